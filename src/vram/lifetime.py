@@ -1,0 +1,466 @@
+"""Counted handles: every driver object is undone once, in the right order, whoever lets go of it last.
+
+A :class:`Handle` stands for one thing that must be taken back (an address range, an allocation, a mapping, a file
+descriptor, a lease). It knows the one call that undoes it and the handles it depends on. A :class:`Claim` is one
+reason to keep a handle; a dependency is a claim too. When the last claim goes the undo runs, and only after it has
+returned do the claims on the dependencies go (invariant I1).
+
+Why not ``weakref.finalize`` or ``__del__`` per object: in a collected cycle Python finalizes in an order of its own.
+Here finalizers only append to a queue; counts decide the order.
+
+Concurrency, in one paragraph. ``_lock`` guards counts and states, for a few dictionary operations at a time; it is
+never held while an undo or any other foreign code runs. Finalizers never wait for it: they append to ``_released``
+and *try* the lock; whoever holds it looks at the queue again after letting go, so nothing appended is forgotten
+(invariant I3).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING
+
+from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Claim", "FileDescriptor", "Handle", "Owned", "live", "own", "stuck", "unwinding"]
+
+_lock = threading.Lock()
+_released: deque[tuple[Handle, int]] = deque()
+_live: dict[int, Handle] = {}
+_stuck: list[Handle] = []
+_serials = itertools.count(1)
+_generation = 0  # counts forks on the way from the first process to this one
+_exiting = False
+_local = threading.local()
+
+_OPEN, _CLOSING, _CLOSED, _STUCK = range(4)
+
+
+class Handle:
+    """One thing to take back, counted.
+
+    Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one.
+    """
+
+    __slots__ = ("_at_exit", "_claims", "_depends", "_generation", "_id", "_state", "_undo", "label")
+
+    def __init__(self, label: str, undo: Callable[[], object] | None, at_exit: bool) -> None:
+        self.label = label
+        self._undo = undo
+        self._at_exit = at_exit
+        self._claims: dict[int, tuple[str, object]] = {}
+        self._depends: dict[int, Handle] = {}
+        self._generation = _generation
+        self._state = _OPEN
+        self._id = next(_serials)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the undo has not begun and this is the process it belongs to."""
+        return self._state == _OPEN and self._generation == _generation
+
+    def check(self) -> None:
+        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here."""
+        if self._generation != _generation:
+            raise ForkedError(
+                f"{self.label} belongs to the parent of this fork; send it over a Channel or a multiprocessing "
+                f"queue, attach by name, or start workers with the spawn method"
+            )
+        if self._state != _OPEN:
+            raise ClosedError(f"{self.label} is closed")
+
+    def claim(self, holder: str, tag: object = None) -> Claim:
+        """Take a claim.
+
+        Parameters
+        ----------
+        holder : str
+            Who holds on, as :class:`BusyError` will name it.
+        tag : object
+            Anything the owner of the handle wants to find again in :meth:`tags`.
+
+        Raises
+        ------
+        ClosedError, ForkedError
+            If there is nothing left to hold on to.
+        """
+        serial = next(_serials)
+        _lock.acquire()
+        try:
+            self.check()
+            self._claims[serial] = (holder, tag)
+        finally:
+            _unlock()
+        return Claim(self, serial)
+
+    def depend(self, other: Handle) -> None:
+        """Keep `other` until this handle's undo has returned (or :meth:`forgo`)."""
+        serial = next(_serials)
+        _lock.acquire()
+        try:
+            other.check()
+            self.check()
+            other._claims[serial] = (self.label, None)
+            self._depends[serial] = other
+        finally:
+            _unlock()
+
+    def forgo(self, other: Handle) -> None:
+        """Give up the newest claim that this handle has on `other`."""
+        _lock.acquire()
+        try:
+            serial = next((s for s, h in reversed(self._depends.items()) if h is other), None)
+            if serial is not None:
+                del self._depends[serial]
+                _released.append((other, serial))
+        finally:
+            _unlock()
+
+    def holders(self) -> tuple[str, ...]:
+        """Return the labels of all claims, oldest first."""
+        return tuple(holder for holder, _ in tuple(self._claims.values()))
+
+    def tags(self) -> tuple[object, ...]:
+        """Return the tags of all claims that have one, oldest first."""
+        return tuple(tag for _, tag in tuple(self._claims.values()) if tag is not None)
+
+    def __repr__(self) -> str:
+        state = ("open", "closing", "closed", "stuck")[self._state]
+        return f"<Handle {self.label}, {state}, {len(self._claims)} claims>"
+
+    def _finish(self) -> None:
+        """Undo, then let go of the dependencies, newest first. Called once, by whoever dropped the last claim."""
+        try:
+            if self._undo is not None and self._generation == _generation and not _exiting:
+                self._undo()
+        except BaseException as error:
+            # What this stands on must outlive it, and it may still be there: keep both rather than free in a wrong
+            # order. That is a leak, said aloud.
+            self._state = _STUCK
+            _stuck.append(self)
+            _live.pop(self._id, None)
+            _report(f"could not take back {self.label}: {error}; it stays allocated until the process ends")
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._undo = None  # often a closure over its owner
+        self._state = _CLOSED
+        _live.pop(self._id, None)
+        _released.extend((other, serial) for serial, other in reversed(self._depends.items()))
+        self._depends = {}
+
+
+class Claim:
+    """One reason to keep a handle. Let go with :meth:`release`; garbage collection does it too."""
+
+    __slots__ = ("__weakref__", "_serial", "handle")
+
+    def __init__(self, handle: Handle, serial: int) -> None:
+        self.handle = handle
+        self._serial = serial
+
+    @property
+    def is_released(self) -> bool:
+        """Whether this claim was given up."""
+        return self._serial == 0
+
+    def release(self, *, strict: bool = False) -> None:
+        """Give the claim up; the last one out undoes the handle. Idempotent.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse, and change nothing, while there are other claims.
+
+        Raises
+        ------
+        BusyError
+            Only if `strict`, naming the other claims.
+        """
+        serial = self._serial
+        if not serial:
+            return
+        if strict and self.handle._generation == _generation:
+            _settle()  # claims whose release is only queued are no reason to refuse
+            _lock.acquire()
+            try:
+                others = tuple(who for s, (who, _) in self.handle._claims.items() if s != serial)
+                if others:
+                    raise BusyError(f"{self.handle.label} is still in use", others)
+                self._serial = 0
+                _released.append((self.handle, serial))
+            finally:
+                _unlock()
+            return
+        self._serial = 0
+        _released.append((self.handle, serial))
+        _settle()
+
+    def __del__(self) -> None:
+        serial, self._serial = self._serial, 0
+        if serial:
+            _released.append((self.handle, serial))
+            _settle()
+
+
+def own(
+    label: str,
+    undo: Callable[[], object] | None,
+    *,
+    depends: Iterable[Handle] = (),
+    holder: str = "owner",
+    at_exit: bool = False,
+) -> Claim:
+    """Take ownership of something just made, and return the first claim on it.
+
+    Parameters
+    ----------
+    label : str
+        What it is, for errors: ``"allocation of 2 MiB on host"``.
+    undo : callable or None
+        The one call that takes it back. Called at most once, in any thread, without locks held.
+    depends : iterable of Handle
+        What must outlive it.
+    holder : str
+        Name of the first claim's holder.
+    at_exit : bool
+        Undo at interpreter exit as well: for what the kernel does not take back, such as socket paths (I8).
+
+    Raises
+    ------
+    ClosedError, ForkedError
+        If a dependency is gone. `undo` has then not been called: the caller still owns the thing.
+    """
+    handle = Handle(label, undo, at_exit)
+    serial = handle._id
+    handle._claims[serial] = (holder, None)
+    try:
+        for other in depends:
+            handle.depend(other)
+    except BaseException:
+        handle._undo = None
+        handle._state = _CLOSED
+        _released.extend((other, s) for s, other in reversed(handle._depends.items()))
+        _settle()
+        raise
+    _live[serial] = handle
+    return Claim(handle, serial)
+
+
+def live() -> tuple[Handle, ...]:
+    """Return every handle of this process that has not been undone."""
+    _settle()
+    return tuple(_live.values())
+
+
+def stuck() -> tuple[Handle, ...]:
+    """Return the handles whose undo failed: kept, with all they depend on, until the process ends."""
+    return tuple(_stuck)
+
+
+@contextlib.contextmanager
+def unwinding(error: BaseException) -> Iterator[None]:
+    """While this runs, an undo that fails in this thread becomes a note on `error` instead of a warning (I4)."""
+    previous = getattr(_local, "error", None)
+    _local.error = error
+    try:
+        yield
+    finally:
+        _local.error = previous
+
+
+class Owned:
+    """A facade over one claim: what users close.
+
+    Subclasses set ``_claim`` last in their constructor, so that an object whose construction failed owns nothing.
+    """
+
+    __slots__ = ("__weakref__", "_claim")
+
+    _claim: Claim
+    _warn_on_leak = True
+
+    @property
+    def handle(self) -> Handle:
+        """The counted handle behind this object, for things that must not outlive it.
+
+        Raises
+        ------
+        ClosedError, ForkedError
+            If this object was closed, or belongs to the parent of a fork.
+        """
+        claim = self._claim
+        if claim.is_released:
+            raise ClosedError(f"{claim.handle.label} was closed")
+        claim.handle.check()
+        return claim.handle
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called on this object."""
+        return self._claim.is_released
+
+    def close(self, *, strict: bool = False) -> None:
+        """Give up this object's claim. What nobody else claims is taken back now, the rest with its last claim.
+
+        Idempotent. Never raises unless `strict`.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse, and change nothing, while anybody else has a claim.
+
+        Raises
+        ------
+        BusyError
+            Only if `strict`, naming the other claims.
+        """
+        self._claim.release(strict=strict)
+
+    def __enter__(self) -> Self:
+        self.handle  # noqa: B018  (raises when it is too late)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with unwinding(error):
+                self.close()
+
+    def __del__(self) -> None:
+        claim = getattr(self, "_claim", None)
+        if claim is None or claim.is_released:
+            return
+        handle = claim.handle
+        if self._warn_on_leak and handle.is_open and not _exiting:
+            _report(f"{handle.label} was not closed; use it in a with block or call close()", LeakWarning)
+        claim.release()
+
+
+class FileDescriptor(Owned):
+    """A file descriptor with one owner at any time (invariant I9): :meth:`adopt` takes, ``fileno`` lends,
+    :meth:`detach` gives away."""
+
+    __slots__ = ("_fd", "_given")
+
+    _warn_on_leak = False  # closing one late is harmless; the ledger still sees it
+
+    def __init__(self, fd: int, label: str) -> None:
+        self._fd = fd
+        self._given = False
+        self._claim = own(label, self._close)
+
+    @classmethod
+    def adopt(cls, fd: int, label: str = "") -> FileDescriptor:
+        """Take ownership of an open descriptor; the caller must not close it any more."""
+        return cls(fd, label or f"fd {fd}")
+
+    def fileno(self) -> int:
+        """Lend the number: valid as long as this object is open.
+
+        Raises
+        ------
+        ClosedError, ForkedError
+            If it is not.
+        """
+        self.handle  # noqa: B018
+        return self._fd
+
+    def detach(self) -> int:
+        """Give the descriptor away: the caller closes it; this object is closed and closes nothing."""
+        fd = self.fileno()
+        self._given = True
+        self._claim.release()
+        return fd
+
+    def _close(self) -> None:
+        if not self._given:
+            os.close(self._fd)
+
+
+def _unlock() -> None:
+    _lock.release()
+    if _released:
+        _settle()
+
+
+def _settle() -> None:
+    """Work off the queue of released claims. Never waits: whoever holds the lock will look at the queue again."""
+    while _released:
+        if not _lock.acquire(blocking=False):
+            return
+        due = []
+        try:
+            while _released:
+                handle, serial = _released.popleft()
+                handle._claims.pop(serial, None)
+                if not handle._claims and handle._state == _OPEN:
+                    handle._state = _CLOSING
+                    due.append(handle)
+        finally:
+            _lock.release()
+        while due:
+            try:
+                due.pop(0)._finish()
+            except BaseException:  # an interrupt: the others are still owed their undo
+                for handle in due:
+                    handle._state = _OPEN
+                    _released.append((handle, 0))
+                raise
+
+
+def _report(message: str, category: type[Warning] = ReleaseWarning) -> None:
+    """Warn, or note it on the error being unwound. Never raises, also where warnings are errors."""
+    error = getattr(_local, "error", None)
+    if error is not None and category is ReleaseWarning:
+        error.add_note(message)
+        return
+    try:
+        warnings.warn(message, category, stacklevel=4)
+    except Warning as warning:
+        sys.unraisablehook(
+            SimpleNamespace(
+                exc_type=type(warning), exc_value=warning, exc_traceback=None, err_msg=message, object=None
+            )
+        )
+
+
+def _after_fork_in_child() -> None:
+    """Make everything inherited inert (I7): its owner is the parent, and the lock may have been held by a thread
+    that does not exist here."""
+    global _generation, _lock
+    _generation += 1
+    _lock = threading.Lock()
+    _released.clear()
+    _live.clear()
+    _stuck.clear()
+
+
+def _at_exit() -> None:
+    """Take back only what the kernel will not (I8)."""
+    global _exiting
+    _settle()
+    for handle in tuple(_live.values()):
+        if handle._at_exit and handle._undo is not None:
+            with contextlib.suppress(Exception):
+                handle._undo()
+    _exiting = True
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where there is nothing to do
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

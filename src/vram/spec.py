@@ -1,0 +1,146 @@
+"""Frozen values that every room speaks: places, rights, kinds of handles, sizes."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from .errors import UsageError
+
+__all__ = ["Access", "AllocationSpec", "HandleKind", "Location", "format_size", "parse_size", "round_up"]
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36})")
+
+
+class Access(enum.IntEnum):
+    """What a location may do with a mapping; the values are the CUDA driver's."""
+
+    NONE = 0
+    READ = 1
+    READ_WRITE = 3
+
+    @property
+    def letters(self) -> str:
+        """The right as people write it: ``-``, ``r`` or ``rw``."""
+        return {0: "-", 1: "r", 3: "rw"}[int(self)]
+
+
+class HandleKind(enum.IntFlag):
+    """How an allocation can cross to another process; a mask where several are asked for.
+
+    The first four values are ``CUmemAllocationHandleType``; the last two are routes of ours for memory that was not
+    made with that API.
+    """
+
+    NONE = 0
+    POSIX_FD = 1
+    WIN32 = 2
+    WIN32_KMT = 4
+    FABRIC = 8
+    LEGACY_IPC = 1 << 16
+    POOL = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place where memory can live.
+
+    Parameters
+    ----------
+    kind : {"host", "cuda"}
+        The kind of place, which also names the driver that serves it.
+    id : int or str
+        The ordinal of a device in this process, or its UUID as ``"GPU-..."``; always 0 for the host.
+    """
+
+    kind: str
+    id: int | str = 0
+
+    @classmethod
+    def parse(cls, text: str | Location) -> Location:
+        """Read ``"host"``, ``"cuda:0"`` or ``"cuda:GPU-<uuid>"``.
+
+        Raises
+        ------
+        UsageError
+            For anything else.
+        """
+        if isinstance(text, Location):
+            return text
+        if text == "host":
+            return HOST
+        match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise UsageError(f'device {text!r} is not one of "host", "cuda:0", "cuda:GPU-<uuid>"')
+        return cls("cuda", int(match[1]) if match[1].isdigit() else match[1])
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "host" else f"{self.kind}:{self.id}"
+
+
+HOST = Location("host")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationSpec:
+    """What to ask a driver for: a size in bytes, a place, and how it must be able to leave the process."""
+
+    nbytes: int
+    location: Location = HOST
+    handle_kinds: HandleKind = HandleKind.POSIX_FD
+
+
+def parse_size(size: int | str, *, what: str = "size") -> int:
+    """Return a number of bytes from an integer or a string such as ``"64MiB"``.
+
+    Parameters
+    ----------
+    size : int or str
+        Bytes, or a decimal number with a unit: B, kB/MB/GB/TB/PB (powers of 1,000) or KiB/MiB/GiB/TiB/PiB
+        (powers of 1,024), in any case.
+    what : str
+        The parameter's name, for the error.
+
+    Raises
+    ------
+    UsageError
+        If it is negative, not a whole number of bytes, not a size at all, or 2**63 bytes or more.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)) and not hasattr(size, "__index__"):
+        raise UsageError(f'{what} must be an int of bytes or a string like "64MiB", not {size!r}')
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size) if len(size) <= 64 else None
+        factor = _UNITS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            raise UsageError(f'{what} {size[:64]!r} is not a size; write bytes or e.g. "64MiB", "1.5GiB", "90MB"')
+        whole, _, fraction = match[1].partition(".")
+        scaled = int(whole + fraction) * factor  # integers throughout: floats lose bytes from 2**53 on
+        nbytes, rest = divmod(scaled, 10 ** len(fraction))
+        if rest:
+            raise UsageError(f"{what} {size!r} is not a whole number of bytes")
+    else:
+        nbytes = size.__index__()
+    if not 0 <= nbytes < 2**63:
+        raise UsageError(f"{what} {size!r} is out of range: 0 to 2**63 - 1 bytes")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """Write a number of bytes for people: ``"6 MiB"``, ``"86.6 MiB"``, ``"384 B"``."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,100 @@
+"""The ledger: what a process holds, before and after. A test that leaves anything behind fails.
+
+Counted: handles that are not undone, undos that failed, objects of the loaded drivers, file descriptors, mappings of
+shared memory, child processes and threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .. import driver, lifetime
+
+__all__ = ["Ledger"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What this process holds at one moment; each field a set of labels, so that a difference can be named."""
+
+    handles: frozenset[str]
+    stuck: frozenset[str]
+    objects: frozenset[str]
+    fds: frozenset[str]
+    mappings: frozenset[str]
+    children: frozenset[str]
+    threads: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Ledger:
+        """Collect garbage, then count."""
+        gc.collect()
+        return cls(
+            handles=frozenset(f"{handle.label} #{handle._id}" for handle in lifetime.live()),
+            stuck=frozenset(f"{handle.label} #{handle._id}" for handle in lifetime.stuck()),
+            objects=frozenset(f"{name}: {d.live()}" for name, d in driver._drivers.items() if _anything(d.live())),
+            fds=frozenset(_fds()),
+            mappings=frozenset(_mappings()),
+            children=frozenset(_children()),
+            threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
+        )
+
+    def left_behind(self, *, grace: float = 2.0) -> list[str]:
+        """Return what this process holds now that it did not hold when this ledger was taken.
+
+        Parameters
+        ----------
+        grace : float
+            Seconds to wait for what ends on its own, such as a thread that was told to stop or a child that was
+            killed. Nothing is waited for when the books already agree.
+        """
+        deadline = time.monotonic() + grace
+        while True:
+            now = Ledger.take()
+            extra = [
+                f"{field.name}: {label}"
+                for field in fields(self)
+                for label in sorted(getattr(now, field.name) - getattr(self, field.name))
+            ]
+            if not extra or time.monotonic() > deadline:
+                return extra
+            time.sleep(0.01)
+
+
+def _anything(objects: object) -> bool:
+    return any(getattr(objects, field.name) for field in fields(objects))  # type: ignore[arg-type]
+
+
+def _fds() -> list[str]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+            found.append(f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
+def _mappings() -> list[str]:
+    """Mappings of memory that can be shared: memfds and what the kernel calls anonymous shared memory."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "/memfd:" in line or "/dev/zero" in line]
+
+
+def _children() -> list[str]:
+    pids: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            pids += (task / "children").read_text().split()
+    return [f"pid {pid} ({_name(pid)})" for pid in pids if "resource_tracker" not in _name(pid)]
+
+
+def _name(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120].strip()
+    except OSError:
+        return "gone"
