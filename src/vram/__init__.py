@@ -6,7 +6,99 @@ framework.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    import builtins
+
+    from .arrays import Array as Array
+    from .errors import AccessDeniedError as AccessDeniedError
+    from .errors import AddressSpaceError as AddressSpaceError
+    from .errors import AlignmentError as AlignmentError
+    from .errors import BusyError as BusyError
+    from .errors import CapacityError as CapacityError
+    from .errors import ClosedError as ClosedError
+    from .errors import DeviceLostError as DeviceLostError
+    from .errors import DriverError as DriverError
+    from .errors import ForkedError as ForkedError
+    from .errors import InternalError as InternalError
+    from .errors import LeakWarning as LeakWarning
+    from .errors import MismatchError as MismatchError
+    from .errors import NotFoundError as NotFoundError
+    from .errors import OutOfMemoryError as OutOfMemoryError
+    from .errors import PeerError as PeerError
+    from .errors import PeerGoneError as PeerGoneError
+    from .errors import ProtocolError as ProtocolError
+    from .errors import RangeError as RangeError
+    from .errors import ReleaseWarning as ReleaseWarning
+    from .errors import UnsupportedError as UnsupportedError
+    from .errors import UsageError as UsageError
+    from .errors import VramError as VramError
+    from .errors import WaitTimeoutError as WaitTimeoutError
+    from .exchange.array_channel import ArrayChannel as ArrayChannel
+    from .exchange.attach import Lease as Lease
+    from .exchange.attach import attach as attach
+    from .exchange.attach import attach_or_publish as attach_or_publish
+    from .exchange.create import asarray as asarray
+    from .exchange.create import empty as empty
+    from .exchange.create import zeros as zeros
+    from .keeper.session import Keeper as Keeper
+    from .keeper.session import keeper as keeper
+    from .exchange.keepers import list_entries as list
+    from .exchange.keepers import remove as remove
+    from .exchange.keepers import show as show
+    from .exchange.keepers import statistics as statistics
+    from .exchange.publish import Published as Published
+    from .exchange.publish import publish as publish
+    from .exchange.weights import put as put
+    from .memory import AddressReservation as AddressReservation
+    from .memory import MemoryMapping as MemoryMapping
+    from .memory import PhysicalAllocation as PhysicalAllocation
+    from .memory import Region as Region
+    from .spec import Access as Access
+    from .spec import AllocationSpec as AllocationSpec
+    from .spec import HandleKind as HandleKind
+    from .spec import Location as Location
+
 __version__ = "0.1.0"
+
+# Where each public name lives, and what it is called there if that differs; the verb `keeper` is its room itself.
+_HOMES = {
+    "arrays": "Array",
+    "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError DeviceLostError"
+    " DriverError ForkedError InternalError LeakWarning MismatchError NotFoundError OutOfMemoryError PeerError"
+    " PeerGoneError ProtocolError RangeError ReleaseWarning UnsupportedError UsageError VramError WaitTimeoutError",
+    "exchange.attach": "Lease attach attach_or_publish",
+    "exchange.create": "asarray empty zeros",
+    "exchange.array_channel": "ArrayChannel",
+    "exchange.keepers": "list=list_entries remove show statistics",
+    "exchange.publish": "Published publish",
+    "exchange.weights": "put",
+    "keeper": "keeper=",
+    "keeper.session": "Keeper",
+    "memory": "AddressReservation MemoryMapping PhysicalAllocation Region",
+    "spec": "Access AllocationSpec HandleKind Location",
+}
+_EXPORTS = {
+    public: (module, inner if equals else public)
+    for module, names in _HOMES.items()
+    for public, equals, inner in (name.partition("=") for name in names.split())
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> object:
+    home = _EXPORTS.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(f".{home[0]}", __name__)
+    value = getattr(module, home[1]) if home[1] else module
+    globals()[name] = value  # found without this function from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -45,6 +45,7 @@ _exiting = False
 _local = threading.local()
 
 _OPEN, _CLOSING, _CLOSED, _STUCK = range(4)
+_RELEASED, _COLLECTED = 0, -1  # in place of a claim's serial number, which is positive
 
 
 class Handle:
@@ -173,7 +174,7 @@ class Claim:
     @property
     def is_released(self) -> bool:
         """Whether this claim was given up."""
-        return self._serial == 0
+        return self._serial <= 0
 
     def release(self, *, strict: bool = False) -> None:
         """Give the claim up; the last one out undoes the handle. Idempotent.
@@ -189,7 +190,7 @@ class Claim:
             Only if `strict`, naming the other claims.
         """
         serial = self._serial
-        if not serial:
+        if serial <= 0:
             return
         if strict and self.handle._generation == _generation:
             _settle()  # claims whose release is only queued are no reason to refuse
@@ -208,8 +209,9 @@ class Claim:
         _settle()
 
     def __del__(self) -> None:
-        serial, self._serial = self._serial, 0
-        if serial:
+        serial = self._serial
+        if serial > 0:
+            self._serial = _COLLECTED
             _released.append((self.handle, serial))
             _settle()
 
@@ -343,10 +345,11 @@ class Owned:
 
     def __del__(self) -> None:
         claim = getattr(self, "_claim", None)
-        if claim is None or claim.is_released:
+        if claim is None or claim._serial == _RELEASED:
             return
         handle = claim.handle
-        if self._warn_on_leak and handle.is_open and not _exiting:
+        # In a collected cycle the claim's own finalizer may have come first and undone everything: still a leak.
+        if self._warn_on_leak and handle._generation == _generation and not _exiting:
             _report(f"{handle.label} was not closed; use it in a with block or call close()", LeakWarning)
         claim.release()
 
@@ -433,9 +436,7 @@ def _report(message: str, category: type[Warning] = ReleaseWarning) -> None:
         warnings.warn(message, category, stacklevel=4)
     except Warning as warning:
         sys.unraisablehook(
-            SimpleNamespace(
-                exc_type=type(warning), exc_value=warning, exc_traceback=None, err_msg=message, object=None
-            )
+            SimpleNamespace(exc_type=type(warning), exc_value=warning, exc_traceback=None, err_msg=message, object=None)
         )
 
 

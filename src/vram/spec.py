@@ -112,7 +112,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     UsageError
         If it is negative, not a whole number of bytes, not a size at all, or 2**63 bytes or more.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)) and not hasattr(size, "__index__"):
+    if isinstance(size, bool) or (not isinstance(size, (int, str)) and not hasattr(size, "__index__")):
         raise UsageError(f'{what} must be an int of bytes or a string like "64MiB", not {size!r}')
     if isinstance(size, str):
         match = _SIZE.fullmatch(size) if len(size) <= 64 else None

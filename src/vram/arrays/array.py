@@ -1,0 +1,666 @@
+"""Array: a shape and an element type on a region's memory."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from ..driver.protocol import Driver
+from ..errors import AccessDeniedError, BusyError, CapacityError, ClosedError, RangeError, UsageError
+from ..lifetime import unwinding
+from ..memory import Pin, Region
+from ..spec import Access, Location, format_size
+from . import views
+from .dtypes import as_dtype, carrier, is_plain
+from .views import Home, NDArray
+
+if TYPE_CHECKING:
+    from types import EllipsisType, TracebackType
+    from typing import Self
+
+    import torch
+
+__all__ = ["Array", "as_shape"]
+
+Buffer: TypeAlias = memoryview  # which in the class is a method
+
+_MAX_NDIM = 32  # numpy 1's; version 2 allows 64
+_MAX_BYTES = 2**63 - 1
+
+
+class Reducer(Protocol):
+    """Where an array can be had again. Set by :mod:`vram.exchange` on what was published or attached."""
+
+    def reduce(self, array: Array, /) -> tuple[Any, ...] | None:
+        """Return what pickle should store, or None if the array is not what was published any more."""
+
+
+class Array:
+    """A C-contiguous array on the memory of a region: elements of one type, at an address that never changes.
+
+    Made by :func:`vram.empty` and its like, by attaching, or by slicing. It computes nothing itself: :meth:`numpy`
+    and :meth:`torch` show it to those who do, without a copy. Such a view keeps the memory on its own, and so does
+    every slice of it; :meth:`close` under live views takes effect with the last of them (invariant I6).
+
+    Several threads may use one array; changes of its size wait for one another.
+
+    Parameters
+    ----------
+    region : Region
+        The memory. An array holds it without owning it, unless `owns_growth`.
+    dtype : str, numpy.dtype, type or torch.dtype
+        The type of the elements.
+    shape : int or sequence of int
+        The lengths of the dimensions.
+    offset : int
+        Where in the region it begins, in bytes.
+    owns_growth : bool
+        The region belongs to this array: :meth:`resize` changes the region's size, and closing the last array on the
+        region closes the region.
+    capacity : int, optional
+        Rows up to which it may be resized, or be shown with ``full=True``; by default what the region has room for
+        if `owns_growth`, else no more than there are.
+    provenance : object, optional
+        Where it can be had again, for pickling.
+
+    Raises
+    ------
+    RangeError
+        If it does not lie within the region.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_capacity",
+        "_dtype",
+        "_home",
+        "_offset",
+        "_pin",
+        "_row_nbytes",
+        "_shape",
+        "_size_lock",
+        "provenance",
+    )
+
+    _home: Home | None
+
+    def __init__(
+        self,
+        region: Region,
+        dtype: object,
+        shape: int | Sequence[int],
+        *,
+        offset: int = 0,
+        owns_growth: bool = False,
+        capacity: int | None = None,
+        provenance: Reducer | None = None,
+    ) -> None:
+        self._home = None  # so that an array whose construction failed owns nothing
+        kind = as_dtype(dtype)
+        lengths = as_shape(shape)
+        nbytes = _nbytes(lengths, kind)
+        if owns_growth and not lengths:
+            raise UsageError("an array without dimensions has no rows to grow by")
+        self._dtype = kind
+        self._shape = lengths
+        self._offset = operator.index(offset)
+        self._row_nbytes = _nbytes(lengths[1:], kind)
+        self._size_lock = threading.RLock() if owns_growth else None  # never taken by a finalizer
+        self.provenance = provenance
+        # The array that owns the region pins nothing: it must be able to shrink below itself.
+        self._pin = None if owns_growth else region.pin(self._offset, self._offset + nbytes, "array")
+        if owns_growth and not 0 <= self._offset <= self._offset + nbytes <= region.nbytes:
+            raise RangeError(f"{nbytes} bytes at offset {offset} are not within the {region.nbytes} of the region")
+        rows = lengths[0] if lengths else 1
+        if capacity is None and owns_growth and self._row_nbytes:
+            capacity = (region.capacity - self._offset) // self._row_nbytes
+        self._capacity = rows if capacity is None else capacity
+        if not rows <= self._capacity or self._offset + self._capacity * self._row_nbytes > region.capacity:
+            raise CapacityError(
+                f"capacity of {capacity} rows: at least {rows} are there, and the region has room for "
+                f"{region.capacity - self._offset} bytes of {self._row_nbytes} a row"
+            )
+        home = Home.of(region)
+        home.arrays.add(id(self))
+        if owns_growth:
+            home.is_owned = True
+        self._home = home
+
+    @classmethod
+    def create(
+        cls,
+        driver: Driver,
+        location: Location | str,
+        shape: int | Sequence[int],
+        dtype: object,
+        *,
+        capacity: int | Sequence[int] | None = None,
+        chunk: int | str | None = None,
+        populate: bool = False,
+    ) -> Self:
+        """Make an array of zeros on memory of its own.
+
+        Parameters
+        ----------
+        driver : Driver
+            The driver that serves `location`.
+        shape : int or sequence of int
+            The lengths of the dimensions.
+        dtype : str, numpy.dtype, type or torch.dtype
+            The type of the elements.
+        capacity : int or sequence of int, optional
+            How many rows it may grow to: a number, or a shape whose other dimensions are those of `shape`. Costs
+            addresses only. By default it cannot grow.
+        chunk : int or str, optional
+            Bytes by which memory is taken and given back; see :meth:`vram.memory.Region.create`.
+        populate : bool
+            Touch the pages at once rather than at first use.
+
+        Raises
+        ------
+        UsageError
+            For a dtype, shape or capacity that cannot be.
+        OutOfMemoryError, AddressSpaceError
+            If there is not enough of either.
+        """
+        kind = as_dtype(dtype)
+        lengths = as_shape(shape)
+        rows = _capacity(capacity, lengths)
+        region = Region.create(
+            driver,
+            location,
+            capacity=max(_nbytes((rows, *lengths[1:]), kind), 1),
+            nbytes=_nbytes(lengths, kind),
+            chunk=chunk,
+            populate=populate,
+            managed=True,
+        )
+        try:
+            array = cls(region, kind, lengths, owns_growth=bool(lengths), capacity=rows)
+        except BaseException as error:
+            with unwinding(error):
+                region.close()
+            raise
+        views.let_go(region)
+        return array
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the dimensions."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the elements: numpy's, or `ml_dtypes`' for bfloat16 and the 8-bit floats."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return self.nbytes // self._dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self._dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        shape = self._shape
+        return shape[0] * self._row_nbytes if shape else self._row_nbytes
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """The shape that it may grow to without moving."""
+        return (self._capacity, *self._shape[1:]) if self._shape else ()
+
+    @property
+    def device(self) -> Location:
+        """Where the memory is."""
+        return self._here().region.location
+
+    @property
+    def region(self) -> Region:
+        """The region it lies on. Raises ClosedError once this array was closed."""
+        return self._here().region
+
+    @property
+    def offset(self) -> int:
+        """Where in the region it begins, in bytes."""
+        return self._offset
+
+    @property
+    def address(self) -> int:
+        """Where in this process it begins; the same for as long as anything looks at it (invariant I5)."""
+        return self._here().region.address + self._offset
+
+    @property
+    def pin(self) -> Pin | None:
+        """What keeps the memory; None if the region belongs to this array."""
+        return self._pin
+
+    @property
+    def readonly(self) -> bool:
+        """Whether it cannot be written to here."""
+        return self._here().region.access is not Access.READ_WRITE
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._home is None
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise UsageError("an array without dimensions has no length")
+        return self._shape[0]
+
+    def __repr__(self) -> str:
+        home = self._home
+        if home is None:
+            return f"<Array {self._dtype} {self._shape} closed>"
+        region = home.region
+        rights = region.access.letters + (", private" if region.is_private else "")
+        place = f"{region.location} {region.address + self._offset:#x}"
+        return f"<Array {self._dtype} {self._shape} {place} {format_size(self.nbytes)} {rights}>"
+
+    # -- its size -----------------------------------------------------------------------------------------------
+    def resize(self, rows: int) -> None:
+        """Set the length of the first dimension, in place: the address stays, and nothing is copied.
+
+        Views taken before keep their shape; take a new one to see more. Rows that come into being are zero, except
+        those that an earlier shrinking left in memory that was kept: they come back as they were.
+
+        Parameters
+        ----------
+        rows : int
+            The new length.
+
+        Raises
+        ------
+        CapacityError
+            Past the capacity, which was fixed at creation.
+        BusyError
+            When shrinking while a view or a slice shows what would go; nothing has changed then (invariant I6).
+        UsageError
+            If the region does not belong to this array, as with slices and what was attached.
+        OutOfMemoryError
+            If there is not enough; nothing has changed then.
+        """
+        region = self._here().region
+        lock = self._size_lock
+        if lock is None:
+            what = "no dimension to resize" if not self._shape else "memory of others: resize the array that made it"
+            raise UsageError(f"this array has {what}, or copy it into one of your own (vram.asarray)")
+        count = _length(rows, "rows")
+        if count > self._capacity:
+            raise CapacityError(
+                f"cannot resize to {count} rows: the capacity is {self._capacity}, fixed at creation. Make an array "
+                f"with more and copy, or ask for more from the start: it costs addresses only"
+            )
+        region.handle  # noqa: B018  (before the lock: in a forked child nobody would ever release it)
+        with lock:
+            before = self._shape
+            after = (count, *before[1:])
+            if count < before[0]:
+                self._shape = after  # first, so that no other thread takes a view of what goes
+            try:
+                region.resize(self._offset + count * self._row_nbytes)
+            except BaseException:
+                self._shape = before
+                raise
+            self._shape = after
+
+    def _set_rows(self, rows: int) -> None:
+        """Show more rows of a region that its owner grew; called by :mod:`vram.exchange` after ``region.extend``."""
+        home, pin = self._here(), self._pin
+        shape = (_length(rows, "rows"), *self._shape[1:])
+        if pin is None or not self._shape:
+            raise UsageError("only an array on the memory of others follows its owner")
+        self._pin = home.region.pin(self._offset, self._offset + _nbytes(shape, self._dtype), "array")
+        self._shape = shape
+        self._capacity = max(self._capacity, rows)
+        pin.release()
+
+    def _freeze(self) -> None:
+        """Make numpy refuse to write through the views it was given; called after ``region.freeze``."""
+        self._here().freeze_views()
+
+    # -- views --------------------------------------------------------------------------------------------------
+    def numpy(self, *, full: bool = False) -> NDArray:
+        """Return a numpy array over the same memory.
+
+        It keeps the memory alive, as does everything derived from it. What is read-only here is read-only there.
+
+        Parameters
+        ----------
+        full : bool
+            Show the whole capacity instead of the rows there are, so that growth needs no new view. Rows that have
+            no memory behind them kill the process when touched (SIGSEGV). As long as it lives the array can grow but
+            not shrink.
+
+        Raises
+        ------
+        UnsupportedError
+            If the CPU cannot address the memory.
+        ClosedError
+            If the array was closed.
+        """
+        return self._view("numpy view", self._dtype, full)
+
+    def torch(self, *, full: bool = False) -> torch.Tensor:
+        """Return a torch tensor over the same memory, which it keeps alive.
+
+        torch has no read-only tensors: writing to one over read-only memory kills the process (SIGSEGV). Attach with
+        ``access="cow"`` for what works in place.
+
+        Parameters
+        ----------
+        full : bool
+            Show the whole capacity, as :meth:`numpy` does.
+
+        Raises
+        ------
+        UnsupportedError
+            If torch is not installed, or has no such element type.
+        """
+        from .torch import tensor
+
+        return tensor(self, full=full)
+
+    def memoryview(self) -> Buffer:
+        """Return a memoryview of the same shape over the same memory, which it keeps alive.
+
+        Element types that the buffer protocol has no letter for (bfloat16, dates) show as unsigned integers of the
+        same size.
+        """
+        try:
+            return views.buffer(self._view("memoryview", self._dtype))
+        except ValueError:
+            return views.buffer(self._view("memoryview", carrier(self._dtype)))
+
+    def __buffer__(self, flags: int, /) -> Buffer:
+        """The buffer protocol, from Python 3.12 on."""
+        try:
+            return views.buffer(self._view("buffer", self._dtype))
+        except ValueError as error:  # numpy, asked for its own array, then goes on to __array__
+            raise BufferError(f"the buffer protocol has no letter for {self._dtype}; use .memoryview()") from error
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """numpy's array interface.
+
+        The memory is given as a buffer that keeps it, not as an address: a consumer holds on to what it was given,
+        and this array may be closed before it is done.
+        """
+        if not is_plain(self._dtype):
+            raise AttributeError(f"the array interface has no word for {self._dtype}")  # numpy goes on to __array__
+        data = views.buffer(self._view("array interface", carrier(self._dtype)))
+        return {"version": 3, "data": data, "shape": self._shape, "typestr": self._dtype.str}
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray:
+        view = self.numpy()
+        if dtype is not None and np.dtype(dtype) != view.dtype:  # type: ignore[call-overload]
+            if copy is False:
+                raise UsageError(f"converting {view.dtype} to {dtype} takes a copy, and copy=False forbids it")
+            return view.astype(dtype)  # type: ignore[call-overload, no-any-return]
+        return view.copy() if copy else view
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Return an owning DLPack capsule, versioned if `max_version` says that the consumer knows it.
+
+        Raises
+        ------
+        BufferError
+            For another device, for element types without a word in DLPack, and for read-only memory to a consumer of
+            the old form, which cannot be told.
+        """
+        if stream is not None:
+            raise BufferError("memory of the host has no streams: stream must be None")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"cannot export to device {tuple(dl_device)}; this memory is on (1, 0), the CPU")
+        view = self._view("DLPack capsule", views.shown_as(self._dtype))
+        return views.capsule(view, self._dtype, max_version=max_version, copy=copy)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's (device type, device id)."""
+        if not self._here().addressable:
+            raise BufferError(f"memory on {self.device} is not exported by DLPack")
+        return (1, 0)
+
+    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False) -> NDArray:
+        """Return a root view with a pin of its own. `dtype` has the array's item size."""
+        home, pin, shape, start = self._home or self._here(), self._pin, self._shape, self._offset
+        if full and shape:
+            shape = (self._capacity, *shape[1:])
+            kept = home.region.pin(start, start + self._capacity * self._row_nbytes, holder, full=True)
+        else:
+            stop = start + (shape[0] if shape else 1) * self._row_nbytes
+            kept = home.region.pin(start, stop, holder) if pin is None else pin.again(start, stop, holder)
+        return home.view(kept, start, shape, dtype)
+
+    # -- parts --------------------------------------------------------------------------------------------------
+    def __getitem__(self, key: int | slice) -> Array:
+        """Return a row, or a run of rows, as an array over the same memory."""
+        shape = self._shape
+        if not shape:
+            raise _no_such_part(key)
+        if isinstance(key, slice):
+            try:
+                start, stop, step = key.indices(shape[0])
+            except (TypeError, ValueError):
+                raise _no_such_part(key) from None
+            if step != 1:
+                raise _no_such_part(key)
+            part = (max(stop - start, 0), *shape[1:])
+        else:
+            try:
+                start = operator.index(key)
+            except TypeError:
+                raise _no_such_part(key) from None
+            if not -shape[0] <= start < shape[0]:
+                raise RangeError(f"row {start} is out of range: there are {shape[0]}")
+            start %= shape[0]
+            part = shape[1:]
+        at = self._offset + start * self._row_nbytes
+        return self._part(at, part)
+
+    def _part(self, offset: int, shape: tuple[int, ...]) -> Array:
+        home, pin = self._here(), self._pin
+        stop = offset + _nbytes(shape, self._dtype)
+        array = Array.__new__(Array)
+        array._home = None
+        array._dtype, array._shape, array._offset = self._dtype, shape, offset
+        array._row_nbytes = _nbytes(shape[1:], self._dtype)
+        array._capacity = shape[0] if shape else 1
+        array._size_lock, array.provenance = None, self.provenance
+        # From this array's own pin, which works after the region object was closed, too.
+        array._pin = home.region.pin(offset, stop, "slice") if pin is None else pin.again(offset, stop, "slice")
+        home.arrays.add(id(array))
+        array._home = home
+        return array
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[row] for row in range(len(self)))
+
+    def __setitem__(self, key: int | slice | tuple[Any, ...] | EllipsisType, value: object) -> None:
+        """Write through numpy, with all its indexing."""
+        self._check_writable()
+        self.numpy()[key] = value
+
+    def fill(self, value: object) -> None:
+        """Set every element to `value`, as numpy would convert it."""
+        self._check_writable()
+        self.numpy().fill(value)
+
+    def copy(self) -> NDArray:
+        """Return a copy as a numpy array of the host."""
+        home = self._here()
+        if home.addressable:
+            return self.numpy().copy()
+        shape = self._shape
+        made = np.empty(shape, self._dtype)
+        if made.nbytes:
+            kept = home.region.pin(self._offset, self._offset + made.nbytes, "copy")
+            flat = views.buffer(made.reshape(-1).view(np.uint8))
+            home.region.driver.copy_out(flat, home.region.address + self._offset)
+            kept.release()
+        return made
+
+    to_host = copy
+
+    def _check_writable(self) -> None:
+        if self.readonly:
+            raise AccessDeniedError(
+                'the array is read-only here; attach with access="cow" for changes of your own, with access="rw" if '
+                "it was published writable, or take a .copy()"
+            )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def close(self, *, strict: bool = False) -> None:
+        """Give the memory up. Live views keep it until the last of them is gone. Idempotent.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse, and change nothing, while anything else looks at this memory.
+
+        Raises
+        ------
+        BusyError
+            Only if `strict`, naming the views.
+        """
+        home, pin = self._home, self._pin
+        if home is None:
+            return
+        if strict:
+            if pin is None:
+                home.region.close(strict=True)
+            else:
+                others = pin.others()
+                if others:
+                    raise BusyError(f"{self!r} is still in use", others)
+        self._home = None
+        if pin is not None:
+            pin.release()
+        home.leave(id(self))
+
+    def _here(self) -> Home:
+        home = self._home
+        if home is None:
+            raise ClosedError(f"the array of {self._dtype} {self._shape} was closed")
+        return home
+
+    def __enter__(self) -> Self:
+        self._here()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            with unwinding(error):
+                self.close()
+
+    def __del__(self) -> None:
+        # The pin and the region let go on their own; an id, though, may be given to another object.
+        home = self._home
+        if home is not None:
+            home.arrays.discard(id(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = self.provenance.reduce(self) if self.provenance is not None else None
+        if made is None:
+            raise UsageError(
+                "plain pickle cannot carry shared memory: publish the array and attach it by name, or send it "
+                "through a multiprocessing Queue, Pipe or Pool or a vram Channel, which pass it without a copy. "
+                ".copy() gives a numpy array that pickles with its contents"
+            )
+        return made
+
+
+def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as a tuple of lengths.
+
+    Raises
+    ------
+    UsageError
+        If it is not an int or a sequence of ints that are not negative.
+    """
+    try:
+        lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
+    except TypeError:
+        lengths = (shape,)
+    if len(lengths) > _MAX_NDIM:
+        raise UsageError(f"shape has {len(lengths)} dimensions; at most {_MAX_NDIM} are possible")
+    return tuple(_length(length, "shape") for length in lengths)
+
+
+def _length(value: object, what: str) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    try:
+        length = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what} must be made of ints, not {value!r}") from None
+    if length < 0 or isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{what} must be made of ints that are not negative, not {value!r}")
+    return length
+
+
+def _capacity(capacity: int | Sequence[int] | None, shape: tuple[int, ...]) -> int:
+    """Return the capacity in rows."""
+    rows = shape[0] if shape else 1
+    if capacity is None:
+        return rows
+    if not shape:
+        raise UsageError("an array without dimensions cannot grow: leave capacity out")
+    asked = as_shape(capacity)
+    if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):
+        raise UsageError(
+            f"capacity {asked} differs from shape {shape} in more than the first dimension; only that one grows: "
+            f"write {(max(asked[0] if asked else 0, rows), *shape[1:])}"
+        )
+    if asked[0] < rows:
+        raise CapacityError(f"capacity of {asked[0]} rows is less than the {rows} of the shape")
+    return asked[0]
+
+
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    nbytes = dtype.itemsize
+    for length in shape:
+        nbytes *= length
+    if nbytes > _MAX_BYTES:
+        raise RangeError(f"shape {shape} of {dtype} is {nbytes} bytes; addresses end at {_MAX_BYTES}")
+    return nbytes
+
+
+def _no_such_part(key: object) -> UsageError:
+    return UsageError(
+        f"[{key!r}] is not a row or a run of rows without steps; for anything else use .numpy()[...], which copies "
+        f"nothing either"
+    )
+
+
+if sys.version_info < (3, 12):
+    del Array.__buffer__  # the interpreter would not look at it

@@ -1,0 +1,149 @@
+"""What somebody else's array is to us: an address, a type and a shape, and what keeps it there meanwhile."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+from . import torch as torch_views
+from .array import Array
+from .dtypes import as_dtype
+from .views import NDArray, buffer, find
+
+__all__ = ["Source", "as_source", "find"]
+
+_CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Memory of the host that holds an array.
+
+    Attributes
+    ----------
+    view : numpy.ndarray
+        The array, over the same memory, which it keeps alive.
+    """
+
+    view: NDArray
+
+    @property
+    def address(self) -> int:
+        """Where the first element is."""
+        address: int = self.view.__array_interface__["data"][0]
+        return address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.view.nbytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the elements."""
+        return self.view.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the dimensions."""
+        shape: tuple[int, ...] = self.view.shape
+        return shape
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie one behind the other, last dimension fastest."""
+        return self.view.flags.c_contiguous
+
+    @property
+    def keepalive(self) -> object:
+        """What must live as long as the address is used."""
+        return self.view
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes of a contiguous array, flat.
+
+        Raises
+        ------
+        UsageError
+            If it is not contiguous: copy `view` with numpy instead.
+        """
+        if not self.contiguous:
+            raise UsageError(f"an array of strides {self.view.strides} is not contiguous; copy it first")
+        return buffer(self.view.reshape(-1).view(np.uint8))
+
+
+def as_source(value: object) -> Source:
+    """Find the memory behind an array of any library, without a copy.
+
+    Parameters
+    ----------
+    value : Array, numpy.ndarray, torch.Tensor, or anything with DLPack, ``__array_interface__`` or a buffer
+        The array, in the memory of the host.
+
+    Raises
+    ------
+    UsageError
+        If it is no array, is on another device, or is of a type that cannot be shared.
+    """
+    if isinstance(value, Array):
+        return Source(value.numpy())
+    if isinstance(value, np.ndarray):
+        view = _of_numpy(value)
+    elif torch_views.is_tensor(value):
+        view = torch_views.array_of(value)
+    else:
+        view = _of_any(value)
+    as_dtype(view.dtype)
+    return Source(view)
+
+
+def _of_numpy(value: NDArray) -> NDArray:
+    if isinstance(value, np.ma.MaskedArray):
+        raise UsageError("a masked array is two arrays: publish .data and .mask, or .filled(...)")
+    return value.view(np.ndarray)  # a matrix or memmap is an array like any other here
+
+
+def _of_any(value: object) -> NDArray:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    device = getattr(kind, "__dlpack_device__", None)
+    if device is not None:
+        try:
+            place = int(device(value)[0])
+        except Exception as error:
+            raise UsageError(f"{name} does not tell where its memory is: {error}") from error
+        if place not in _CPU:
+            raise UsageError(f"the {name} is on a device (DLPack type {place}), not on the host; copy it there first")
+    if hasattr(kind, "__cuda_array_interface__"):
+        raise UsageError(f"the {name} is on a GPU, not on the host; copy it there first")
+    try:
+        if device is not None:
+            try:
+                return np.from_dlpack(value)  # type: ignore[arg-type]
+            except (BufferError, RuntimeError, TypeError):
+                pass  # bfloat16, for one: the library may say it in numpy's own words
+        if _has_memory(value, kind):
+            found = np.asarray(value)
+            return found if isinstance(found, np.ndarray) else np.asarray(found)
+    except Exception as error:
+        raise UsageError(f"the memory of a {name} cannot be seen: {error}") from error
+    raise UsageError(
+        f"a {name} is no array: give vram arrays, numpy arrays, torch tensors, or objects with DLPack, "
+        f"__array_interface__ or the buffer protocol (numpy.asarray makes one of lists and numbers)"
+    )
+
+
+def _has_memory(value: object, kind: type) -> bool:
+    if any(hasattr(kind, word) for word in ("__array_interface__", "__array_struct__", "__array__")):
+        return True
+    if sys.version_info < (3, 12) or not hasattr(kind, "__buffer__"):
+        try:
+            memoryview(value).release()  # type: ignore[arg-type]
+        except TypeError:
+            return False
+    return True

@@ -1,0 +1,91 @@
+"""PyTorch views. torch stays optional: nothing here imports it before a tensor is asked for."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import UnsupportedError, UsageError
+from . import views
+from .dtypes import as_dtype, from_torch_dtype, is_plain
+
+if TYPE_CHECKING:
+    import torch
+
+    from .array import Array
+
+__all__ = ["array_of", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
+
+# What numpy has no word for is handed to torch as integers of the same size and viewed as what it is there. torch
+# shares the storage between the two, and with it the pin. Signed, since torch knew those first.
+_CARRIER = {1: "int8", 2: "int16", 4: "int32"}
+
+
+def tensor(array: Array, *, full: bool = False) -> torch.Tensor:
+    """Return a tensor over an array's memory, which it keeps alive. See :meth:`Array.torch`."""
+    torch = _import()
+    dtype = array.dtype
+    wanted = to_torch_dtype(dtype)
+    shown = dtype if is_plain(dtype) else np.dtype(_CARRIER[dtype.itemsize])
+    view = array._view("torch tensor", shown, full)
+    # torch knows no read-only memory, and its older releases refuse a capsule that says so: this one does not.
+    made = torch.utils.dlpack.from_dlpack(views.capsule(views.claimed_writable(view), shown))
+    return made if made.dtype == wanted else made.view(wanted)
+
+
+def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's word for an element type.
+
+    Raises
+    ------
+    UnsupportedError
+        If the installed torch has none, or torch is not installed.
+    """
+    torch = _import()
+    found = getattr(torch, dtype.name, None) if dtype.isnative else None
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedError(
+            f"a tensor of {dtype}", "a torch type of that name", f"torch {torch.__version__}, which has none",
+            "Use .numpy()",
+        )  # fmt: skip
+    return found
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is a torch tensor. Does not import torch: who has a tensor did."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """Return a numpy view of a tensor's memory, which it keeps alive, in `ml_dtypes`' types where numpy has none.
+
+    Raises
+    ------
+    UsageError
+        If the tensor is not in the memory of the host, is not strided, or is of a type that numpy cannot show.
+    """
+    torch = _import()
+    if tensor.device.type != "cpu":
+        raise UsageError(f"the tensor is on {tensor.device}, not on the host; publish tensor.cpu()")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UsageError(f"the tensor is {tensor.layout}, {tensor.dtype}; only dense, strided ones have plain memory")
+    dtype = from_torch_dtype(tensor.dtype)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if not is_plain(dtype):
+        plain = plain.view(getattr(torch, _CARRIER[dtype.itemsize]))
+    shown: np.ndarray[Any, np.dtype[Any]] = plain.numpy()
+    return shown if shown.dtype == dtype else shown.view(as_dtype(dtype))
+
+
+def _import() -> Any:
+    try:
+        import torch
+        import torch.utils.dlpack
+    except ImportError:
+        raise UnsupportedError(
+            "a torch tensor", "PyTorch", "no module torch", "Install it: pip install 'vram[torch]'"
+        ) from None
+    return torch

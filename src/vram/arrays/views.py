@@ -1,0 +1,315 @@
+"""How an array's memory is shown: numpy views and DLPack capsules, each with a pin of its own (invariant I6).
+
+A view's chain of bases ends at an :class:`Exporter`, which holds the pin; so a slice of a view, a tensor made of it,
+or a memoryview keeps the memory exactly as long as it lives, whatever happens to the array it came from.
+
+What the arrays of one region have in common is their :class:`Home`: it knows the views that numpy was given, so that
+freezing can take their writable flag away, and it is how memory that comes back to us as somebody else's array is
+recognized (:func:`find`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from ..driver.protocol import HostAddressable
+from ..errors import UnsupportedError, UsageError
+from ..memory import Pin, Region
+from ..spec import Access
+from .dtypes import carrier, dlpack_code, is_plain
+
+__all__ = ["Exporter", "Home", "buffer", "capsule", "claimed_writable", "find", "let_go", "shown_as"]
+
+_asarray = np.asarray
+NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+
+
+class Home:
+    """One region as its arrays see it. Made by :meth:`of`: there is one for each region.
+
+    Attributes
+    ----------
+    region : Region
+        Kept as long as an array or a view of it lives.
+    arrays : set of int
+        The open arrays, by `id`.
+    is_owned : bool
+        Whether the region is to be closed with the last array.
+    """
+
+    __slots__ = ("__weakref__", "addressable", "arrays", "is_owned", "region", "views")
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.addressable = isinstance(region.driver, HostAddressable)
+        self.arrays: set[int] = set()
+        self.is_owned = False
+        self.views: set[_ViewRef] = set()
+
+    @classmethod
+    def of(cls, region: Region) -> Home:
+        """Return the home of a region."""
+        return _homes.of(region)
+
+    def leave(self, array: int) -> None:
+        """An array was closed; the last one out closes a region that belongs to the arrays."""
+        self.arrays.discard(array)
+        if self.is_owned and not self.arrays:
+            self.region.close()
+
+    def view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
+        """Return a numpy view of the region's memory from `offset` (bytes) on. It takes the pin over.
+
+        Raises
+        ------
+        UnsupportedError
+            If the CPU cannot address this memory.
+        """
+        region = self.region
+        if not self.addressable:
+            raise UnsupportedError(
+                f"a numpy view of memory on {region.location}", "memory that the CPU can address",
+                f"the {region.driver.name} driver's", "Use .copy() for a copy on the host",
+            )  # fmt: skip
+        readonly = region.access is not Access.READ_WRITE
+        if readonly and region.access is Access.NONE:
+            raise UsageError("memory mapped without access cannot be looked at; map it with READ or READ_WRITE")
+        view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
+        if not readonly:
+            self.views.add(_ViewRef(view, self.views.discard))
+            if region.access is not Access.READ_WRITE:  # frozen meanwhile, by a thread that did not see this view
+                view.flags.writeable = False
+        return view
+
+    def freeze_views(self) -> None:
+        """Take the writable flag away from every view that was handed out.
+
+        numpy then refuses what the kernel would answer with SIGSEGV. Arrays derived from a view (slices taken before)
+        have flags of their own, which nobody can find.
+        """
+        for ref in self.views.copy():
+            view = ref()
+            if view is not None:
+                view.flags.writeable = False
+
+
+class Exporter:
+    """What a view's chain of bases ends at: holds the pin, and says where the bytes are.
+
+    It has no other protocol, on purpose: numpy finds nothing here that would let a user switch ``flags.writeable``
+    of read-only memory on again.
+    """
+
+    __slots__ = ("__array_interface__", "home", "pin")
+
+    __array_interface__: dict[str, object]
+
+    def __init__(self, home: Home, pin: Pin) -> None:
+        self.home = home
+        self.pin = pin
+
+
+def _show(exporter: Exporter, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], readonly: bool) -> NDArray:
+    """Return a numpy array over an address, with the exporter as its base."""
+    plain = is_plain(dtype)
+    exporter.__array_interface__ = {
+        "version": 3,
+        "data": (address, readonly),
+        "shape": shape,
+        "typestr": dtype.str if plain else f"|V{dtype.itemsize}",  # has no letters for bfloat16 and structures
+    }
+    view: NDArray = _asarray(exporter)
+    return view if plain else view.view(dtype)
+
+
+def buffer(view: NDArray) -> memoryview:
+    """Return a memoryview of a numpy array. Raises ValueError where the buffer protocol has no letter for its type."""
+    return memoryview(cast("bytes", view))  # numpy's annotations know the buffer protocol from Python 3.12 on only
+
+
+def claimed_writable(view: NDArray) -> NDArray:
+    """Return a root view again, by the same pin, that says it is writable: for consumers that know nothing else."""
+    exporter: object = view.base
+    if view.flags.writeable or not isinstance(exporter, Exporter):
+        return view
+    address = view.__array_interface__["data"][0]
+    return _show(Exporter(exporter.home, exporter.pin), address, view.shape, view.dtype, False)
+
+
+class _ViewRef(weakref.ref[NDArray]):
+    """A weak reference that can be a member of a set although arrays have no hash."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class _Homes:
+    """The homes of all regions of this process that arrays look at, weakly, by address."""
+
+    # Regions that are alive cannot overlap, and an entry that died is replaced by the next region at its address or
+    # dropped when the table has doubled. Nothing here is reached from a finalizer.
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._by_address: dict[int, weakref.ref[Home]] = {}
+        self._sorted: list[int] | None = None
+        self._limit = 64
+
+    def of(self, region: Region) -> Home:
+        address = region.address
+        with self._lock:
+            home = self._alive(address)
+            if home is not None and home.region is region:
+                return home
+            if len(self._by_address) >= self._limit:
+                self._by_address = {at: ref for at, ref in self._by_address.items() if ref() is not None}
+                self._limit = 2 * len(self._by_address) + 64
+            home = Home(region)
+            if address not in self._by_address:
+                self._sorted = None
+            self._by_address[address] = weakref.ref(home)
+            return home
+
+    def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
+        with self._lock:
+            if self._sorted is None:
+                self._sorted = sorted(self._by_address)
+            at = bisect_right(self._sorted, address) - 1
+            home = self._alive(self._sorted[at]) if at >= 0 else None
+        if home is None or home.region.is_closed:
+            return None
+        offset = address - home.region.address
+        return (home.region, offset) if offset + nbytes <= home.region.nbytes else None
+
+    def _alive(self, address: int) -> Home | None:
+        ref = self._by_address.get(address)
+        return None if ref is None else ref()
+
+
+_homes = _Homes()
+
+
+def _after_fork_in_child() -> None:
+    """Start anew: the lock may have been held by a thread that does not exist here, and the regions are inert."""
+    global _homes
+    _homes = _Homes()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def find(address: int, nbytes: int) -> tuple[Region, int] | None:
+    """Tell whether memory is ours: a part of a region that an array, or a view of one, looks at.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        The memory in question, such as that of a numpy array or of a torch tensor.
+
+    Returns
+    -------
+    (Region, int) or None
+        The region, which is open, and the offset in it in bytes. Hold on to what `address` came from meanwhile.
+    """
+    return _homes.find(address, nbytes)
+
+
+def let_go(region: Region) -> None:
+    """Close a region now if no array is on it, else together with its last array."""
+    home = Home.of(region)
+    home.is_owned = True
+    if not home.arrays:
+        region.close()
+
+
+# -- DLPack -----------------------------------------------------------------------------------------------------
+# numpy's own exporter makes the capsules, versioned and not, consumed or dropped: its deleter is C code that gives up
+# a reference to the view, in any thread and at interpreter exit too, where a callback of ours could not run any more.
+# What numpy has no word for travels as integers, and the two bytes that say so are corrected before it leaves.
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_python = ctypes.PyDLL(None)
+_python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_python.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_python.PyCapsule_IsValid.restype = ctypes.c_int
+_python.PyCapsule_IsValid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_NEW_KEYWORDS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
+
+def shown_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type under which numpy is asked to export `dtype`.
+
+    Raises
+    ------
+    BufferError
+        If DLPack has no word for it.
+    """
+    if is_plain(dtype):
+        return dtype  # numpy knows what it can export, and says so
+    if dlpack_code(dtype) is None:
+        raise BufferError(f"DLPack has no word for dtype {dtype}; export .numpy().view(...) of a type it knows")
+    return carrier(dtype)
+
+
+def capsule(
+    view: NDArray, dtype: np.dtype[Any], *, max_version: tuple[int, int] | None = None, copy: bool | None = None
+) -> object:
+    """Return an owning DLPack capsule of a view that shows `dtype` as :func:`shown_as` says.
+
+    Raises
+    ------
+    BufferError
+        For read-only memory to a consumer that cannot be told so, and for what DLPack cannot say.
+    """
+    if _NEW_KEYWORDS:
+        made = view.__dlpack__(max_version=max_version, copy=copy)
+    else:
+        if copy:
+            view = view.copy()
+        made = view.__dlpack__()
+    code = None if view.dtype == dtype else dlpack_code(dtype)
+    if code is not None:
+        _tensor_in(made).code, _tensor_in(made).bits = code
+    return made
+
+
+def _tensor_in(made: object) -> _Tensor:
+    if _python.PyCapsule_IsValid(made, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_python.PyCapsule_GetPointer(made, b"dltensor_versioned"))
+        return cast("_Tensor", versioned.tensor)
+    return _Tensor.from_address(_python.PyCapsule_GetPointer(made, b"dltensor"))

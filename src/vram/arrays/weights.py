@@ -1,0 +1,446 @@
+"""safetensors files straight into a region: one stream from the page cache to shared memory, one copy.
+
+A file is a length (8 bytes), a header (JSON) and the tensors' bytes without gaps. :func:`plan` reads and checks the
+header; :func:`load` moves the rest. The data section becomes the beginning of the region as it is; only what is
+misaligned for its type in the file is moved behind, so that every array can be used where it lies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from ..driver.protocol import Driver
+from ..errors import AccessDeniedError, NotFoundError, RangeError, UsageError
+from ..lifetime import unwinding
+from ..memory import Region
+from ..spec import Access, HandleKind, Location, round_up
+from .array import Array
+from .dtypes import dtype_of
+from .views import Home, let_go
+
+__all__ = ["TensorPlan", "WeightsPlan", "load", "plan"]
+
+_MOST_HEADER = 100_000_000  # bytes; the format's own limit
+_ALIGNMENT = 64  # bytes, of what has to be moved
+_STEP = 64 << 20  # bytes between two chances for a signal handler to run
+_BOUNCE = 16 << 20
+
+_DTYPES = {
+    "BOOL": "bool",
+    **{
+        f"{letter}{bits}": f"{word}{bits}" for letter, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E3M4": "float8_e3m4",
+    "F8_E4M3": "float8_e4m3fn",  # the format means the OCP type, as torch does
+    "F8_E4M3FN": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2")
+_OTHER_FORMATS = {
+    b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write; convert it with safetensors.torch.save_file",
+    b"\x80\x02": "a pickle; convert it with safetensors.torch.save_file",
+    b"version ": "a Git LFS pointer, not the file it stands for; run git lfs pull",
+    b"GGUF": "a GGUF file",
+    b"\x93NUMPY": "a .npy file; publish numpy.load(...) instead",
+    b"\x89HDF": "an HDF5 file",
+}
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Header(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=32)]
+    data_offsets: tuple[_Number, _Number]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor: its type and shape, and where its bytes are in the file and will be in the region."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    file_offset: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPlan:
+    """A checked file.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    tensors : dict of str to TensorPlan
+        By name, in the order of the file.
+    meta : dict of str to str
+        The file's ``__metadata__``.
+    nbytes : int
+        Bytes of region that it takes.
+    runs : tuple of (int, int, int)
+        What to copy: from where in the file, to where in the region, how many bytes.
+    stamp : tuple of int
+        Which state of which file was checked.
+    """
+
+    path: str
+    tensors: dict[str, TensorPlan]
+    meta: dict[str, str]
+    nbytes: int
+    runs: tuple[tuple[int, int, int], ...]
+    stamp: tuple[int, ...]
+
+
+def plan(path: str | os.PathLike[str]) -> WeightsPlan:
+    """Read and check the header of a safetensors file.
+
+    It is read twice: by the safetensors library, so that what others refuse is refused here, and by us, who believe
+    no offset.
+
+    Raises
+    ------
+    NotFoundError, AccessDeniedError
+        If there is no such file, or it may not be read.
+    UsageError
+        If it is no safetensors file, is damaged, or holds a type that numpy and `ml_dtypes` cannot show.
+    RangeError
+        If it is shorter than its header says.
+    """
+    name = _path(path)
+    with _opened(name) as fd:
+        return _plan(name, fd)
+
+
+def load(
+    path: str | os.PathLike[str] | WeightsPlan,
+    driver: Driver,
+    location: Location | str,
+    *,
+    region: Region | None = None,
+) -> dict[str, Array]:
+    """Load a safetensors file into shared memory, ready to be published without a further copy.
+
+    Parameters
+    ----------
+    path : str, path or WeightsPlan
+        The file, or what :func:`plan` made of it.
+    driver : Driver
+        The driver that serves `location`.
+    region : Region, optional
+        Where to load it, from its beginning; by default a new one, of one chunk, that lives as long as the arrays
+        and their views.
+
+    Returns
+    -------
+    dict of str to Array
+        All on one region, in the order of the file.
+
+    Raises
+    ------
+    RangeError
+        If `region` is smaller than the plan's `nbytes`, or the file than its header says.
+    UsageError
+        If the file changed while it was read. Nothing is left behind then.
+    OutOfMemoryError
+        If there is not enough memory.
+
+    Others as :func:`plan`.
+    """
+    name = path.path if isinstance(path, WeightsPlan) else _path(path)
+    with _opened(name) as fd:
+        what = path if isinstance(path, WeightsPlan) else _plan(name, fd)
+        _check_unchanged(what, fd)
+        home = _region_for(what, driver, location) if region is None else region
+        try:
+            if home.nbytes < what.nbytes:
+                raise RangeError(f"{name!r} takes {what.nbytes} bytes; the region has {home.nbytes}: grow it first")
+            if home.access is not Access.READ_WRITE:
+                raise AccessDeniedError(f"weights cannot be loaded into {home!r}: it is read-only")
+            with contextlib.closing(_Pinned(home, what.nbytes)):
+                for start, offset, nbytes in what.runs:
+                    _copy(what, fd, start, home, offset, nbytes)
+            _check_unchanged(what, fd)
+            arrays = {
+                key: Array(home, tensor.dtype, tensor.shape, offset=tensor.offset)
+                for key, tensor in what.tensors.items()
+            }
+        except BaseException as error:
+            if region is None:
+                with unwinding(error):
+                    home.close()
+            raise
+    if region is None:
+        let_go(home)
+    return arrays
+
+
+# -- the header -------------------------------------------------------------------------------------------------
+def _plan(path: str, fd: int) -> WeightsPlan:
+    before = _stamp(fd)
+    size = os.fstat(fd).st_size
+    start = os.pread(fd, 8, 0)
+    _check_format(path, start, size)
+    length = int.from_bytes(start, "little")
+    if length > _MOST_HEADER or length < 2:
+        raise UsageError(
+            f"{path!r} is not a safetensors file: its first 8 bytes announce a header of {length} bytes "
+            f"(2 to {_MOST_HEADER} are possible)"
+        )
+    if 8 + length > size:
+        raise RangeError(
+            f"{path!r} is truncated, or not a safetensors file: its header alone should have {length} bytes, the "
+            f"whole file has {size}; fetch it again"
+        )
+    header = os.pread(fd, length, 8)
+    if len(header) < length:
+        raise _changed(path)
+    tensors, meta = _parse(path, header)
+    entries = sorted(tensors.items(), key=lambda item: item[1].data_offsets)
+    _check_offsets(path, entries, 8 + length, size)
+    _check_with_library(path, fd)
+    placed, runs, nbytes = _lay_out(path, entries, 8 + length)
+    found = WeightsPlan(path, placed, meta, nbytes, runs, before)
+    _check_unchanged(found, fd)
+    return found
+
+
+def _check_format(path: str, start: bytes, size: int) -> None:
+    for magic, what in _OTHER_FORMATS.items():
+        if start.startswith(magic):
+            raise UsageError(f"{path!r} is not a safetensors file but {what}")
+    if size < 8:
+        raise RangeError(f"{path!r} is truncated, or not a safetensors file: it has {size} bytes; fetch it again")
+
+
+def _parse(path: str, header: bytes) -> tuple[dict[str, _Header], dict[str, str]]:
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        meta = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path!r} is not a safetensors file: its header is no JSON of that form ({error})") from None
+    if not raw:
+        raise UsageError(f"{path!r} holds no tensors: there is nothing to load")
+    tensors = {}
+    for name, entry in raw.items():
+        try:
+            tensors[name] = msgspec.json.decode(entry, type=_Header)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{path!r} is damaged: tensor {name[:200]!r} is described wrongly ({error})") from None
+    return tensors, meta
+
+
+def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, size: int) -> None:
+    """Check that the tensors follow one another without overlap and end where the file ends."""
+    at = 0
+    for name, entry in entries:
+        begin, end = entry.data_offsets
+        shown = f"{path!r} is damaged: tensor {name[:200]!r}"
+        if begin > end or end - begin != _dtype(path, name, entry).itemsize * math.prod(entry.shape):
+            raise RangeError(
+                f"{shown} of {entry.dtype} {list(entry.shape)} is said to lie at bytes {begin} to {end}, which is not "
+                f"its size"
+            )
+        if begin < at:
+            raise RangeError(f"{shown} overlaps the one before it: it begins at byte {begin}, that one ends at {at}")
+        if begin > at:
+            raise RangeError(f"{shown} begins at byte {begin}, but the one before it ends at {at}: bytes are missing")
+        at = end
+    if start + at > size:
+        raise RangeError(
+            f"{path!r} is truncated: its header speaks of {start + at} bytes, the file has {size}; fetch it again"
+        )
+    if start + at < size:
+        raise RangeError(f"{path!r} is damaged: {size - start - at} bytes follow the last tensor")
+
+
+def _check_with_library(path: str, fd: int) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # By descriptor: under the path there may be another file by now.
+        with safe_open(f"/proc/self/fd/{fd}", framework="np"):
+            pass
+    except (SafetensorError, ValueError) as error:
+        raise UsageError(f"{path!r} is refused by the safetensors library: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path!r} cannot be read by the safetensors library: {error}") from None
+
+
+def _dtype(path: str, name: str, entry: _Header) -> np.dtype[Any]:
+    known = _DTYPES.get(entry.dtype)
+    if known is not None:
+        with contextlib.suppress(UsageError):  # ml_dtypes may be too old for it
+            return dtype_of(known)
+    why = "packs several elements into a byte" if entry.dtype in _PACKED else "is not known to this version"
+    raise UsageError(f"tensor {name[:200]!r} in {path!r} is of type {entry.dtype[:32]!r}, which {why}")
+
+
+def _lay_out(
+    path: str, entries: list[tuple[str, _Header]], start: int
+) -> tuple[dict[str, TensorPlan], tuple[tuple[int, int, int], ...], int]:
+    """Place the tensors in the file's order; begin a new run where one would be misaligned."""
+    placed: dict[str, TensorPlan] = {}
+    runs: list[tuple[int, int, int]] = []
+    first = shift = 0  # the run's begin in the data section; region offset minus file offset
+    end = 0
+    for name, entry in entries:
+        begin, end_here = entry.data_offsets
+        dtype = _dtype(path, name, entry)
+        if (begin + shift) % dtype.alignment and begin < end_here:
+            if begin > first:
+                runs.append((start + first, first + shift, begin - first))
+            first, shift = begin, round_up(begin + shift, _ALIGNMENT) - begin
+        offset = begin + shift if begin < end_here else round_up(begin + shift, dtype.alignment)
+        placed[name] = TensorPlan(dtype, entry.shape, start + begin, offset, end_here - begin)
+        end = max(end, end_here)
+    if end > first:
+        runs.append((start + first, first + shift, end - first))
+    return placed, tuple(runs), max((t.offset + t.nbytes for t in placed.values()), default=0)
+
+
+# -- the bytes --------------------------------------------------------------------------------------------------
+class _Pinned:
+    """Keeps a span of a region from being unmapped while it is written."""
+
+    def __init__(self, region: Region, nbytes: int) -> None:
+        self._pin = region.pin(0, nbytes, "loading weights")
+
+    def close(self) -> None:
+        self._pin.release()
+
+
+def _region_for(what: WeightsPlan, driver: Driver, location: Location | str) -> Region:
+    return Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
+
+
+def _copy(what: WeightsPlan, fd: int, start: int, region: Region, offset: int, nbytes: int) -> None:
+    """Copy `nbytes` of the file from `start` on to the region from `offset` on."""
+    if not Home.of(region).addressable:
+        _copy_bounced(what, fd, start, region, offset, nbytes)
+        return
+    if region.is_private:  # what is written to the descriptors would not be seen here
+        _copy_mapped(what, fd, start, region, offset, nbytes)
+        return
+    allocations, inside = region.segments(offset, offset + nbytes)
+    for allocation in allocations:
+        count = min(allocation.nbytes - inside, nbytes)
+        with allocation:
+            into = _reopened(allocation.export()) if HandleKind.POSIX_FD in allocation.handle_kinds else None
+        if into is None:
+            _copy_mapped(what, fd, start, region, offset, count)
+        else:
+            try:
+                _send(what, fd, start, into, inside, count)
+            finally:
+                os.close(into)
+        start, offset, nbytes, inside = start + count, offset + count, nbytes - count, 0
+
+
+def _send(what: WeightsPlan, fd: int, start: int, into: int, at: int, nbytes: int) -> None:
+    """Within the kernel, which is faster than through a mapping: fresh pages are filled without being zeroed first."""
+    os.lseek(into, at, os.SEEK_SET)
+    while nbytes:
+        count = os.sendfile(into, fd, start, min(nbytes, _STEP))
+        if not count:
+            raise _changed(what.path)
+        start += count
+        nbytes -= count
+
+
+def _copy_mapped(what: WeightsPlan, fd: int, start: int, region: Region, offset: int, nbytes: int) -> None:
+    driver: Any = region.driver
+    with driver.buffer(region.address + offset, nbytes, readonly=False) as buffer:
+        _read_into(what, fd, start, buffer)
+
+
+def _copy_bounced(what: WeightsPlan, fd: int, start: int, region: Region, offset: int, nbytes: int) -> None:
+    with memoryview(bytearray(min(_BOUNCE, nbytes))) as bounce:
+        for done in range(0, nbytes, _BOUNCE):
+            with bounce[: min(_BOUNCE, nbytes - done)] as part:
+                _read_into(what, fd, start + done, part)
+                region.driver.copy_in(region.address + offset + done, part)
+
+
+def _read_into(what: WeightsPlan, fd: int, start: int, buffer: memoryview) -> None:
+    done = 0
+    while done < buffer.nbytes:
+        with buffer[done : done + _STEP] as part:
+            count = os.preadv(fd, [part], start + done)
+        if not count:
+            raise _changed(what.path)
+        done += count
+
+
+def _reopened(fd: int) -> int | None:
+    """Return a descriptor of the same memory with a position of its own; None where that cannot be had.
+
+    A duplicate would share the position with whoever else holds the memory, in other processes too.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+# -- the file ---------------------------------------------------------------------------------------------------
+def _path(path: str | os.PathLike[str]) -> str:
+    try:
+        return os.fsdecode(os.fspath(path))
+    except TypeError:
+        raise UsageError(f"path must be a string or a path, not {path!r}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not make us wait
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no file {path!r}; check the path") from None
+    except PermissionError:
+        raise AccessDeniedError(
+            f"{path!r} may not be read by this user; change its mode, or run as its owner"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path!r} cannot be opened: {error}") from None
+    try:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            inside = sorted(name for name in os.listdir(fd) if name.endswith(".safetensors"))
+            hint = f"; it holds {', '.join(inside[:3])}" if inside else ""
+            raise UsageError(f"{path!r} is a directory; name a .safetensors file{hint}")
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path!r} is not a regular file; save it to disk first")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _stamp(fd: int) -> tuple[int, ...]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _check_unchanged(what: WeightsPlan, fd: int) -> None:
+    if _stamp(fd) != what.stamp:
+        raise _changed(what.path)
+
+
+def _changed(path: str) -> UsageError:
+    return UsageError(f"{path!r} changed while it was read; try again when nobody writes to it")

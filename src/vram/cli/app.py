@@ -1,0 +1,188 @@
+"""The commands. What each does is a verb of the library; here are only its words and its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ..errors import UsageError, VramError
+from ..spec import format_size, parse_size
+
+__all__ = ["app", "run"]
+
+app = typer.Typer(
+    name="vram",
+    help="Memory with one stable address: shared by name, grown in place, alive after its maker has died.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Socket = Annotated[
+    str | None,
+    typer.Option("--socket", metavar="PATH", help="The keeper's socket; default $VRAM_KEEPER or the user's own."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def run() -> None:
+    """Run the command line. An error of the library is one line on stderr and exit status 1."""
+    try:
+        app()
+    except VramError as error:
+        print(f"vram: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):
+            print(f"      {note}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@app.command()
+def keep(
+    socket: Socket = None,
+    mode: Annotated[str, typer.Option(help="Permissions of the socket, octal.")] = "0600",
+    group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB".')] = None,
+    max_entries: Annotated[int | None, typer.Option(help="Most names to keep.")] = None,
+    takeover: Annotated[bool, typer.Option("--takeover", help="Take everything over from the running keeper.")] = False,
+) -> None:
+    """Run a keeper in the foreground, until SIGTERM or Ctrl-C."""
+    command = [sys.executable, "-m", "vram.keeper", "--mode", mode]
+    if socket is not None:
+        command += ["--socket", socket]
+    if group is not None:
+        command += ["--group", group]
+    if max_bytes is not None:
+        command += ["--max-bytes", str(parse_size(max_bytes, what="--max-bytes"))]
+    if max_entries is not None:
+        command += ["--max-entries", str(max_entries)]
+    if takeover:
+        command.append("--takeover")
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
+
+
+@app.command()
+def put(
+    name: Annotated[str, typer.Argument(help="What readers will attach.")],
+    file: Annotated[Path, typer.Argument(help="A safetensors file.")],
+    device: Annotated[str, typer.Option(help='Where to keep it: "host".')] = "host",
+    meta: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for readers to ask for; repeatable.")] = None,
+    writable: Annotated[bool, typer.Option("--writable", help="Let readers write to it.")] = False,
+    ttl: Annotated[float | None, typer.Option(help="Seconds until it is retired.")] = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a safetensors file's tensors under a name."""
+    from .. import exchange
+
+    published = exchange.put(
+        name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket
+    )
+    _print(
+        published,
+        as_json,
+        f"{name} version {published.version}: {published.arrays} arrays, {format_size(published.nbytes)} on {device}",
+    )
+
+
+@app.command(name="ls")
+def list_(
+    prefix: Annotated[str, typer.Argument(help="Only names that begin like this.")] = "",
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """List what is published."""
+    from .. import exchange
+
+    entries = exchange.list_entries(prefix, keeper=socket)
+    if as_json:
+        _print(entries, True, "")
+        return
+    from .tables import entry_table, show_table
+
+    show_table(entry_table(entries))
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="An entry.")], socket: Socket = None, as_json: AsJson = False
+) -> None:
+    """Show an entry: its versions, what was said about it, and who holds it."""
+    from .. import exchange
+
+    details = exchange.show(name, keeper=socket)
+    if as_json:
+        _print(details, True, "")
+        return
+    from .tables import detail_tables, show_table
+
+    for table in detail_tables(details):
+        show_table(table)
+
+
+@app.command()
+def rm(
+    name: Annotated[str, typer.Argument(help="An entry.")],
+    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Retire an entry. Its memory is freed with the last lease."""
+    from .. import exchange
+
+    exchange.remove(name, version=version, keeper=socket)
+    which = f" version {version}" if version else ""
+    _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
+
+
+@app.command()
+def demo(
+    device: Annotated[str, typer.Option(help='"host", or "auto" to choose and say what was chosen.')] = "host",
+    weights: Annotated[Path | None, typer.Option(help="A safetensors file to use.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="How many processes attach.")] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Show all of it: publish, kill the publisher, attach from workers, check every byte, grow, replace."""
+    from .demo import run_demo
+
+    run_demo(device=device, weights=weights, workers=workers, as_json=as_json)
+
+
+@app.command()
+def bench(
+    only: Annotated[list[str] | None, typer.Argument(help="Which benchmarks; default all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: shows that it runs.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure against raw system calls and the usual alternatives, side by side in one run."""
+    from ..bench import run_benchmarks
+
+    results = run_benchmarks(only or [], quick=quick, progress=not as_json)
+    if as_json:
+        _print(results, True, "")
+        return
+    from .tables import bench_tables, show_table
+
+    for table in bench_tables(results):
+        show_table(table)
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--meta {text!r} is not KEY=VALUE")
+        pairs[key] = value
+    return pairs
+
+
+def _print(value: Any, as_json: bool, text: str) -> None:
+    print(json.dumps(msgspec.to_builtins(value), indent=2, sort_keys=False) if as_json else text)

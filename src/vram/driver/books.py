@@ -1,0 +1,302 @@
+"""The books of the host driver: who holds which memory, and what is mapped where. Without locks.
+
+Finalizers reach the undo calls, so nothing here may wait (invariant I3). The books are dictionaries, and every step on
+them is one dictionary or list operation, which Python makes atomic:
+
+* *Who gets it*: ``setdefault`` and ``pop`` have one winner, and only the winner makes the system call.
+* *May it*: whoever claims a span writes it down first and looks for conflicts afterwards, so of two threads that race
+  at least one sees the other and withdraws.
+* *Until when*: a mapping stays in the books, and keeps others out of its span, until the kernel has taken it back; who
+  does that is decided by a token before (:meth:`Mapping.take`).
+* *The last one out*: a memfd is closed by whoever takes its number out of a list of one, after no user was left; a
+  user that comes in between finds the list empty, or is seen and makes the closer put it back (:class:`Memory`).
+
+Looking up: by exact base, or by the end of the mapping before (a region that grows), in O(1). Other addresses are
+found in a sorted copy of the keys that is remade after the books have changed (:class:`_Spans`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from bisect import bisect_left, bisect_right
+from typing import Generic, Protocol, TypeVar
+
+from ..errors import RangeError, UsageError
+from ..spec import Access, HandleKind
+from . import libc
+
+__all__ = ["Books", "Mapping", "Memory", "Reservation"]
+
+
+class Memory:
+    """A memfd and who uses it: handles by their number, mappings by themselves."""
+
+    __slots__ = ("_fds", "_identity", "kinds", "nbytes", "users")
+
+    def __init__(self, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None) -> None:
+        self._fds = [fd]
+        self._identity = identity
+        self.nbytes = nbytes
+        self.kinds = kinds
+        self.users: dict[object, None] = {}
+
+    def hold(self, user: object) -> int:
+        """Keep the memfd open for `user`, and return its number."""
+        self.users[user] = None
+        try:
+            return self._fds[0]
+        except IndexError:
+            self.drop(user)
+            raise UsageError("the memory was released while this call began") from None
+
+    def drop(self, user: object) -> None:
+        """Let go; the last one closes the memfd."""
+        self.users.pop(user, None)
+        while not self.users:
+            try:
+                fd = self._fds.pop()
+            except IndexError:
+                return
+            if not self.users:
+                try:
+                    os.close(fd)
+                except OSError as error:
+                    raise libc.failure(f"close({fd})", error.errno or 0) from None
+                return
+            self._fds.append(fd)  # somebody came in between; look again in case they are gone by now
+
+    def fd(self) -> int:
+        """Return the number of the memfd, which a user keeps open."""
+        try:
+            return self._fds[0]
+        except IndexError:
+            raise UsageError("the memory was released") from None
+
+    def identity(self) -> tuple[int, int]:
+        if self._identity is None:
+            stat = os.fstat(self.fd())
+            self._identity = (stat.st_dev, stat.st_ino)
+        return self._identity
+
+
+class _Spanned(Protocol):
+    address: int
+    end: int
+
+
+_S = TypeVar("_S", bound=_Spanned)
+
+
+class _Spans(Generic[_S]):
+    """Spans by their first address, and a sorted copy of those for the questions a dictionary cannot answer."""
+
+    __slots__ = ("_sorted", "_version", "at")
+
+    def __init__(self) -> None:
+        self.at: dict[int, _S] = {}
+        self._version = object()
+        self._sorted: tuple[object, list[int]] = (None, [])
+
+    def add(self, span: _S) -> bool:
+        """Whether `span` is now in the books: nothing else may begin where it does."""
+        added = self.at.setdefault(span.address, span) is span
+        self._version = object()
+        return added
+
+    def remove(self, span: _S) -> bool:
+        """Whether it was this caller who took `span` out of the books."""
+        removed = self.at.pop(span.address, None) is span
+        self._version = object()
+        return removed
+
+    def starts(self) -> list[int]:
+        """Return the first addresses in order. The list is shared: read only."""
+        version, starts = self._sorted
+        if version is not self._version:
+            # The version is read before the dictionary and written after it: a change in between invalidates.
+            version = self._version
+            starts = sorted(self.at)
+            self._sorted = version, starts
+        return starts
+
+    def find(self, address: int) -> _S | None:
+        """Return the span that `address` lies in."""
+        span = self.at.get(address)
+        if span is None:
+            starts = self.starts()
+            where = bisect_right(starts, address)
+            span = self.at.get(starts[where - 1]) if where else None
+            if span is None or address >= span.end:
+                return None
+        return span
+
+
+class Reservation:
+    __slots__ = ("address", "end", "mappings", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.end = address + nbytes
+        self.mappings: _Spans[Mapping] = _Spans()
+
+    def within(self, start: int, end: int) -> list[Mapping]:
+        """Return the mappings that touch [start, end), in order."""
+        at, starts = self.mappings.at, self.mappings.starts()
+        first = max(bisect_left(starts, start) - 1, 0)
+        # Settled mappings do not overlap: the nearest one before is the only one that can reach in. One that is not
+        # settled may be a mistake about to be withdrawn, and hide another.
+        while first and ((before := at.get(starts[first])) is None or not before.is_settled):
+            first -= 1
+        found = (at.get(address) for address in starts[first : bisect_left(starts, end)])
+        return [mapping for mapping in found if mapping is not None and mapping.end > start]
+
+
+class Mapping:
+    __slots__ = ("_token", "access", "address", "end", "is_settled", "memory", "nbytes", "private", "reservation")
+
+    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool) -> None:
+        self.address = address
+        self.nbytes = memory.nbytes
+        self.end = address + memory.nbytes
+        self.memory = memory
+        self.reservation = reservation
+        self.private = private
+        self.access = Access.NONE
+        self.is_settled = False
+        self._token: list[None] = []
+
+    def settle(self) -> None:
+        """The kernel has it: from now on it can be taken back."""
+        self.is_settled = True
+        self._token.append(None)
+
+    def take(self) -> bool:
+        """Whether it is this caller who takes the mapping back."""
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        return True
+
+    def give_back(self) -> None:
+        """Taking it back failed: somebody may try again."""
+        self._token.append(None)
+
+
+class Books:
+    """Everything that a driver has given out and not got back."""
+
+    __slots__ = ("_tokens", "ends", "handles", "mappings", "reservations")
+
+    def __init__(self) -> None:
+        self.reservations: _Spans[Reservation] = _Spans()
+        self.handles: dict[int, Memory] = {}
+        # Mappings of all reservations together: by base, and by end.
+        self.mappings: dict[int, Mapping] = {}
+        self.ends: dict[int, Mapping] = {}
+        self._tokens = itertools.count(1 << 32)  # far from any fd: the two must not be mistaken for each other
+
+    def new_handle(self, memory: Memory) -> int:
+        """Return one more handle to `memory`."""
+        handle = next(self._tokens)
+        memory.hold(handle)
+        self.handles[handle] = memory
+        return handle
+
+    def memory(self, call: str, handle: int) -> Memory:
+        """Return what `handle` stands for."""
+        memory = self.handles.get(handle)
+        if memory is None:
+            raise UsageError(f"{call}({handle}): no such handle; it was released, or is not one of this driver")
+        return memory
+
+    def mapping_at(self, call: str, address: int) -> Mapping:
+        """Return the mapping that `address` lies in."""
+        mapping = self.mappings.get(address)
+        if mapping is None:
+            reservation = self.reservations.find(address)
+            mapping = reservation.mappings.find(address) if reservation is not None else None
+            if mapping is None:
+                raise RangeError(f"{call}: nothing is mapped at {address:#x}")
+        return mapping
+
+    def reservation_at(self, call: str, address: int, nbytes: int) -> Reservation:
+        """Return the reservation that holds the whole span."""
+        reservation = self.reservations.at.get(address)
+        if reservation is None:
+            mapping = self.mappings.get(address) or self.ends.get(address)
+            if mapping is not None and address < mapping.reservation.end:
+                reservation = mapping.reservation
+            else:
+                reservation = self.reservations.find(address)
+        if reservation is None:
+            raise RangeError(f"{call}: {address:#x} lies in no reservation of this driver")
+        if nbytes <= 0 or address + nbytes > reservation.end:
+            raise RangeError(
+                f"{call}: {nbytes} bytes at {address:#x} do not fit into the reservation of {reservation.nbytes} bytes "
+                f"at {reservation.address:#x}, of which {reservation.end - address} are left there"
+            )
+        return reservation
+
+    def whole(self, call: str, address: int, nbytes: int, *, gaps: bool) -> list[Mapping]:
+        """Return the mappings in a span that cuts none of them in two."""
+        mapping = self.mappings.get(address)
+        if mapping is not None and mapping.nbytes == nbytes:
+            return [mapping]
+        due = self.reservation_at(call, address, nbytes).within(address, address + nbytes)
+        if not due:
+            raise RangeError(f"{call}({address:#x}, {nbytes}): nothing is mapped there")
+        for mapping in (due[0], due[-1]):
+            if mapping.address < address or mapping.end > address + nbytes:
+                raise RangeError(
+                    f"{call}({address:#x}, {nbytes}) would cut the mapping of {mapping.nbytes} bytes at "
+                    f"{mapping.address:#x}; it takes whole mappings only"
+                )
+        if not gaps:
+            ends = [address, *(mapping.end for mapping in due)]
+            starts = [*(mapping.address for mapping in due), address + nbytes]
+            for end, start in zip(ends, starts, strict=True):
+                if end != start:
+                    raise RangeError(f"{call}({address:#x}, {nbytes}): nothing is mapped from {end:#x} to {start:#x}")
+        return due
+
+    def accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Mapping]:
+        """Return the mappings of a span that may be accessed so. The kernel's own answer would be SIGSEGV."""
+        if nbytes <= 0:
+            if nbytes:
+                raise RangeError(f"{call}: {nbytes} bytes")
+            return []
+        end = address + nbytes
+        mapping = self.mappings.get(address) or self.mapping_at(call, address)
+        found = [mapping]
+        while True:
+            if mapping.access < access:
+                raise UsageError(
+                    f"{call} of {nbytes} bytes at {address:#x}: access to {mapping.address:#x} until {mapping.end:#x} "
+                    f"is {mapping.access.name}; it takes {access.name}"
+                )
+            if mapping.end >= end:
+                return found
+            after = self.mappings.get(mapping.end)
+            if after is None or after.reservation is not mapping.reservation:
+                raise RangeError(f"{call} of {nbytes} bytes at {address:#x}: nothing is mapped at {mapping.end:#x}")
+            mapping = after
+            found.append(mapping)
+
+    def write_down(self, mapping: Mapping) -> bool:
+        """Whether `mapping` is now in the books; not if another begins there."""
+        if not mapping.reservation.mappings.add(mapping):
+            return False
+        self.mappings[mapping.address] = mapping
+        self.ends[mapping.end] = mapping
+        return True
+
+    def strike(self, mapping: Mapping) -> None:
+        """Take `mapping` out of the books."""
+        # In the opposite order, so that the base becomes free for a new mapping only when nothing of this one is left.
+        # `ends` is a shortcut: an entry lost to a race costs a search.
+        self.mappings.pop(mapping.address, None)
+        self.ends.pop(mapping.end, None)
+        mapping.reservation.mappings.remove(mapping)

@@ -1,0 +1,30 @@
+"""The verbs people type. Importing this teaches multiprocessing to pass arrays without copying them."""
+
+from __future__ import annotations
+
+from .array_channel import ArrayChannel
+from .attach import Lease, attach, attach_or_publish
+from .create import asarray, empty, zeros
+from .keepers import list_entries, remove, show, statistics
+from .publish import Published, publish
+from .reducers import register
+from .weights import put
+
+__all__ = [
+    "ArrayChannel",
+    "Lease",
+    "Published",
+    "asarray",
+    "attach",
+    "attach_or_publish",
+    "empty",
+    "list_entries",
+    "publish",
+    "put",
+    "remove",
+    "show",
+    "statistics",
+    "zeros",
+]
+
+register()

@@ -1,0 +1,361 @@
+"""Attach what was published: a lease on one version, and its arrays mapped into this process without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import Array
+from ..arrays.dtypes import dtype_of
+from ..arrays.views import let_go
+from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError, UsageError
+from ..keeper.client import Attachment, KeeperClient, Watch
+from ..keeper.session import Keeper
+from ..lifetime import Owned
+from ..memory import Region
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import Manifest, decode_manifest
+from ..sharing.lease import LeaseReturn
+from .keepers import connect
+from .mapping import map_memory, read_sealed
+from .provenance import Provenance
+from .publish import publish
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["Lease", "attach", "attach_array", "attach_or_publish"]
+
+_ACCESS = ("r", "rw", "cow")
+
+
+class Lease(Owned, Mapping[str, Array]):
+    """One version of an entry, attached: a mapping of names to arrays.
+
+    Made by :func:`attach`. Closing it gives the version back; numpy and torch views that are still alive keep their
+    memory, and the keeper is told when the last of them is gone. Losing the keeper does not disturb what is mapped.
+    """
+
+    __slots__ = ("_arrays", "_attachment", "_client", "_manifest", "_regions", "_return", "_watch", "access")
+
+    def __init__(self, client: KeeperClient, attachment: Attachment, access: str) -> None:
+        self.access = access
+        self._client = client
+        self._attachment = attachment
+        self._arrays: dict[str, Array] = {}
+        self._watch: Watch | None = None
+        self._return = LeaseReturn(attachment.lease_id, client.release_later)
+        claim = self._return.own(f"lease on {attachment.name!r} version {attachment.version}")
+        fds = attachment.fds
+        regions: list[Region] = []
+        try:
+            self._manifest = _read_manifest(attachment)
+            at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
+            for memory in self._manifest.memories:
+                count = len(memory.segments)
+                regions.append(map_memory(memory, fds[at : at + count], access=access, depends=(claim.handle,)))
+                at += count
+            if at != len(fds):
+                raise ProtocolError(f"{len(fds)} file descriptors came, and the manifest names {at}")
+        except BaseException:
+            for region in reversed(regions):
+                region.close()
+            claim.release()
+            raise
+        finally:
+            close_fds(fds)  # what is mapped holds descriptors of its own
+            attachment.fds.clear()
+        self._regions = tuple(regions)
+        self._claim = claim
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """The entry's name."""
+        return self._attachment.name
+
+    @property
+    def version(self) -> int:
+        """The version that is attached; it never changes."""
+        return self._attachment.version
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """What the publisher said about it."""
+        return dict(self._attachment.meta)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory mapped under this lease."""
+        return sum(region.mapped for region in self._regions)
+
+    # -- Mapping ------------------------------------------------------------------------------------------------
+    def __getitem__(self, name: str) -> Array:
+        self.handle  # noqa: B018  (closed leases say so)
+        array = self._arrays.get(name)
+        if array is None:
+            array = self._arrays.setdefault(name, self._make(name))
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.arrays)
+
+    def __len__(self) -> int:
+        return len(self._manifest.arrays)
+
+    def _make(self, name: str) -> Array:
+        entry = self._manifest.arrays.get(name)
+        if entry is None:
+            raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r}; it has {_some(tuple(self))}")
+        dtype = dtype_of(entry.dtype)
+        if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
+            raise ProtocolError(
+                f"array {name!r} is said to be {entry.nbytes} bytes, but {entry.shape} of {entry.dtype} are not"
+            )
+        memory = self._manifest.memories[entry.memory]
+        offset = memory.offset + entry.offset
+        provenance = Provenance(self._client.path, self.name, self.version, name, self.access, offset, entry.nbytes)
+        return Array(self._regions[entry.memory], dtype, entry.shape, offset=offset, provenance=provenance)
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return all arrays as numpy arrays over the same memory."""
+        return {name: self[name].numpy() for name in self}
+
+    def torch(self) -> dict[str, torch.Tensor]:
+        """Return all arrays as torch tensors over the same memory.
+
+        Writing to a tensor over read-only memory kills the process with SIGSEGV, since torch has no read-only
+        tensors: attach with ``access="cow"`` for what works in place.
+        """
+        return {name: self[name].torch() for name in self}
+
+    # -- newer versions -----------------------------------------------------------------------------------------
+    @property
+    def stale(self) -> bool:
+        """Whether the entry was published again, or removed, since.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper is gone; what is mapped stays readable.
+        """
+        self.handle  # noqa: B018
+        return self._client.is_stale(self._return.lease_id)
+
+    def fileno(self) -> int:
+        """Return a descriptor to wait on: readable once this version is stale or the keeper is gone.
+
+        It belongs to the lease. Do not read from it; ask :attr:`stale`.
+        """
+        self.handle  # noqa: B018
+        if self._watch is None:
+            self._watch = self._client.watch(self._return.lease_id)
+        return self._watch.fileno()
+
+    def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
+        """Attach the newest version of the same entry, with the same access. This lease stays as it is.
+
+        Raises
+        ------
+        NotFoundError
+            If the entry was removed and did not come back within `timeout` seconds.
+        """
+        self.handle  # noqa: B018
+        return Lease(
+            self._client, self._client.attach(self.name, access=_wire(self.access), timeout=timeout), self.access
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def close(self, *, strict: bool = False) -> None:
+        """Unmap what no view uses any more and give the version back.
+
+        Returns when the keeper has acknowledged that, unless views are alive: then the last of them gives it back.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse, and change nothing, while views are alive.
+
+        Raises
+        ------
+        BusyError
+            Only if `strict`, naming the views.
+        """
+        if self.is_closed:
+            return
+        if strict:
+            self._refuse_while_viewed()
+        if self._watch is not None:
+            self._watch.close()
+        self._return.keep_back()
+        for array in self._arrays.values():
+            array.close()
+        self._arrays.clear()
+        for region in reversed(self._regions):
+            region.close()
+        super().close()
+        if self._return.is_due:
+            with contextlib.suppress(PeerGoneError):  # then it has nothing to be told
+                self._client.release([self._return.lease_id])
+        else:
+            self._return.send_on()
+
+    def _refuse_while_viewed(self) -> None:
+        others: list[str] = []
+        for region in self._regions:
+            others += region.pinned_by(excluding=[array.pin for array in self._arrays.values()])
+        if others:
+            raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
+
+    def keep_only(self, name: str) -> Array:
+        """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
+        array = self[name]
+        del self._arrays[name]
+        for region in self._regions:
+            let_go(region)
+        super().close()
+        return array
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"{len(self)} arrays, {self.nbytes} bytes"
+        return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
+
+
+def attach(
+    name: str,
+    *,
+    access: str = "r",
+    version: int | None = None,
+    expect: Mapping[str, str] | None = None,
+    timeout: float | None = 0.0,
+    keeper: Keeper | str | None = None,
+) -> Lease:
+    """Attach a published entry: map its memory into this process, without a copy.
+
+    Parameters
+    ----------
+    name : str
+        What it was published as.
+    access : {"r", "rw", "cow"}
+        Read-only (the kernel enforces it), shared and writable (if it was published writable), or copy on write:
+        writes stay in this process.
+    version : int, optional
+        A particular version; by default the newest.
+    expect : mapping of str to str, optional
+        What the entry's `meta` must say under these keys.
+    timeout : float or None
+        Seconds to wait for the name to be published; 0 does not wait, None waits for ever.
+    keeper : Keeper or str, optional
+        Whom to ask: a socket path, or what :func:`vram.keeper` gave. By default ``$VRAM_KEEPER`` or the user's own.
+
+    Returns
+    -------
+    Lease
+        A mapping of names to arrays, and a context manager.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such entry, version or keeper.
+    MismatchError
+        If the entry's `meta` differs from `expect`.
+    AccessDeniedError
+        If it asks to write to what was published read-only.
+    WaitTimeoutError
+        If nothing was published within `timeout`.
+    PeerGoneError
+        If the keeper went away.
+    """
+    _check_access(access)
+    client = connect(keeper)
+    attachment = client.attach(
+        name, version=version, access=_wire(access), expect=dict(expect) if expect else None, timeout=timeout
+    )
+    return Lease(client, attachment, access)
+
+
+def attach_or_publish(
+    name: str,
+    load: Callable[[], Mapping[str, object]],
+    *,
+    expect: Mapping[str, str] | None = None,
+    access: str = "r",
+    writable: bool = False,
+    ttl: float | None = None,
+    timeout: float | None = None,
+    keeper: Keeper | str | None = None,
+) -> Lease:
+    """Attach an entry, or be the one process that loads and publishes it while the others wait.
+
+    Of any number of processes that call this at the same time, one calls `load`. If it fails or dies, the next one
+    in line does. An entry whose `meta` differs from `expect` counts as missing and is replaced.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the mapping to publish; its `meta` will be `expect`.
+    timeout : float or None
+        Seconds to wait for another process to load; None waits for ever.
+
+    Other parameters as in :func:`attach` and :func:`publish`.
+
+    Raises
+    ------
+    WaitTimeoutError
+        If another process was still loading after `timeout` seconds.
+    """
+    _check_access(access)
+    if access == "rw" and not writable:
+        raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
+    client = connect(keeper)
+    meta = dict(expect or {})
+    got = client.attach_or_claim(name, expect=meta or None, access=_wire(access), timeout=timeout)
+    if not isinstance(got, Attachment):
+        try:
+            source = load()
+            publish(name, source, meta=meta, writable=writable, ttl=ttl, keeper=client.path, claim=got)
+        except BaseException:
+            with contextlib.suppress(PeerGoneError):
+                client.abandon(got)
+            raise
+        got = client.attach(name, access=_wire(access), expect=meta or None)
+    return Lease(client, got, access)
+
+
+def attach_array(
+    path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...]
+) -> Array:
+    """Attach one array of one version, or a slice of it: what a pickled published array turns into."""
+    client = connect(path)
+    lease = Lease(client, client.attach(name, version=version, access=_wire(access)), access)
+    try:
+        whole = lease.keep_only(array)
+    except BaseException:
+        lease.close()
+        raise
+    if (start, shape) == (0, whole.shape):
+        return whole
+    return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
+
+
+def _check_access(access: str) -> None:
+    if access not in _ACCESS:
+        raise UsageError(f'access {access!r} is not one of "r", "rw", "cow"')
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _wire(access: str) -> str:
+    """What the keeper is asked for: a private copy only reads what is shared."""
+    return "rw" if access == "rw" else "r"
+
+
+def _read_manifest(attachment: Attachment) -> Manifest:
+    inline = attachment.manifest_fd is None
+    return decode_manifest(attachment.manifest if inline else read_sealed(attachment.fds[0]))

@@ -1,0 +1,122 @@
+"""Make arrays: on memory that can be grown in place and shared from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .. import driver as drivers
+from ..arrays import Array
+from ..arrays.dtypes import as_dtype
+from ..arrays.sources import as_source
+from ..spec import Location
+
+__all__ = ["asarray", "empty", "zeros"]
+
+
+def empty(
+    shape: int | Sequence[int],
+    dtype: object = "float32",
+    *,
+    device: str | Location,
+    capacity: int | Sequence[int] | None = None,
+    chunk: int | str | None = None,
+    populate: bool = False,
+) -> Array:
+    """Make an array whose first dimension can be resized in place, up to its capacity.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+        The shape to begin with; the first dimension may be 0.
+    dtype : str, numpy.dtype, type or torch.dtype
+        The element type, such as ``"float32"`` or ``"bfloat16"``.
+    device : str
+        ``"host"`` or, with the CUDA driver, ``"cuda:0"``. There is no default: memory never lands somewhere silently.
+    capacity : int or sequence of int, optional
+        The largest number of rows (first dimension), or the largest shape. It costs addresses, not memory. By
+        default the array cannot grow.
+    chunk : int or str, optional
+        Bytes by which memory is added and given back; see :meth:`vram.Region.create`.
+    populate : bool
+        Touch the pages now rather than at first use.
+
+    Returns
+    -------
+    Array
+        New memory is zeroed by the operating system; rows given back by a shrink inside a chunk keep their contents.
+
+    Raises
+    ------
+    UsageError
+        For a shape, dtype, device or capacity that cannot be.
+    OutOfMemoryError, AddressSpaceError
+        If there is not enough.
+
+    Examples
+    --------
+    >>> vectors = vram.empty((0, 384), "float32", device="host", capacity=1_000_000)
+    >>> vectors.resize(4096)
+    >>> vectors.shape
+    (4096, 384)
+    """
+    location = Location.parse(device)
+    return Array.create(
+        drivers.get(location), location, shape, dtype, capacity=capacity, chunk=chunk, populate=populate
+    )
+
+
+def zeros(
+    shape: int | Sequence[int],
+    dtype: object = "float32",
+    *,
+    device: str | Location,
+    capacity: int | Sequence[int] | None = None,
+    chunk: int | str | None = None,
+) -> Array:
+    """Make an array of zeros. New memory is zero anyway: this says in the code that it is relied on.
+
+    Parameters and errors are those of :func:`empty`.
+    """
+    return empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
+
+
+def asarray(
+    source: object,
+    dtype: object = None,
+    *,
+    device: str | Location,
+    capacity: int | Sequence[int] | None = None,
+    chunk: int | str | None = None,
+) -> Array:
+    """Return an array with the contents of `source`: the same object if it is a vram array that fits, else a copy.
+
+    Parameters
+    ----------
+    source : Array, numpy.ndarray, torch.Tensor, buffer, or nested sequence of numbers
+        What to take the contents from.
+    dtype : optional
+        Convert to this element type; by default that of `source`.
+    device, capacity, chunk
+        As of :func:`empty`.
+    """
+    location = Location.parse(device)
+    kind = None if dtype is None else as_dtype(dtype)
+    if (
+        isinstance(source, Array)
+        and source.device == location
+        and kind in (None, source.dtype)
+        and capacity is None
+        and chunk is None
+    ):
+        return source
+    numbers = isinstance(source, (list, tuple, int, float, complex, bool))
+    view = np.asarray(source, kind) if numbers else as_source(source).view
+    array = empty(view.shape, kind or view.dtype, device=location, capacity=capacity, chunk=chunk)
+    try:
+        array.numpy()[...] = view
+    except BaseException:
+        array.close()
+        raise
+    return array

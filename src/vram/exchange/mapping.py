@@ -1,0 +1,153 @@
+"""From a region to a descriptor and its file descriptors, and back to a region in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Sequence
+
+from .. import driver as drivers
+from ..errors import ProtocolError, UsageError
+from ..lifetime import Handle
+from ..memory import PhysicalAllocation, Region
+from ..sharing.descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
+from ..spec import HOST, Access, HandleKind, Location
+
+__all__ = ["ACCESS", "describe", "device_name", "extend_memory", "map_memory", "read_sealed", "sealed_copy"]
+
+_LENGTH = struct.Struct("<Q")
+ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
+
+
+def device_name(location: Location) -> str:
+    """Return what a device is called on the wire: ``"host"`` or its UUID, never an ordinal (S1)."""
+    return "host" if location == HOST else drivers.get(location).device_info(location).uuid
+
+
+def describe(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, list[int]]:
+    """Describe the bytes from `start` to `stop` of a region.
+
+    Returns
+    -------
+    descriptor : MemoryDescriptor
+        The allocations that cover the span, whole, and where in them the span lies.
+    fds : list of int
+        One for each allocation, lent by it.
+
+    Raises
+    ------
+    UsageError
+        If the memory cannot leave this process, or has more segments than one descriptor may name.
+    """
+    allocations, offset = region.segments(start, stop)
+    if len(allocations) > MAX_SEGMENTS:
+        raise UsageError(
+            f"{len(allocations)} segments hold these {stop - start} bytes; at most {MAX_SEGMENTS} travel together. "
+            f"Create the array with a larger chunk="
+        )
+    segments = tuple(SegmentEntry(a.nbytes, int(HandleKind.POSIX_FD)) for a in allocations)
+    descriptor = MemoryDescriptor(device_name(region.location), segments, offset, stop - start, region.capacity)
+    return descriptor, [allocation.export() for allocation in allocations]
+
+
+def map_memory(
+    memory: MemoryDescriptor,
+    fds: Sequence[int],
+    *,
+    access: str,
+    depends: Sequence[Handle] = (),
+    follow: bool = False,
+) -> Region:
+    """Map memory that another process described.
+
+    Parameters
+    ----------
+    memory : MemoryDescriptor
+        Checked already.
+    fds : sequence of int
+        One for each segment; lent.
+    access : {"r", "rw", "cow"}
+        How to map it.
+    depends : sequence of Handle
+        What must outlive each mapping, such as a lease.
+    follow : bool
+        Set the owner's whole capacity aside, so that growth can be mapped behind the same address.
+
+    Raises
+    ------
+    ProtocolError
+        If a descriptor is not what was stated.
+    """
+    location = _location(memory.device)
+    driver = drivers.get(location)
+    with contextlib.ExitStack() as made:
+        allocations = _import_segments(made, memory.segments, fds, location)
+        return Region.from_allocations(
+            driver,
+            allocations,
+            capacity=memory.capacity if follow else None,
+            access=ACCESS[access],
+            private=access == "cow",
+            depends=depends,
+            managed=True,
+        )
+
+
+def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
+    """Map what a followed memory has grown by, behind the same address. `fds` are lent."""
+    with contextlib.ExitStack() as made:
+        more = _import_segments(made, segments, fds, region.location)
+        region.extend(more, region.mapped + sum(allocation.nbytes for allocation in more))
+
+
+def _import_segments(
+    made: contextlib.ExitStack, segments: Sequence[SegmentEntry], fds: Sequence[int], location: Location
+) -> list[PhysicalAllocation]:
+    """Import one allocation a segment, each closed with `made` (a region that maps it keeps its own claim)."""
+    if len(segments) != len(fds):
+        raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
+    driver = drivers.get(location)
+    allocations = []
+    for segment, fd in zip(segments, fds, strict=True):
+        kind = HandleKind(segment.kind)
+        if kind != HandleKind.POSIX_FD:
+            raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
+        allocations.append(made.enter_context(PhysicalAllocation.import_(driver, fd, segment.nbytes, kind=kind)))
+    return allocations
+
+
+def sealed_copy(data: bytes) -> PhysicalAllocation:
+    """Return sealed host memory that holds `data`, its length in front: a manifest too long for a message."""
+    driver = drivers.get(HOST)
+    with Region.create(driver, HOST, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)) as region:
+        driver.copy_in(region.address, memoryview(_LENGTH.pack(len(data)) + data))
+        region.freeze()
+        (allocation,), _ = region.segments(0, region.nbytes)
+        return allocation
+
+
+def read_sealed(fd: int) -> bytes:
+    """Return what :func:`sealed_copy` stored, in another process. Nothing it says is believed; `fd` is lent."""
+    driver = drivers.get(HOST)
+    granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
+    nbytes = max(os.fstat(fd).st_size // granule, 1) * granule
+    with (
+        PhysicalAllocation.import_(driver, fd, nbytes) as allocation,
+        Region.from_allocations(driver, [allocation], managed=True) as region,
+    ):
+        head = bytearray(_LENGTH.size)
+        driver.copy_out(memoryview(head), region.address)
+        (size,) = _LENGTH.unpack(head)
+        if size > region.nbytes - _LENGTH.size:
+            raise ProtocolError(f"a manifest of {size} bytes is said to be in {region.nbytes} bytes of memory")
+        data = bytearray(size)
+        driver.copy_out(memoryview(data), region.address + _LENGTH.size)
+        return bytes(data)
+
+
+def _location(device: str) -> Location:
+    try:
+        return Location.parse(device if device == "host" else f"cuda:{device}")
+    except UsageError:
+        raise ProtocolError(f"memory on a device called {device[:64]!r}, which is neither host nor a UUID") from None

@@ -1,0 +1,94 @@
+"""How much is kept, by everybody together and by each user, and how much there may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import CapacityError
+from ..spec import format_size
+from .records import Version
+
+__all__ = ["Accounts", "Quotas", "Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """Ceilings; None is none. The second three are for each user, the keeper's own excepted."""
+
+    max_bytes: int | None = None
+    max_entries: int | None = None
+    max_handles: int | None = None
+    user_bytes: int | None = None
+    user_entries: int | None = None
+    user_handles: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Usage:
+    """Bytes, entries and descriptors in use."""
+
+    nbytes: int = 0
+    entries: int = 0
+    handles: int = 0
+
+    def add(self, nbytes: int, entries: int, handles: int) -> None:
+        self.nbytes += nbytes
+        self.entries += entries
+        self.handles += handles
+
+
+class Accounts:
+    """The sums, kept as things come and go.
+
+    Parameters
+    ----------
+    quotas : Quotas
+        The ceilings.
+    keeper_uid : int
+        The user whom the ceilings for each user do not bind.
+    """
+
+    def __init__(self, quotas: Quotas, keeper_uid: int) -> None:
+        self.quotas = quotas
+        self.keeper_uid = keeper_uid
+        self.total = Usage()
+        self._by_user: dict[int, Usage] = {}
+
+    def of(self, uid: int) -> Usage:
+        """Return what one user has."""
+        return self._by_user.get(uid) or Usage()
+
+    def admit(self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None) -> None:
+        """Raise CapacityError unless this much more fits. What a commit would free at once counts as free."""
+        freed_bytes = freed_handles = 0
+        if replaced is not None and not replaced.leases:
+            freed_bytes, freed_handles = replaced.nbytes, replaced.handles
+        quotas, used = self.quotas, self.total
+        limits = [
+            (quotas.max_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "bytes", "the keeper"),
+            (quotas.max_entries, used.entries + entries, entries, "entries", "the keeper"),
+            (quotas.max_handles, used.handles + handles - freed_handles, handles, "descriptors", "the keeper"),
+        ]
+        if uid != self.keeper_uid:
+            used = self.of(uid)
+            limits += [
+                (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "bytes", f"uid {uid}"),
+                (quotas.user_entries, used.entries + entries, entries, "entries", f"uid {uid}"),
+                (quotas.user_handles, used.handles + handles - freed_handles, handles, "descriptors", f"uid {uid}"),
+            ]
+        for limit, total, asked, what, whose in limits:
+            if limit is not None and total > limit and asked:
+                write = format_size if what == "bytes" else str
+                raise CapacityError(
+                    f"no room for {write(asked)}{'' if what == 'bytes' else ' ' + what} more: {whose} may hold "
+                    f"{write(limit)}{'' if what == 'bytes' else ' ' + what} and would hold {write(total)}; remove "
+                    f"entries, wait for readers of old versions, or raise the keeper's limit"
+                )
+
+    def add(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
+        """Book what came, or went where the numbers are negative."""
+        self.total.add(nbytes, entries, handles)
+        used = self._by_user.setdefault(uid, Usage())
+        used.add(nbytes, entries, handles)
+        if not (used.nbytes or used.entries or used.handles):
+            del self._by_user[uid]

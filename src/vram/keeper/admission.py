@@ -1,0 +1,72 @@
+"""What a keeper takes in: memory that nobody can pull away from under its readers, and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+
+from ..errors import ProtocolError, UnsupportedError
+from ..spec import HandleKind
+
+__all__ = ["InadmissibleError", "admit"]
+
+# <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
+_F_GET_SEALS = 1034
+_SEAL_SHRINK = 0x2
+_SEAL_GROW = 0x4
+_SEAL_WRITE = 0x8
+_SEAL_FUTURE_WRITE = 0x10
+
+
+class InadmissibleError(ProtocolError):
+    """Well-formed words about memory that is not taken: costs the publication, not the connection."""
+
+
+def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: str) -> int:
+    """Check one descriptor that a stranger sent, without mapping it, and return its real size in bytes.
+
+    Parameters
+    ----------
+    fd : int
+        Lent.
+    size : int
+        Bytes that it has at least, as its sender says.
+    kind, device : int, str
+        What its sender says it is.
+    writable : bool
+        Whether its readers may write; if not it has to be sealed against writing (S8).
+    what : str
+        Its place in the message, for errors.
+
+    Raises
+    ------
+    InadmissibleError
+        If it is no memfd, could change its size under its readers, is too small, or could be written.
+    UnsupportedError
+        If it is memory of a device.
+    """
+    if kind != HandleKind.POSIX_FD or device != "host":
+        raise UnsupportedError(
+            f"{what} on {device!r}", "host memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
+        )
+    try:
+        found = os.fstat(fd)
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:  # EINVAL: not memory that can be sealed; EBADF: a descriptor of a path only
+        raise InadmissibleError(f"{what} is not a memfd") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise InadmissibleError(f"{what} is not a memfd")
+    if seals & (_SEAL_SHRINK | _SEAL_GROW) != _SEAL_SHRINK | _SEAL_GROW:
+        raise InadmissibleError(f"{what} is not sealed against shrinking and growing: its owner could end its readers")
+    if found.st_size < size:
+        raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
+    mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    if writable:
+        if mode != os.O_RDWR:
+            raise InadmissibleError(f"{what} of a writable version is not open for reading and writing")
+    elif not seals & (_SEAL_WRITE | _SEAL_FUTURE_WRITE):
+        raise InadmissibleError(f"{what} of a read-only version is not sealed against writing")
+    elif mode == os.O_WRONLY:
+        raise InadmissibleError(f"{what} is not open for reading")
+    return found.st_size

@@ -1,0 +1,710 @@
+"""Names, versions, leases, claims and waiters: who may do what in which state. No I/O, no clock, no descriptors.
+
+The caller says what time it is, keeps the memory itself behind an opaque *token* per version, and carries out the
+effects that come back, in their order.
+
+The states of a version
+-----------------------
+::
+
+    begin --> reserved --commit--> current --newer version--> superseded --last lease--> freed
+                 |                    |                            |
+              abandon          remove, ttl, revoke           remove, revoke
+              disconnect              v                            v
+                 v                 withdrawn ------------------ last lease --> freed
+              nothing happened
+
+* A reader sees all of a version or none: it exists from ``commit`` on.
+* The current version can be leased by name; a superseded one only by its number, and only while somebody still holds
+  it; a withdrawn one not at all.
+* Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
+* A name belongs to the user who published its current version. Nobody else may replace or remove it, root included.
+* An unmapped user (the overflow uid) owns nothing: it reads.
+
+Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
+next when its holder gives up or goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    CapacityError,
+    MismatchError,
+    NotFoundError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from .accounts import Accounts, Quotas
+from .records import (
+    Claim,
+    Claimed,
+    Effect,
+    Free,
+    Granted,
+    Lease,
+    Name,
+    Notify,
+    Publication,
+    Refused,
+    Session,
+    Version,
+    Waiter,
+)
+from .rules import MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_label
+
+__all__ = ["Catalogue"]
+
+MAX_LEASES = 65_536  # of one connection
+MAX_WAITERS = 1_024  # of one connection
+MAX_CLAIMS = 256  # of one connection
+MAX_PUBLICATIONS = 16  # of one connection, at the same time
+MAX_WATCHES = 1_024  # of one connection
+MAX_REMEMBERED = 16_384  # names without an entry whose last number is known
+
+ACCESS = ("r", "rw", "cow")
+
+
+class Catalogue:
+    """The books of a keeper.
+
+    Parameters
+    ----------
+    quotas : Quotas
+        Ceilings for all together and for each user.
+    keeper_uid : int
+        The user who runs the keeper, whom the ceilings for each user do not bind.
+    nobody : int
+        The uid that unmapped users read as.
+
+    Notes
+    -----
+    Every operation is independent of the number of entries, readers and connections, but for what it must touch: the
+    waiters it wakes and the leases it ends. Times are seconds on a clock of the caller's that never goes back.
+    """
+
+    def __init__(self, quotas: Quotas = Quotas(), *, keeper_uid: int = 0, nobody: int = 65_534) -> None:
+        self.accounts = Accounts(quotas, keeper_uid)
+        self.nobody = nobody
+        self.sessions: dict[int, Session] = {}
+        self.leases: dict[int, Lease] = {}
+        self.claims: dict[int, Claim] = {}
+        self.versions = 0
+        self.waiting = 0
+        self._names: dict[str, Name] = {}
+        self._sorted: list[str] = []  # names with a current version
+        self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
+        self._floor = 0  # numbers of forgotten names were not above this
+        self._last: dict[str, int] = {}
+        self._waiters: dict[str, dict[int, Waiter]] = {}
+        self._claim_of: dict[str, Claim] = {}
+        self._deadlines: list[tuple[float, int, Waiter | Version]] = []
+        self._stale_deadlines = 0
+        self._ids = itertools.count(1)
+
+    # -- connections ----------------------------------------------------------------------------------------------
+    def connect(self, uid: int, pid: int = 0, label: str = "") -> Session:
+        """Open a session for a verified user."""
+        session = Session(next(self._ids), uid, pid, clip_label(label))
+        self.sessions[session.id] = session
+        return session
+
+    def disconnect(self, session: Session, now: float) -> list[Effect]:
+        """End a session and all that depends on it, as if it had given everything back itself."""
+        if self.sessions.pop(session.id, None) is None:
+            return []
+        effects: list[Effect] = []
+        for watched in session.watches.values():
+            del watched.watchers[session.id]
+        session.watches.clear()
+        for waiter in list(session.waiters.values()):
+            self._forget(waiter)
+        for publication in list(session.publications.values()):
+            self.abandon(publication)
+        for claim in list(session.claims.values()):
+            effects += self.drop_claim(session, claim.id, now)
+        for lease in list(session.leases.values()):
+            effects += self._end(lease)
+        return effects
+
+    # -- publishing -----------------------------------------------------------------------------------------------
+    def begin(
+        self,
+        session: Session,
+        name: str,
+        *,
+        nbytes: int,
+        handles: int,
+        writable: bool = False,
+        meta: Mapping[str, str] | None = None,
+        ttl: float | None = None,
+        claim: int = 0,
+        body: Any = None,
+    ) -> Publication:
+        """Reserve room for a version.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of memory, as stated; :meth:`commit` hears the real number.
+        handles : int
+            Descriptors that the version will hold.
+        body : object
+            Whatever readers are to be told; not looked at.
+
+        Raises
+        ------
+        UsageError
+            For a name, meta or ttl that cannot be, or a claim that is not this session's on this name.
+        AccessDeniedError
+            If the name is somebody else's, or this user may own nothing.
+        CapacityError
+            If there is no room under the quotas.
+        """
+        check_name(name)
+        meta = check_meta(meta or {})
+        ttl = check_ttl(ttl)
+        if not 0 < handles <= MAX_SEGMENTS + 1:
+            raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
+        if len(session.publications) >= MAX_PUBLICATIONS:
+            raise CapacityError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
+        self._may_publish(session, name)
+        if claim:
+            held = session.claims.get(claim)
+            if held is None or held.name != name:
+                raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
+        known = self._names.get(name)
+        current = known.current if known is not None else None
+        entries = int(current is None)
+        self.accounts.admit(session.uid, nbytes, entries, handles, current)
+        publication = Publication(
+            next(self._ids), session, name, nbytes, handles, entries, writable, meta, body, ttl, claim
+        )
+        session.publications[publication.id] = publication
+        self.accounts.add(session.uid, nbytes, entries, handles)
+        return publication
+
+    def commit(
+        self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
+    ) -> tuple[Version, list[Effect]]:
+        """Make a version the current one of its name, and serve those who wait for it.
+
+        The publication is over in any case. If this raises, the token is still the caller's to free.
+
+        Parameters
+        ----------
+        nbytes : int, optional
+            The real number of bytes, if it is not what was stated.
+
+        Raises
+        ------
+        AccessDeniedError, CapacityError
+            If the state changed in between so that :meth:`begin` would refuse.
+        """
+        session, name = publication.session, publication.name
+        if session.publications.get(publication.id) is not publication:
+            raise UsageError("this publication is over")
+        self.abandon(publication)
+        self._may_publish(session, name)
+        nbytes = publication.nbytes if nbytes is None else nbytes
+        known = self._names.get(name)
+        previous = known.current if known is not None else None
+        self.accounts.admit(session.uid, nbytes, int(previous is None), publication.handles, previous)
+        if known is None:
+            known = self._names[name] = Name()
+            self._last[name] = self._numbers.pop(name, self._floor)
+        self._last[name] += 1
+        version = Version(
+            name=name,
+            number=self._last[name],
+            owner=session.uid,
+            token=token,
+            nbytes=nbytes,
+            handles=publication.handles,
+            writable=publication.writable,
+            meta=publication.meta,
+            body=publication.body,
+            published=now,
+            expires=None if publication.ttl is None else now + publication.ttl,
+            publisher_pid=session.pid,
+            publisher_label=session.label,
+        )
+        effects: list[Effect] = []
+        if previous is not None:
+            self.accounts.add(previous.owner, 0, -1, 0)
+            self._unexpire(previous)
+            effects += self._notify(previous, "replaced", self._last[name])
+            if previous.leases:
+                known.older[previous.number] = previous
+            else:
+                effects.append(self._free(previous))
+        else:
+            insort(self._sorted, name)
+        known.current = version
+        self.versions += 1
+        self.accounts.add(version.owner, nbytes, 1, version.handles)
+        if version.expires is not None:
+            self._schedule(version.expires, version)
+        claim = session.claims.get(publication.claim)
+        if claim is not None and claim.name == name:
+            self._unclaim(claim)
+        effects += self._serve(name, now)
+        return version, effects
+
+    def abandon(self, publication: Publication) -> None:
+        """Give up a publication: its room is free again. Idempotent."""
+        if publication.session.publications.pop(publication.id, None) is not None:
+            self.accounts.add(publication.session.uid, -publication.nbytes, -publication.entries, -publication.handles)
+
+    # -- attaching ------------------------------------------------------------------------------------------------
+    def attach(
+        self,
+        session: Session,
+        name: str,
+        now: float,
+        *,
+        call: int = 0,
+        version: int = 0,
+        access: str = "r",
+        expect: Mapping[str, str] | None = None,
+        wait: float | None = 0.0,
+        claim: bool = False,
+    ) -> Lease | Claim | Waiter:
+        """Lease a version, or wait for it, or with `claim` become the one who publishes it.
+
+        Parameters
+        ----------
+        call : int
+            The number under which effects will name this call if it waits.
+        version : int
+            A number, or 0 for the current one.
+        wait : float or None
+            Seconds; None is for ever.
+        claim : bool
+            If there is no version, or one that differs from `expect`, take the claim on the name, or wait for whoever
+            has it.
+
+        Raises
+        ------
+        NotFoundError
+            If there is nothing under that name, now or (for a number that has gone by) ever again.
+        MismatchError
+            If what is there differs from `expect`.
+        AccessDeniedError
+            For ``"rw"`` on what was published read-only, or a claim of a user who may not publish that name.
+        CapacityError, UsageError
+        """
+        if access not in ACCESS:
+            raise UsageError(f"access {access!r} is not one of {', '.join(map(repr, ACCESS))}")
+        if wait is not None and not wait >= 0:
+            raise UsageError(f"timeout {wait!r} is not a number of seconds")
+        if name not in self._names:
+            check_name(name)
+        if claim and session.uid == self.nobody:
+            raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
+        waiter = Waiter(0, session, call, name, version, access, None, claim, None)
+        if expect is not None:
+            waiter.expect = check_meta(expect, what="expect")
+        result = self._try(waiter, now)
+        if not isinstance(result, Waiter):
+            return result
+        if wait == 0.0 and wait is not None:
+            raise self._missing(waiter)
+        if call in session.waiters:
+            raise UsageError(f"call {call} waits already")
+        if len(session.waiters) >= MAX_WAITERS:
+            raise CapacityError(f"{MAX_WAITERS} calls of this connection wait already")
+        waiter.order = next(self._ids)
+        waiter.deadline = None if wait is None else now + wait
+        session.waiters[call] = waiter
+        self._waiters.setdefault(name, {})[waiter.order] = waiter
+        self.waiting += 1
+        if waiter.deadline is not None:
+            self._schedule(waiter.deadline, waiter)
+        return waiter
+
+    def cancel(self, session: Session, call: int) -> None:
+        """Stop waiting. Idempotent."""
+        waiter = session.waiters.get(call)
+        if waiter is not None:
+            self._forget(waiter)
+
+    def release(self, session: Session, lease_id: int) -> list[Effect]:
+        """End a lease of this session; one that is over already is no mistake."""
+        lease = session.leases.get(lease_id)
+        return [] if lease is None else self._end(lease)
+
+    def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
+        """Give up a claim; the next in line gets it. Idempotent."""
+        claim = session.claims.get(claim_id)
+        if claim is None:
+            return []
+        self._unclaim(claim)
+        return self._serve(claim.name, now)
+
+    # -- retiring -------------------------------------------------------------------------------------------------
+    def remove(self, session: Session, name: str, version: int = 0, *, revoke: bool = False) -> list[Effect]:
+        """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
+
+        Raises
+        ------
+        NotFoundError
+            If there is no such name or version.
+        AccessDeniedError
+            If it is somebody else's.
+        """
+        known = self._names.get(name)
+        if known is None:
+            check_name(name)
+            raise self._unknown(name)
+        current = known.current
+        if version:
+            one = current if current is not None and current.number == version else known.older.get(version)
+            if one is None or one.withdrawn:
+                raise self._gone(name, version)
+            doomed = [one]
+        else:
+            doomed = [one for one in (*known.older.values(), current) if one is not None and not one.withdrawn]
+            # Superseded versions of another owner, from before the name changed hands, are not this user's to take.
+            doomed = [one for one in doomed if current is None or one.owner == current.owner or one is current]
+            if not doomed:
+                raise self._unknown(name)
+        for one in doomed:
+            if one.owner != session.uid:
+                raise AccessDeniedError(
+                    f"{name!r} version {one.number} belongs to uid {one.owner}; uid {session.uid} may not remove it"
+                )
+        effects: list[Effect] = []
+        reason = "revoked" if revoke else "removed"
+        for one in doomed:
+            effects += self._withdraw(one, reason)
+        return effects
+
+    def expire(self, now: float) -> list[Effect]:
+        """Do what is due: end waits whose time has passed, retire versions whose time to live is over."""
+        effects: list[Effect] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, due = heapq.heappop(self._deadlines)
+            if isinstance(due, Waiter):
+                if due.session.waiters.get(due.call) is due:
+                    due.deadline = None  # its place in the heap is gone already
+                    self._forget(due)
+                    effects.append(Refused(due.session, due.call, self._too_late(due)))
+                else:
+                    self._stale_deadlines -= 1
+            elif due.expires is not None:
+                due.expires = None
+                effects += self._withdraw(due, "expired")
+            else:
+                self._stale_deadlines -= 1
+        return effects
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When :meth:`expire` should be called next; None if nothing waits. May be early, never late."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # -- watching -------------------------------------------------------------------------------------------------
+    def is_stale(self, session: Session, lease_id: int) -> tuple[bool, int]:
+        """Return whether a lease's version is no longer current, and the number of what is (0: nothing).
+
+        Raises
+        ------
+        NotFoundError
+            If this session has no such lease.
+        """
+        lease = session.leases.get(lease_id)
+        if lease is None:
+            raise NotFoundError(f"lease {lease_id} is not held by this connection")
+        current = self._current(lease.version.name)
+        return current is not lease.version, 0 if current is None else current.number
+
+    def watch(self, session: Session, name: str, version: int) -> list[Effect]:
+        """Tell the session what happens to a version: that it was replaced, removed, expired or revoked.
+
+        What has happened already is told at once. The watch lasts as long as the version.
+        """
+        check_name(name)
+        known = self._names.get(name)
+        current = None if known is None else known.current
+        number = 0 if current is None else current.number
+        watched = current if number == version else None if known is None else known.older.get(version)
+        effects: list[Effect] = []
+        if watched is None or watched is not current:
+            gone = watched is None or watched.withdrawn
+            effects.append(Notify(session, name, version, "removed" if gone else "replaced", number))
+        if watched is not None:
+            if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
+                raise CapacityError(f"this connection watches {MAX_WATCHES} versions already")
+            session.watches[name, version] = watched
+            watched.watchers[session.id] = session
+        return effects
+
+    # -- looking --------------------------------------------------------------------------------------------------
+    @property
+    def entries(self) -> int:
+        """The number of names that can be attached."""
+        return len(self._sorted)
+
+    def current(self, prefix: str = "", after: str = "") -> Iterator[tuple[Version, int]]:
+        """Yield the current versions of names beginning with `prefix` and behind `after`, in order of their names,
+        each with the number of older versions that are still held."""
+        start = bisect_left(self._sorted, prefix)
+        if after:
+            start = max(start, bisect_right(self._sorted, after))
+        for index in range(start, len(self._sorted)):
+            name = self._sorted[index]
+            if not name.startswith(prefix):
+                return
+            known = self._names[name]
+            if known.current is not None:
+                yield known.current, len(known.older)
+
+    def versions_of(self, name: str) -> list[Version]:
+        """Return the versions of a name that exist, oldest first.
+
+        Raises
+        ------
+        NotFoundError
+            If there are none.
+        """
+        known = self._names.get(name)
+        if known is None:
+            check_name(name)
+            raise self._unknown(name)
+        found = [known.older[number] for number in sorted(known.older)]
+        if known.current is not None:
+            found.append(known.current)
+        return found
+
+    def all_versions(self) -> list[Version]:
+        """Return every version that exists."""
+        found = [version for known in self._names.values() for version in known.older.values()]
+        return found + [known.current for known in self._names.values() if known.current is not None]
+
+    def is_current(self, version: Version) -> bool:
+        """Whether attaching by name gives this version."""
+        return self._current(version.name) is version
+
+    # -- inside: deciding -----------------------------------------------------------------------------------------
+    def _current(self, name: str) -> Version | None:
+        known = self._names.get(name)
+        return None if known is None else known.current
+
+    def _try(self, waiter: Waiter, now: float) -> Lease | Claim | Waiter:
+        """Serve an attach as things stand; return the waiter itself if it has to wait."""
+        name, wants = waiter.name, waiter.wants
+        known = self._names.get(name)
+        version = None if known is None else known.current
+        if wants and (version is None or version.number != wants):
+            older = None if known is None else known.older.get(wants)
+            if older is None or older.withdrawn:
+                if wants <= self._last_number(name):
+                    raise self._gone(name, wants)
+                return waiter
+            version = older
+        if version is not None:
+            found = version.meta
+            expect = waiter.expect
+            if not expect or all(found.get(key) == value for key, value in expect.items()):
+                return self._lease(waiter.session, version, waiter.access, now)
+            if not waiter.claims:
+                raise MismatchError(
+                    f"{name!r} version {version.number} is not what was expected: {_difference(expect, found)}",
+                    expect,
+                    found,
+                )
+            if version.owner != waiter.session.uid:
+                raise MismatchError(
+                    f"{name!r} version {version.number} is not what was expected ({_difference(expect, found)}) and "
+                    f"belongs to uid {version.owner}, so that uid {waiter.session.uid} may not replace it",
+                    expect,
+                    found,
+                )
+        if not waiter.claims or name in self._claim_of:
+            return waiter
+        session = waiter.session
+        if len(session.claims) >= MAX_CLAIMS:
+            raise CapacityError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
+        claim = Claim(next(self._ids), session, name)
+        self._claim_of[name] = session.claims[claim.id] = self.claims[claim.id] = claim
+        return claim
+
+    def _lease(self, session: Session, version: Version, access: str, now: float) -> Lease:
+        if access == "rw" and not version.writable:
+            raise AccessDeniedError(
+                f'{version.name!r} version {version.number} was published read-only; attach with access="r", or '
+                f'"cow" for private changes, or publish it with writable=True'
+            )
+        if len(session.leases) >= MAX_LEASES:
+            raise CapacityError(f"this connection holds {MAX_LEASES} leases already; close some")
+        lease = Lease(next(self._ids), session, version, access, now)
+        version.leases[lease.id] = session.leases[lease.id] = self.leases[lease.id] = lease
+        return lease
+
+    def _serve(self, name: str, now: float) -> list[Effect]:
+        """Go through those who wait for a name, in the order they came."""
+        effects: list[Effect] = []
+        for waiter in list(self._waiters.get(name, {}).values()):
+            try:
+                result = self._try(waiter, now)
+            except VramError as error:
+                self._forget(waiter)
+                effects.append(Refused(waiter.session, waiter.call, error))
+                continue
+            if isinstance(result, Waiter):
+                continue
+            self._forget(waiter)
+            if isinstance(result, Lease):
+                effects.append(Granted(waiter.session, waiter.call, result))
+            else:
+                effects.append(Claimed(waiter.session, waiter.call, result))
+        return effects
+
+    def _may_publish(self, session: Session, name: str) -> None:
+        if session.uid == self.nobody:
+            raise AccessDeniedError(
+                f"uid {self.nobody} is what unmapped users read as: it may attach, not publish {name!r}"
+            )
+        current = self._current(name)
+        if current is not None and current.owner != session.uid:
+            raise AccessDeniedError(
+                f"{name!r} belongs to uid {current.owner}; uid {session.uid} may not publish under it. Take another name"
+            )
+
+    # -- inside: changing -----------------------------------------------------------------------------------------
+    def _end(self, lease: Lease) -> list[Effect]:
+        del self.leases[lease.id]
+        del lease.session.leases[lease.id]
+        version = lease.version
+        del version.leases[lease.id]
+        if version.leases or self._current(version.name) is version:
+            return []
+        known = self._names[version.name]
+        del known.older[version.number]
+        effect = self._free(version)
+        self._tidy(version.name, known)
+        return [effect]
+
+    def _withdraw(self, version: Version, reason: str) -> list[Effect]:
+        """current, superseded -> withdrawn; freed at once if nobody holds it."""
+        name = version.name
+        known = self._names[name]
+        version.withdrawn = True
+        effects: list[Effect] = []
+        if known.current is version:
+            known.current = None
+            known.older[version.number] = version
+            del self._sorted[bisect_left(self._sorted, name)]
+            self.accounts.add(version.owner, 0, -1, 0)
+            self._unexpire(version)
+        current = known.current
+        effects += self._notify(version, reason, 0 if current is None else current.number)
+        if not version.leases:
+            del known.older[version.number]
+            effects.append(self._free(version))
+            self._tidy(name, known)
+        return effects
+
+    def _free(self, version: Version) -> Free:
+        self.versions -= 1
+        self.accounts.add(version.owner, -version.nbytes, 0, -version.handles)
+        for session in version.watchers.values():
+            del session.watches[version.name, version.number]
+        version.watchers.clear()
+        return Free(version.token)
+
+    def _tidy(self, name: str, known: Name) -> None:
+        """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:
+        whatever comes under a forgotten name starts above all forgotten numbers."""
+        if known.current is not None or known.older:
+            return
+        del self._names[name]
+        self._numbers[name] = self._last.pop(name)
+        if len(self._numbers) > MAX_REMEMBERED:
+            _, number = self._numbers.popitem(last=False)
+            self._floor = max(self._floor, number)
+
+    def _unclaim(self, claim: Claim) -> None:
+        del self.claims[claim.id]
+        del claim.session.claims[claim.id]
+        del self._claim_of[claim.name]
+
+    @staticmethod
+    def _notify(version: Version, reason: str, current: int) -> list[Effect]:
+        return [Notify(session, version.name, version.number, reason, current) for session in version.watchers.values()]
+
+    # -- inside: deadlines ----------------------------------------------------------------------------------------
+    def _schedule(self, when: float, due: Waiter | Version) -> None:
+        heapq.heappush(self._deadlines, (when, next(self._ids), due))
+
+    def _forget(self, waiter: Waiter) -> None:
+        del waiter.session.waiters[waiter.call]
+        line = self._waiters[waiter.name]
+        del line[waiter.order]
+        if not line:
+            del self._waiters[waiter.name]
+        self.waiting -= 1
+        if waiter.deadline is not None:
+            self._compact()
+
+    def _unexpire(self, version: Version) -> None:
+        if version.expires is not None:
+            version.expires = None
+            self._compact()
+
+    def _compact(self) -> None:
+        """Count a deadline that nobody waits for any more, and sweep when they are the most: a client that waits and
+        gives up for ever must not make the heap grow."""
+        self._stale_deadlines += 1
+        if self._stale_deadlines * 2 > len(self._deadlines) + 64:
+            self._deadlines = [
+                (when, order, due)
+                for when, order, due in self._deadlines
+                if (due.session.waiters.get(due.call) is due if isinstance(due, Waiter) else due.expires is not None)
+            ]
+            heapq.heapify(self._deadlines)
+            self._stale_deadlines = 0
+
+    # -- inside: words --------------------------------------------------------------------------------------------
+    def _last_number(self, name: str) -> int:
+        return self._last.get(name) or self._numbers.get(name, self._floor)
+
+    def _unknown(self, name: str) -> NotFoundError:
+        return NotFoundError(f"nothing is published as {name!r}; `vram ls` shows what is")
+
+    def _gone(self, name: str, version: int) -> NotFoundError:
+        current = self._current(name)
+        there = "nothing is current" if current is None else f"the current one is {current.number}"
+        return NotFoundError(f"{name!r} version {version} is gone or was never there; {there}")
+
+    def _missing(self, waiter: Waiter) -> VramError:
+        claim = self._claim_of.get(waiter.name)
+        if waiter.claims and claim is not None:
+            return BusyError(f"{waiter.name!r} is being made by another process", (str(claim.session),))
+        if waiter.wants and waiter.name in self._names:
+            return self._gone(waiter.name, waiter.wants)
+        return self._unknown(waiter.name)
+
+    def _too_late(self, waiter: Waiter) -> WaitTimeoutError:
+        claim = self._claim_of.get(waiter.name)
+        who = f"; {claim.session} has the claim to publish it" if claim is not None else ""
+        return WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
+
+
+def _difference(expect: Mapping[str, str], found: Mapping[str, str]) -> str:
+    parts = [
+        f"{key} is {found.get(key, '(not set)')!r:.80}, expected {value!r:.80}"
+        for key, value in expect.items()
+        if found.get(key) != value
+    ]
+    return "; ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")

@@ -1,0 +1,264 @@
+"""One connection of the keeper: what came in, what has to go out, and how long a peer may keep us waiting.
+
+Nothing here blocks. An answer is sent at once; what the peer's socket has no room for waits in a queue, and while
+anything waits nothing more is read from that peer, so that the queue is bounded by what it had asked for before.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import socket
+import struct
+import termios
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..sharing.channel import Credentials, close_fds, receive, transmit
+
+if TYPE_CHECKING:
+    from .records import Publication, Session
+    from .server import KeeperServer
+
+__all__ = ["Connection", "Held", "Partial"]
+
+MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
+_DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
+_RETRY = 0.002  # seconds until descriptors that could not be put in flight are tried again
+
+
+class Held:
+    """The descriptors of one version, counted: by the catalogue and by every queued answer that carries them.
+
+    Without the count, a lease given back while its answer is queued would let a number be sent that means another
+    file by then.
+    """
+
+    __slots__ = ("_dispose", "_uses", "fds", "nbytes")
+
+    def __init__(self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int], None]) -> None:
+        self.fds = fds
+        self.nbytes = nbytes
+        self._uses = 1
+        self._dispose = dispose
+
+    def keep(self) -> None:
+        """Count one more use."""
+        self._uses += 1
+
+    def drop(self) -> None:
+        """Count one use less; the last one closes the descriptors."""
+        self._uses -= 1
+        if not self._uses:
+            fds, self.fds = self.fds, []
+            self._dispose(fds, self.nbytes)
+
+
+class Partial:
+    """A publication whose descriptors have not all come."""
+
+    __slots__ = ("fds", "nbytes", "publication", "request")
+
+    def __init__(self, publication: Publication, request: object) -> None:
+        self.publication = publication
+        self.request = request
+        self.fds: list[int] = []
+        self.nbytes = 0
+
+
+class Connection:
+    """A peer, from accept to end of file.
+
+    Attributes
+    ----------
+    session : Session or None
+        None until the peer has said hello.
+    waiting_since : float or None
+        Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
+    """
+
+    __slots__ = (
+        "closed",
+        "credentials",
+        "in_flight",
+        "partials",
+        "queue",
+        "queued",
+        "reading",
+        "server",
+        "session",
+        "sock",
+        "version",
+        "waiting_since",
+        "writing",
+    )
+
+    def __init__(self, server: KeeperServer, sock: socket.socket, credentials: Credentials) -> None:
+        self.server = server
+        self.sock = sock
+        self.credentials = credentials
+        self.session: Session | None = None
+        self.version = 0
+        self.partials: dict[int, Partial] = {}
+        self.queue: deque[tuple[bytes, Held | None, int, int]] = deque()
+        self.queued = 0
+        self.in_flight = 0  # descriptors sent since the peer was last known to have read everything
+        self.waiting_since: float | None = None
+        self.reading = False
+        self.writing = False
+        self.closed = False
+
+    # -- in -------------------------------------------------------------------------------------------------------
+    def readable(self) -> None:
+        """Take one message off the socket and have it answered. One at a time: the others get their turn."""
+        try:
+            payload, fds, cut = receive(self.sock, _DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        try:
+            if payload:
+                self.server.handle(self, payload, fds, cut)
+            else:
+                self.close()
+        finally:
+            if fds:  # whoever takes them empties the list
+                close_fds(fds)
+
+    def resume(self) -> None:
+        """Read from this peer."""
+        if not self.reading and not self.closed:
+            self.reading = True
+            self.server.loop.add_reader(self.sock, self.readable)
+
+    def pause(self) -> None:
+        """Read nothing more from this peer for now."""
+        if self.reading:
+            self.reading = False
+            self.server.loop.remove_reader(self.sock)
+
+    # -- out ------------------------------------------------------------------------------------------------------
+    def send(self, payload: bytes, held: Held | None = None, start: int = 0, stop: int = 0) -> None:
+        """Send a message, with ``held.fds[start:stop]``, now or as soon as the peer makes room."""
+        if self.closed:
+            return
+        if not self.queue and self._try(payload, held, start, stop) is None:
+            return
+        if self.closed:
+            return
+        if held is not None:
+            held.keep()
+        self.queue.append((payload, held, start, stop))
+        self.queued += len(payload)
+        if self.queued > MAX_QUEUED:
+            self.close()
+            return
+        self.pause()
+        if len(self.queue) == 1:
+            self.owes()
+            self._wait_for_room()
+
+    def owes(self) -> None:
+        """Note that the peer has to do something within the server's patience."""
+        if self.waiting_since is None:
+            self.waiting_since = self.server.now()
+            self.server.watch_over(self)
+
+    def has_read_all(self) -> bool:
+        """Whether nothing that was sent is still unread (``SIOCOUTQ``, see unix(7))."""
+        (unread,) = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0\0\0\0"))
+        if unread == 0:
+            self.in_flight = 0
+        return bool(unread == 0)
+
+    def _try(self, payload: bytes, held: Held | None, start: int, stop: int) -> int | None:
+        """Send now if possible: None for sent or lost with the connection, else the errno that stands in the way."""
+        if held is None:
+            fds: list[int] = []
+        else:
+            fds = held.fds[start:stop]
+            # Descriptors in flight are limited per user of the whole machine, so each peer gets one part of them:
+            # who does not read what came before gets nothing more.
+            if self.in_flight and self.in_flight + len(fds) > self.server.part and not self.has_read_all():
+                return errno.ETOOMANYREFS
+        try:
+            transmit(self.sock, payload, fds, _DONTWAIT)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):
+                return error.errno
+            self.close()
+            return None
+        if fds:
+            self.in_flight += len(fds)
+            if self.waiting_since is None:
+                self.owes()
+        return None
+
+    def _wait_for_room(self, code: int = errno.EAGAIN) -> None:
+        if code == errno.EAGAIN:
+            if not self.writing:
+                self.writing = True
+                self.server.loop.add_writer(self.sock, self.writable)
+        else:
+            # No event tells when descriptors left flight, so look again soon.
+            self.not_writing()
+            self.server.loop.call_later(_RETRY, self.writable)
+
+    def not_writing(self) -> None:
+        """Do not look for room in this peer's socket for now."""
+        if self.writing:
+            self.writing = False
+            self.server.loop.remove_writer(self.sock)
+
+    def writable(self) -> None:
+        """Send what is queued, as far as it goes."""
+        if self.closed or self.server.paused:
+            return
+        progress = False
+        while self.queue:
+            payload, held, start, stop = self.queue[0]
+            code = self._try(payload, held, start, stop)
+            if self.closed:
+                return
+            if code is not None:
+                if progress:
+                    self.waiting_since = self.server.now()
+                self._wait_for_room(code)
+                return
+            progress = True
+            self.queue.popleft()
+            self.queued -= len(payload)
+            if held is not None:
+                held.drop()
+        self.not_writing()
+        self.resume()
+
+    # -- end ------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the connection and everything that depends on it. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.pause()
+        self.not_writing()
+        self.sock.close()
+        for _, held, _, _ in self.queue:
+            if held is not None:
+                held.drop()
+        self.queue.clear()
+        for partial in self.partials.values():
+            self.server.dispose(partial.fds, partial.nbytes)
+        self.partials.clear()
+        self.server.gone(self)
+
+    def overdue(self, now: float, patience: float) -> bool:
+        """Whether the peer has kept us waiting for too long; forgets about one that owes nothing any more."""
+        if self.closed or self.waiting_since is None:
+            return False
+        if self.session is not None and not self.queue and (not self.in_flight or self.has_read_all()):
+            self.waiting_since = None
+            return False
+        return now - self.waiting_since > patience

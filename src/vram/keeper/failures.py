@@ -1,0 +1,60 @@
+"""Exceptions as messages and back: what fails in the keeper is raised in its client, by the same name."""
+
+from __future__ import annotations
+
+from .. import errors
+from .messages import Error
+
+__all__ = ["failure", "raised"]
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        errors.UsageError,
+        errors.CapacityError,
+        errors.RangeError,
+        errors.BusyError,
+        errors.PeerGoneError,
+        errors.ProtocolError,
+        errors.AccessDeniedError,
+        errors.NotFoundError,
+        errors.MismatchError,
+        errors.WaitTimeoutError,
+        errors.UnsupportedError,
+    )
+}
+
+
+def failure(call: int, error: Exception) -> Error:
+    """Write an exception as a message. One that is not ours says no more than that something broke."""
+    kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "")
+    if not kind:
+        return Error(call, "InternalError", "the keeper could not do this: an error of its own, see its log")
+    details: list[str] = []
+    expected: dict[str, str] = {}
+    found: dict[str, str] = {}
+    if isinstance(error, errors.UnsupportedError):
+        details = [error.capability, error.needs, error.have, error.remedy]
+    elif isinstance(error, errors.MismatchError):
+        expected, found = error.expected, error.found
+    elif isinstance(error, errors.BusyError):
+        details = [holder[:500] for holder in error.holders[:20]]
+    return Error(call, kind, str(error)[:4000], details, expected, found)
+
+
+def raised(error: Error) -> errors.VramError:
+    """Return the exception that a message stands for."""
+    kind = _KINDS.get(error.kind)
+    if kind is None:
+        return errors.InternalError(error.text)
+    if kind is errors.UnsupportedError and len(error.details) == 4:
+        return errors.UnsupportedError(*error.details)
+    if kind is errors.MismatchError:
+        return errors.MismatchError(error.text, error.expected, error.found)
+    if kind is errors.BusyError:
+        busy = errors.BusyError(error.text)  # the text names the holders already
+        busy.holders = tuple(error.details)
+        return busy
+    if kind is errors.UnsupportedError:
+        return errors.ProtocolError(error.text)
+    return kind(error.text)

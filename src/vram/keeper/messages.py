@@ -1,0 +1,485 @@
+"""What is said between a keeper and its clients.
+
+Each message is one msgpack array whose first item names it; descriptors travel beside it. A message grows at its end
+only: a receiver ignores items it does not know and fills in the defaults of those that did not come, so that each
+side may be newer than the other (S9). Nothing here is believed before :func:`decode_request` or :func:`decode_reply`
+has checked types and bounds; what the values mean is checked by the catalogue.
+
+A request carries a number, ``call``; its answer carries the same number, and answers may come in any order. Number 0
+wants no answer.
+
+Protocol versions
+-----------------
+1. The first. A keeper serves :data:`OLDEST` to :data:`PROTOCOL`; ``Hello`` says what the client can do, ``Welcome``
+   what both will speak. The first four items of ``Hello`` and ``Welcome`` never change.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from .. import errors
+
+__all__ = ["OLDEST", "PROTOCOL", "decode_hello", "decode_reply", "decode_request", "encode", "negotiate"]
+
+PROTOCOL: Final = 1
+OLDEST: Final = 1
+
+Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+Name = Annotated[str, Meta(max_length=256)]
+Word = Annotated[str, Meta(max_length=64)]
+Label = Annotated[str, Meta(max_length=512)]
+Text = Annotated[str, Meta(max_length=4096)]
+Seconds = Annotated[float, Meta(ge=0, le=1e10)]
+Notes = Annotated[dict[Text, Text], Meta(max_length=512)]
+
+
+class Piece(Struct, frozen=True, array_like=True):
+    """One piece of memory behind one descriptor: bytes, kind of handle, and the index of its device's name."""
+
+    size: Annotated[int, Meta(gt=0, le=2**63 - 1)]
+    kind: Annotated[int, Meta(ge=0, le=2**31)]
+    device: Annotated[int, Meta(ge=0, lt=64)] = 0
+
+
+Segments = Annotated[list[Piece], Meta(max_length=1024)]
+Devices = Annotated[list[Word], Meta(max_length=64)]
+Manifest = Annotated[bytes, Meta(max_length=32 * 1024)]
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """A version of an entry as its readers get it."""
+
+    name: Name
+    version: Number
+    owner: Number
+    writable: bool
+    segments: Segments
+    devices: Devices
+    manifest: Manifest
+    manifest_fd: bool
+    meta: Notes
+
+
+# -- what a client says -----------------------------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of a connection: protocol versions spoken, and what the client calls itself."""
+
+    lowest: Number
+    highest: Number
+    label: Label = ""
+
+
+class Publish(Struct, frozen=True, array_like=True, tag="publish"):
+    """A new version. Comes with its first descriptors (the manifest's first of all, if it has one); the rest follows
+    in ``Part`` messages, each after the answer to the one before."""
+
+    call: Number
+    name: Name
+    segments: Segments
+    devices: Devices
+    manifest: Manifest = b""
+    manifest_fd: bool = False
+    writable: bool = False
+    meta: Notes = {}
+    ttl: Seconds | None = None
+    claim: Number = 0
+
+
+class Offer(Struct, frozen=True, array_like=True, tag="offer"):
+    """Would such a version be taken? Reserves nothing."""
+
+    call: Number
+    name: Name
+    nbytes: Size
+    handles: Number = 1
+    meta: Notes = {}
+    ttl: Seconds | None = None
+    claim: Number = 0
+
+
+class Part(Struct, frozen=True, array_like=True, tag="part"):
+    """More descriptors of the publication that call `publish` began, the first of them the `offset`-th of all."""
+
+    call: Number
+    publish: Number
+    offset: Number
+
+
+class Attach(Struct, frozen=True, array_like=True, tag="attach"):
+    """Lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
+
+    With `claim`: where there is none, or none as expected, be the one who makes it.
+    """
+
+    call: Number
+    name: Name
+    version: Number = 0
+    access: Word = "r"
+    expect: Notes | None = None
+    wait: Seconds | None = 0.0
+    claim: bool = False
+
+
+class More(Struct, frozen=True, array_like=True, tag="more"):
+    """Send the descriptors of a lease from the `offset`-th on."""
+
+    call: Number
+    lease: Number
+    offset: Number
+
+
+class Release(Struct, frozen=True, array_like=True, tag="release"):
+    """Nothing is mapped under these leases any more."""
+
+    call: Number
+    leases: Annotated[list[Number], Meta(max_length=4096)]
+
+
+class Abandon(Struct, frozen=True, array_like=True, tag="abandon"):
+    """The claim will not be used: the next in line gets it."""
+
+    call: Number
+    claim: Number
+
+
+class Cancel(Struct, frozen=True, array_like=True, tag="cancel"):
+    """Nobody waits for the answer to call `waiting` any more."""
+
+    call: Number
+    waiting: Number
+
+
+class Stale(Struct, frozen=True, array_like=True, tag="stale"):
+    """Is the leased version still the current one?"""
+
+    call: Number
+    lease: Number
+
+
+class Watch(Struct, frozen=True, array_like=True, tag="watch"):
+    """Send a ``Notice`` whenever something happens to a version, and at once if it is not the current one now."""
+
+    call: Number
+    name: Name
+    version: Number
+
+
+class List(Struct, frozen=True, array_like=True, tag="list"):
+    """The entries whose names begin with `prefix` and come behind `after`, as many as one message takes."""
+
+    call: Number
+    prefix: Name = ""
+    after: Name = ""
+
+
+class Versions(Struct, frozen=True, array_like=True, tag="versions"):
+    """The versions of one name that are above `after`."""
+
+    call: Number
+    name: Name
+    after: Number = 0
+
+
+class Holders(Struct, frozen=True, array_like=True, tag="holders"):
+    """The leases on one version that are above `after`."""
+
+    call: Number
+    name: Name
+    version: Number
+    after: Number = 0
+
+
+class Remove(Struct, frozen=True, array_like=True, tag="remove"):
+    """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go."""
+
+    call: Number
+    name: Name
+    version: Number = 0
+    revoke: bool = False
+
+
+class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
+    """What the keeper holds."""
+
+    call: Number
+
+
+class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
+    """I am your successor: see :mod:`.takeover` for what follows."""
+
+    call: Number
+
+
+Request = (
+    Publish
+    | Offer
+    | Part
+    | Attach
+    | More
+    | Release
+    | Abandon
+    | Cancel
+    | Stale
+    | Watch
+    | List
+    | Versions
+    | Holders
+    | Remove
+    | Statistics
+    | Takeover
+)
+
+
+# -- what a keeper says -----------------------------------------------------------------------------------------------
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
+    """The version spoken from now on, and who the keeper is."""
+
+    version: Number
+    pid: Number
+    label: Label = ""
+
+
+class Published(Struct, frozen=True, array_like=True, tag="published"):
+    """The version is complete, and what readers get from now on."""
+
+    call: Number
+    version: Number
+
+
+class Continue(Struct, frozen=True, array_like=True, tag="continue"):
+    """`received` descriptors are here; send the next part."""
+
+    call: Number
+    received: Number
+
+
+class Attached(Struct, frozen=True, array_like=True, tag="attached"):
+    """A lease, with the first of its `total` descriptors; ``More`` fetches the rest."""
+
+    call: Number
+    lease: Number
+    total: Number
+    entry: Entry
+
+
+class AttachedRaw(Struct, frozen=True, array_like=True, tag="attached"):
+    """``Attached`` as the keeper writes it: the entry is encoded once a version, not once a reader."""
+
+    call: Number
+    lease: Number
+    total: Number
+    entry: msgspec.Raw
+
+
+class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
+    """The answer to ``More``."""
+
+    call: Number
+    offset: Number
+
+
+class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
+    """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``."""
+
+    call: Number
+    claim: Number
+
+
+class Done(Struct, frozen=True, array_like=True, tag="done"):
+    """It is done."""
+
+    call: Number
+
+
+class IsStale(Struct, frozen=True, array_like=True, tag="is_stale"):
+    """Whether something newer is current, or nothing is (`current` 0)."""
+
+    call: Number
+    stale: bool
+    current: Number
+
+
+class Notice(Struct, frozen=True, array_like=True, tag="notice"):
+    """What a ``Watch`` waited for. `reason` is replaced, removed, expired or revoked; `current` may be 0: none."""
+
+    call: Number
+    name: Name
+    version: Number
+    reason: Word
+    current: Number
+
+
+class EntryRow(Struct, frozen=True, array_like=True):
+    """One name: its current version, and how many older ones are still held."""
+
+    name: Name
+    version: Number
+    owner: Number
+    nbytes: Size
+    segments: Number
+    writable: bool
+    readers: Number
+    retired: Number
+    age: float
+    ttl_left: float | None
+    meta: Notes
+
+
+class VersionRow(Struct, frozen=True, array_like=True):
+    """One version of a name; `age` in seconds."""
+
+    version: Number
+    owner: Number
+    current: bool
+    writable: bool
+    nbytes: Size
+    sizes: Annotated[list[Size], Meta(max_length=1024)]
+    devices: Devices
+    readers: Number
+    age: float
+    ttl_left: float | None
+    publisher_pid: Number
+    publisher_label: Label
+    meta: Notes
+
+
+class HolderRow(Struct, frozen=True, array_like=True):
+    """One lease: who holds it (pid 0: in a PID namespace that the keeper does not see), and for how long."""
+
+    lease: Number
+    version: Number
+    pid: Number
+    uid: Number
+    label: Label
+    access: Word
+    age: float
+
+
+class Listing(Struct, frozen=True, array_like=True, tag="listing"):
+    """A page; `more` follows behind its last row."""
+
+    call: Number
+    rows: list[EntryRow]
+    more: bool
+
+
+class VersionList(Struct, frozen=True, array_like=True, tag="version_list"):
+    """A page of versions."""
+
+    call: Number
+    rows: list[VersionRow]
+    more: bool
+
+
+class HolderList(Struct, frozen=True, array_like=True, tag="holder_list"):
+    """A page of holders."""
+
+    call: Number
+    rows: list[HolderRow]
+    more: bool
+
+
+class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
+    """What the keeper holds: counts, bytes, and the ceilings that apply (None: no ceiling)."""
+
+    call: Number
+    pid: Number
+    uptime: float
+    entries: Number
+    versions: Number
+    leases: Number
+    connections: Number
+    waiting: Number
+    nbytes: Size
+    descriptors: Number
+    max_bytes: Size | None
+    max_entries: Size | None
+    max_descriptors: Size | None
+
+
+class Error(Struct, frozen=True, array_like=True, tag="error"):
+    """What went wrong, as an exception of :mod:`vram.errors` by name."""
+
+    call: Number
+    kind: Word
+    text: Text
+    details: Annotated[list[Text], Meta(max_length=64)] = []
+    expected: Notes = {}
+    found: Notes = {}
+
+
+Reply = (
+    Welcome
+    | Published
+    | Continue
+    | Attached
+    | Descriptors
+    | Claimed
+    | Done
+    | IsStale
+    | Notice
+    | Listing
+    | VersionList
+    | HolderList
+    | KeeperStatistics
+    | Error
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+_hello = msgspec.msgpack.Decoder(Hello)
+
+encode = _encoder.encode
+
+
+def decode_hello(payload: bytes) -> Hello:
+    """Read the first message of a connection. Raises :class:`ProtocolError` if it is something else."""
+    try:
+        return _hello.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise errors.ProtocolError(f"not a greeting: {error}") from None
+
+
+def decode_request(payload: bytes) -> Request:
+    """Read what a client said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
+    try:
+        return _requests.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise errors.ProtocolError(f"not a request: {error}") from None
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """Read what a keeper said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
+    try:
+        return _replies.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise errors.ProtocolError(f"not an answer of a keeper: {error}") from None
+
+
+def negotiate(hello: Hello, *, oldest: int = OLDEST, newest: int = PROTOCOL) -> int:
+    """Return the newest protocol version that both sides speak.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none, naming both ranges.
+    """
+    version = min(hello.highest, newest)
+    if version < max(hello.lowest, oldest):
+        raise errors.UnsupportedError(
+            "this conversation",
+            f"a protocol version from {oldest} to {newest} (the keeper's)",
+            f"{hello.lowest} to {hello.highest} (the client's)",
+            "Update the older of the two",
+        )
+    return version

@@ -1,0 +1,105 @@
+"""Where a keeper listens, and whether to believe what is found there."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ..errors import AccessDeniedError, PeerGoneError, UsageError
+from ..sharing.channel import Credentials, check_path
+
+__all__ = ["check_server", "default_path", "find_path", "prepare_directory"]
+
+ENVIRONMENT = "VRAM_KEEPER"
+
+
+def default_path() -> str:
+    """Return the path that keeper and clients of this user share unless they are told another.
+
+    ``VRAM_KEEPER``, else ``vram/keeper.sock`` in the user's runtime directory (``XDG_RUNTIME_DIR``), else
+    ``vram-<uid>/keeper.sock`` in the temporary directory (``TMPDIR``, or ``/tmp``).
+    """
+    named = os.environ.get(ENVIRONMENT)
+    if named:
+        return named
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isdir(runtime):
+        return os.path.join(runtime, "vram", "keeper.sock")
+    return os.path.join(os.environ.get("TMPDIR") or "/tmp", f"vram-{os.geteuid()}", "keeper.sock")
+
+
+def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
+    """Return the absolute path to use, and whether somebody chose it (an argument or ``VRAM_KEEPER``).
+
+    Raises
+    ------
+    UsageError
+        If it has more than the 107 bytes of a unix socket's path.
+    """
+    chosen = path is not None or bool(os.environ.get(ENVIRONMENT))
+    found = os.path.abspath(os.fspath(path) if path is not None else default_path())
+    check_path(found)
+    return found, chosen
+
+
+def check_directory(directory: str) -> None:
+    """Raise unless `directory` is a real directory of this user that nobody else may enter.
+
+    Raises
+    ------
+    AccessDeniedError
+        If it is somebody else's, a symbolic link, or open to others: whoever owns it decides whom clients talk to.
+    PeerGoneError
+        If it does not exist.
+    """
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        raise PeerGoneError(f"no keeper: {directory} does not exist; start one with `vram keep`") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise AccessDeniedError(f"{directory} is not a directory; set {ENVIRONMENT} to a socket path you trust")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise AccessDeniedError(
+            f"{directory} belongs to uid {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}; it has to be "
+            f"0700 and of uid {os.geteuid()}. Remove it, or set {ENVIRONMENT} to a socket path you trust"
+        )
+
+
+def prepare_directory(path: str, chosen: bool) -> None:
+    """Make the directory of a default path, 0700; that of a chosen path has to exist."""
+    directory = os.path.dirname(path)
+    if chosen:
+        if not os.path.isdir(directory):
+            raise UsageError(f"no directory {directory} to listen in; make it first")
+        return
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise UsageError(f"cannot make {directory}: {error.strerror}; choose a path with --socket") from None
+    check_directory(directory)
+
+
+def check_server(path: str, chosen: bool, server: Credentials) -> None:
+    """Raise unless the process that listens at `path` is one to hand memory to.
+
+    Trusted are this user and root. Where the path was chosen, so is the owner of the directory that the socket lies
+    in, provided that nobody else may write there: naming a path names its owner, and nobody but that owner and root
+    can have put the socket there. (In a container both may read as the overflow uid.)
+
+    Raises
+    ------
+    AccessDeniedError
+        Otherwise, naming the user who listens.
+    """
+    if server.uid in (os.geteuid(), 0):
+        return
+    if chosen:
+        directory = os.lstat(os.path.dirname(path))
+        if stat.S_ISDIR(directory.st_mode) and directory.st_uid == server.uid and not directory.st_mode & 0o022:
+            return
+    raise AccessDeniedError(
+        f"the process that listens at {path} is of uid {server.uid}, whom uid {os.geteuid()} has no reason to trust: "
+        f"it is neither you nor root, nor the owner of a directory that you chose and only they can write in"
+    )

@@ -1,0 +1,208 @@
+"""A keeper of one's own: a child process that ends with the block that started it, or with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+
+from ..errors import PeerGoneError, UsageError, WaitTimeoutError
+from ..sharing.channel import MAX_PATH
+
+__all__ = ["KeeperProcess", "private_keeper"]
+
+_START = 20.0  # seconds
+_STOP = 10.0
+
+_running: weakref.WeakSet[KeeperProcess] = weakref.WeakSet()
+
+
+class KeeperProcess:
+    """A keeper as a child process. It stops when :meth:`stop` is called, or when this process is gone.
+
+    Parameters
+    ----------
+    path : str
+        Its socket.
+    options : sequence of str
+        Further arguments of ``python -m vram.keeper``.
+    timeout : float
+        Seconds within which it has to serve.
+    user : int, optional
+        The uid to run as, for which this process has to be root.
+
+    Raises
+    ------
+    PeerGoneError
+        If it ended before it served, with what it said.
+    WaitTimeoutError
+        If it did not serve in time; it was killed.
+    """
+
+    def __init__(
+        self, path: str, options: Sequence[str] = (), *, timeout: float = _START, user: int | None = None
+    ) -> None:
+        self.path = path
+        ready, ready_child = os.pipe2(os.O_CLOEXEC)
+        # Nothing is ever written here: it reads end of file when the last copy of our end is gone, however we end.
+        parent_child, self._parent = os.pipe2(os.O_CLOEXEC)
+        try:
+            self.process = subprocess.Popen(
+                [
+                    # -P: what lies in the current directory is no part of the library
+                    *(sys.executable, "-P", "-m", "vram.keeper", "--socket", path),
+                    *("--ready-fd", str(ready_child), "--parent-fd", str(parent_child)),
+                    *options,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(ready_child, parent_child),
+                env=_environment(),
+                start_new_session=True,  # Ctrl-C is for us; we stop it
+                user=user,
+            )
+        except BaseException:
+            os.close(self._parent)
+            os.close(ready)
+            raise
+        finally:
+            os.close(ready_child)
+            os.close(parent_child)
+        _running.add(self)
+        try:
+            self._wait_until_ready(ready, timeout)
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            os.close(ready)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    def _wait_until_ready(self, ready: int, timeout: float) -> None:
+        poll = select.poll()
+        poll.register(ready, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            raise WaitTimeoutError(f"a keeper at {self.path} was not ready after {timeout:g} s")
+        if not os.read(ready, 4096):
+            self.process.wait()
+            assert self.process.stderr is not None
+            said = self.process.stderr.read().decode(errors="replace").strip()
+            raise PeerGoneError(f"a keeper at {self.path} ended with status {self.process.returncode}: {said[-2000:]}")
+
+    def stop(self, timeout: float = _STOP) -> int:
+        """Tell it to stop, wait, and return its exit status. Idempotent. Kills it if it does not stop in time."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self._reap()
+
+    def kill(self) -> int:
+        """End it with SIGKILL and return its exit status. Idempotent."""
+        if self.process.poll() is None:
+            self.process.kill()
+        return self._reap()
+
+    def _reap(self) -> int:
+        status = self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+        self._let_go()
+        return status
+
+    def _let_go(self) -> None:
+        fd, self._parent = self._parent, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def private_keeper(
+    *,
+    max_bytes: int | None = None,
+    max_entries: int | None = None,
+    options: Sequence[str] = (),
+    timeout: float = _START,
+) -> Iterator[str]:
+    """Run a keeper that only this user can reach, in a directory of its own, for the length of a ``with`` block.
+
+    Parameters
+    ----------
+    max_bytes, max_entries : int, optional
+        Ceilings for what it keeps.
+    options : sequence of str
+        Further arguments of ``python -m vram.keeper``.
+    timeout : float
+        Seconds within which it has to serve.
+
+    Yields
+    ------
+    str
+        The path of its socket.
+
+    Raises
+    ------
+    PeerGoneError, WaitTimeoutError
+        If it does not start.
+    """
+    arguments = [*options]
+    if max_bytes is not None:
+        arguments += ["--max-bytes", str(max_bytes)]
+    if max_entries is not None:
+        arguments += ["--max-entries", str(max_entries)]
+    with short_directory() as directory:
+        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), arguments, timeout=timeout)
+        try:
+            yield keeper.path
+        finally:
+            keeper.stop()
+
+
+@contextlib.contextmanager
+def short_directory() -> Iterator[str]:
+    """Make a directory, 0700, whose path leaves room for a socket's name, for the length of a ``with`` block."""
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > MAX_PATH - 40:
+        place = "/tmp"
+        if not os.access(place, os.W_OK):
+            raise UsageError(f"the temporary directory {tempfile.gettempdir()} is too long a path for a socket")
+    directory = tempfile.mkdtemp(prefix="vram-", dir=place)
+    try:
+        yield directory
+    finally:
+        # The keeper has unlinked its socket; if it was killed, we do.
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the place this library was imported from: it may be no installed package."""
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if here not in paths:
+        paths.append(here)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _after_fork_in_child() -> None:
+    """Let go of the parents' ends: our keepers end with our parent, not with us."""
+    for keeper in list(_running):
+        with contextlib.suppress(OSError):
+            keeper._let_go()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,173 @@
+"""What the catalogue's books consist of, and what it tells its caller to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import VramError
+
+__all__ = [
+    "Claim",
+    "Claimed",
+    "Effect",
+    "Free",
+    "Granted",
+    "Lease",
+    "Name",
+    "Notify",
+    "Publication",
+    "Refused",
+    "Session",
+    "Version",
+    "Waiter",
+]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection: who it is, and all that ends with it."""
+
+    id: int
+    uid: int
+    pid: int
+    label: str
+    leases: dict[int, Lease] = field(default_factory=dict)
+    publications: dict[int, Publication] = field(default_factory=dict)
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
+    claims: dict[int, Claim] = field(default_factory=dict)
+    watches: dict[tuple[str, int], Version] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        who = f"pid {self.pid}" if self.pid else "a process of another PID namespace"
+        return f"{who}, uid {self.uid}" + (f", {self.label}" if self.label else "")
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """One version of a name. `handles` counts descriptors; `pieces` and `manifest` are carried, not read."""
+
+    name: str
+    number: int
+    owner: int
+    token: Any
+    nbytes: int
+    handles: int
+    writable: bool
+    meta: dict[str, str]
+    body: Any
+    published: float
+    expires: float | None
+    publisher_pid: int
+    publisher_label: str
+    leases: dict[int, Lease] = field(default_factory=dict)
+    watchers: dict[int, Session] = field(default_factory=dict)
+    withdrawn: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The right of one connection to use one version."""
+
+    id: int
+    session: Session
+    version: Version
+    access: str
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """A version on its way: its room is reserved, nobody sees it."""
+
+    id: int
+    session: Session
+    name: str
+    nbytes: int
+    handles: int
+    entries: int
+    writable: bool
+    meta: dict[str, str]
+    body: Any
+    ttl: float | None
+    claim: int
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """The right and duty of one connection to publish a name that others wait for."""
+
+    id: int
+    session: Session
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """An attach that waits: `wants` is the version asked for (0: any), `claims` whether it would publish itself."""
+
+    order: int
+    session: Session
+    call: int
+    name: str
+    wants: int
+    access: str
+    expect: dict[str, str] | None
+    claims: bool
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Nobody has a right to this memory any more."""
+
+    token: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The attach that waited got its lease."""
+
+    session: Session
+    call: int
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """The attach that waited is the one to publish."""
+
+    session: Session
+    call: int
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The attach that waited will not get anything."""
+
+    session: Session
+    call: int
+    error: VramError
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Something happened to the version that the session watches; `current` is the number of what is, or 0."""
+
+    session: Session
+    name: str
+    version: int
+    reason: str
+    current: int
+
+
+Effect = Free | Granted | Claimed | Refused | Notify
+
+
+@dataclass(slots=True, eq=False)
+class Name:
+    """What is known of a name: exists while it has a version that somebody may use or holds."""
+
+    current: Version | None = None
+    older: dict[int, Version] = field(default_factory=dict)  # superseded or withdrawn, and still leased

@@ -1,0 +1,99 @@
+"""What a name, a note and a time to live may look like: one rule for the client, the catalogue and the errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from ..errors import UsageError
+
+__all__ = [
+    "MAX_LABEL",
+    "MAX_MANIFEST",
+    "MAX_META",
+    "MAX_NAME",
+    "MAX_SEGMENTS",
+    "check_meta",
+    "check_name",
+    "check_prefix",
+    "check_ttl",
+    "clip_label",
+]
+
+MAX_NAME = 200
+MAX_META = 4096  # bytes of all keys and values together
+MAX_SEGMENTS = 1024
+MAX_MANIFEST = 32 * 1024  # bytes of a manifest that travels inside a message
+MAX_LABEL = 120
+MAX_TTL = 10 * 365 * 86400.0  # seconds
+
+_NAME = re.compile(r"[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
+_RULE = (
+    f"a name has 1 to {MAX_NAME} of the characters A-Z a-z 0-9 . _ @ : + - and single slashes between parts, "
+    'none of which is "." or ".."'
+)
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it may name an entry.
+
+    Raises
+    ------
+    UsageError
+        Otherwise, with the rule.
+    """
+    if not isinstance(name, str):
+        raise UsageError(f"a name is a str, not {type(name).__name__}; {_RULE}")
+    # `..` is refused although nothing here is a path: somebody will make one of it.
+    if (
+        len(name) > MAX_NAME
+        or _NAME.fullmatch(name) is None
+        or ("." in name and any(part in (".", "..") for part in name.split("/")))
+    ):
+        shown = name if len(name) <= 60 else name[:60] + "..."
+        raise UsageError(f"{shown!r} ({len(name)} characters) is not a name for an entry: {_RULE}")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if some name could begin with it."""
+    if not isinstance(prefix, str) or len(prefix) > MAX_NAME or re.fullmatch(r"[A-Za-z0-9._@:+\-/]*", prefix) is None:
+        raise UsageError(f"{str(prefix)[:60]!r} begins no name: {_RULE}")
+    return prefix
+
+
+def check_meta(meta: Mapping[str, str], *, what: str = "meta") -> dict[str, str]:
+    """Return a copy of `meta` if it is small text.
+
+    Raises
+    ------
+    UsageError
+        If a key or value is no string, cannot be written as UTF-8, or all together exceed 4 KiB.
+    """
+    size = 0
+    for key, value in meta.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise UsageError(f"{what} maps str to str, not {key!r:.60} to {type(value).__name__}; convert it yourself")
+        try:
+            size += len(key.encode()) + len(value.encode())
+        except UnicodeEncodeError:
+            raise UsageError(f"{what} {key!r:.60} has characters that UTF-8 cannot say") from None
+    if size > MAX_META:
+        raise UsageError(f"{what} has {size} bytes; {MAX_META} is the most. Put a hash there and the rest elsewhere")
+    return dict(meta)
+
+
+def check_ttl(ttl: float | None) -> float | None:
+    """Return `ttl`, seconds, if it is a time to live: above 0 and at most ten years; None is for ever."""
+    if ttl is None:
+        return None
+    if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not math.isfinite(ttl) or not 0 < ttl <= MAX_TTL:
+        raise UsageError(f"ttl {ttl!r} is not a time to live: seconds above 0 and at most {MAX_TTL:.0f}, or None")
+    return float(ttl)
+
+
+def clip_label(label: str) -> str:
+    """Return what of a label is shown: printable, and at most 120 characters."""
+    clipped = label[:MAX_LABEL]
+    return clipped if clipped.isprintable() else "".join(c if c.isprintable() else "?" for c in clipped)

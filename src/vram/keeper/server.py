@@ -1,0 +1,337 @@
+"""The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
+
+One thread does everything but one thing: closing memory, which takes a second for 8 GiB, happens in a second thread.
+Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import queue
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import CapacityError
+from ..sharing.channel import MAX_FDS, close_fds, peer_credentials, transmit
+from . import messages as m
+from .accounts import Quotas
+from .catalogue import Catalogue
+from .connection import Connection
+from .failures import failure
+from .listener import Listener
+from .paths import find_path, prepare_directory
+from .records import Session
+from .service import Service
+
+__all__ = ["KeeperServer"]
+
+PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
+_MAX_CONNECTIONS = 8_192
+_SPARE = 64  # descriptors kept back from everybody: for accepting, refusing, handing over
+_INLINE = 1 << 20  # bytes of memory up to which closing it is cheaper here than in another thread
+
+
+class KeeperServer:
+    """A keeper.
+
+    Parameters
+    ----------
+    socket_path : str or None
+        Where to listen; None is the default path of this user.
+    mode : int
+        Permissions of the socket: who may connect may attach.
+    group : str or None
+        Group of the socket, by name or number.
+    max_bytes, max_entries : int or None
+        Ceilings for what is kept; None is none.
+    max_bytes_per_user, max_entries_per_user : int or None
+        Ceilings for each user but the one who runs the keeper.
+    patience : float
+        Seconds that a peer may keep the keeper waiting before it is disconnected.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | None = None,
+        *,
+        mode: int = 0o600,
+        group: str | None = None,
+        max_bytes: int | None = None,
+        max_entries: int | None = None,
+        max_bytes_per_user: int | None = None,
+        max_entries_per_user: int | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.path, self._chosen = find_path(socket_path)
+        self.mode = mode
+        self.group = group
+        self.patience = patience
+        self.pid = os.getpid()
+        self.now = time.monotonic
+        self.started = self.now()
+        limit = _raise_limit()
+        self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
+        handles = max(0, limit - self.max_connections - _SPARE)
+        # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
+        self.part = max(4, min(MAX_FDS, limit // 64))
+        self.catalogue = Catalogue(
+            Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
+            keeper_uid=os.geteuid(),
+            nobody=_overflow_uid(),
+        )
+        self.connections: dict[int, Connection] = {}
+        self.strangers: dict[Connection, None] = {}  # connected, and have not said hello
+        self.by_user: dict[int, int] = {}
+        self.paused = False
+        self.closing = False
+        self.successor = False  # another process serves on: leave the path to it
+        self.listener: Listener | None = None
+        self.service = Service(self)
+        self.handle = self.service.handle
+        self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
+        self._watched: dict[Connection, None] = {}
+        self._ticking = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._closer: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._closer_thread: threading.Thread | None = None
+        self._spare_fd = -1
+
+    # -- from start to end ----------------------------------------------------------------------------------------
+    def listen(self) -> None:
+        """Bind the socket; :meth:`serve` does it otherwise. Raises what :class:`Listener` raises."""
+        prepare_directory(self.path, self._chosen)
+        self.listener = Listener(self.path, mode=self.mode, group=self.group)
+
+    def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1) -> None:
+        """Serve until SIGTERM or SIGINT, or until another keeper has taken over.
+
+        Parameters
+        ----------
+        ready : callable
+            Called once clients can connect.
+        parent_fd : int
+            Lent; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
+            wanted.
+        """
+        if self.listener is None:
+            self.listen()
+        assert self.listener is not None
+        self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
+        self.loop = asyncio.SelectorEventLoop()
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.loop.add_signal_handler(number, self.stop)
+            if parent_fd >= 0:
+                self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
+            self.resume()
+            if ready is not None:
+                ready()
+            self.loop.run_forever()
+        finally:
+            if not self.successor:
+                self.listener.unlink()
+            self._shut_down()
+
+    def stop(self) -> None:
+        """Return from :meth:`serve`."""
+        self.loop.stop()
+
+    def resume(self) -> None:
+        """Accept, read and write; also after a :meth:`pause`."""
+        assert self.listener is not None
+        self.paused = False
+        self.loop.add_reader(self.listener.sock, self._accept)
+        for connection in [*self.strangers, *self.connections.values()]:
+            if connection.queue:
+                connection.writable()
+            else:
+                connection.resume()
+            if not connection.closed and connection.waiting_since is not None:
+                self.watch_over(connection)
+        self.schedule()
+
+    def pause(self) -> None:
+        """Touch no socket and start no timer until :meth:`resume`."""
+        assert self.listener is not None
+        self.paused = True
+        self.loop.remove_reader(self.listener.sock)
+        for connection in [*self.strangers, *self.connections.values()]:
+            connection.pause()
+            connection.not_writing()
+
+    def _shut_down(self) -> None:
+        assert self.listener is not None
+        # Nobody is told anything any more: a successor may be talking on these very sockets.
+        self.paused = self.closing = True
+        for connection in [*self.strangers, *self.connections.values()]:
+            connection.close()
+        for version in self.catalogue.all_versions():
+            version.token.drop()
+        self.listener.sock.close()
+        os.close(self._spare_fd)
+        self._closer.put(None)
+        if self._closer_thread is not None:
+            self._closer_thread.join()
+        self.loop.close()
+
+    def _parent_gone(self, fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(fd, 64):
+                self.stop()
+
+    def hand_over(self, connection: Connection, call: int) -> None:
+        """Let another process of the same user take over; see :mod:`.takeover`."""
+        from .takeover import hand_over  # only the keeper that is replaced needs it
+
+        hand_over(self, connection, call)
+
+    # -- connections ----------------------------------------------------------------------------------------------
+    def _accept(self) -> None:
+        assert self.listener is not None
+        for _ in range(64):  # then the others get their turn
+            try:
+                sock, _ = self.listener.sock.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._refuse_without_descriptors()
+                    continue
+                if error.errno in (errno.ENOMEM, errno.ENOBUFS):
+                    return
+                raise
+            self._greet(sock)
+
+    def _greet(self, sock: socket.socket) -> None:
+        credentials = peer_credentials(sock)
+        sock.setblocking(False)
+        total = len(self.connections) + len(self.strangers)
+        most = self.max_connections
+        own = credentials.uid == self.catalogue.accounts.keeper_uid
+        if total >= most or (not own and self.by_user.get(credentials.uid, 0) >= most // 2):
+            _refuse(sock, f"the keeper serves {total} connections already ({most} at most, half of them for one user)")
+            return
+        connection = Connection(self, sock, credentials)
+        self.by_user[credentials.uid] = self.by_user.get(credentials.uid, 0) + 1
+        self.strangers[connection] = None
+        connection.owes()
+        connection.resume()
+
+    def _refuse_without_descriptors(self) -> None:
+        """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
+        assert self.listener is not None
+        os.close(self._spare_fd)
+        try:
+            with contextlib.suppress(OSError):
+                sock, _ = self.listener.sock.accept()
+                _refuse(sock, "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)")
+        finally:
+            self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
+    def welcome(self, connection: Connection, session: Session) -> None:
+        """A connection has said hello: from now on it is known by its session."""
+        del self.strangers[connection]
+        connection.session = session
+        self.connections[session.id] = connection
+
+    def gone(self, connection: Connection) -> None:
+        """A connection was closed: undo what it had done."""
+        self.strangers.pop(connection, None)
+        self._watched.pop(connection, None)
+        uid = connection.credentials.uid
+        self.by_user[uid] -= 1
+        if not self.by_user[uid]:
+            del self.by_user[uid]
+        if connection.session is not None:
+            self.connections.pop(connection.session.id, None)
+            self.service.carry_out(self.catalogue.disconnect(connection.session, self.now()))
+
+    # -- time -----------------------------------------------------------------------------------------------------
+    def schedule(self) -> None:
+        """Have the catalogue's next deadline met."""
+        due = self.catalogue.next_deadline
+        if due is None or due >= self._timer_at or self.paused:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = self.loop.call_later(max(0.0, due - self.now()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._timer_at = float("inf")
+        if not self.paused:
+            self.service.carry_out(self.catalogue.expire(self.now()))
+            self.schedule()
+
+    def watch_over(self, connection: Connection) -> None:
+        """Disconnect this peer if it goes on owing something."""
+        self._watched[connection] = None
+        if not self._ticking:
+            self._ticking = True
+            self.loop.call_later(min(1.0, self.patience / 4), self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        if self.paused:
+            return
+        now = self.now()
+        for connection in list(self._watched):
+            if connection.overdue(now, self.patience):
+                connection.close()
+            elif connection.waiting_since is None:
+                self._watched.pop(connection, None)
+        if self._watched:
+            self._ticking = True
+            self.loop.call_later(min(1.0, self.patience / 4), self._tick)
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+    def dispose(self, fds: list[int], nbytes: int) -> None:
+        """Close descriptors that are not used any more, big ones in another thread."""
+        if nbytes <= _INLINE:
+            close_fds(fds)
+            return
+        if self._closer_thread is None:
+            self._closer_thread = threading.Thread(target=self._close_in_background, name="closer", daemon=True)
+            self._closer_thread.start()
+        self._closer.put(fds)
+
+    def _close_in_background(self) -> None:
+        while (fds := self._closer.get()) is not None:
+            close_fds(fds)
+
+
+def _refuse(sock: socket.socket, why: str) -> None:
+    try:
+        with contextlib.suppress(OSError):
+            transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
+    finally:
+        sock.close()
+
+
+def _raise_limit() -> int:
+    """Raise the number of descriptors this process may have as far as it goes, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return wanted if soft == resource.RLIM_INFINITY else min(soft, 1 << 20)
+
+
+def _overflow_uid() -> int:
+    try:
+        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 65_534

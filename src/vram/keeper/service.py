@@ -1,0 +1,406 @@
+"""What a keeper does about each request: the catalogue decides, this carries it out."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .. import errors
+from ..sharing.channel import MAX_MESSAGE
+from . import messages as m
+from .admission import InadmissibleError, admit
+from .connection import Connection, Held, Partial
+from .failures import failure
+from .records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Refused, Session, Version
+from .rules import check_prefix
+
+if TYPE_CHECKING:
+    from .server import KeeperServer
+
+__all__ = ["Service"]
+
+_PAGE = 40 * 1024  # bytes of rows, about: a page has to fit into one message
+_LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
+_entry = msgspec.msgpack.Decoder(m.Entry)
+
+
+class Service:
+    """Answers requests on behalf of a server."""
+
+    def __init__(self, server: KeeperServer) -> None:
+        self.server = server
+        self.catalogue = server.catalogue
+        self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
+            m.Attach: self._attach,
+            m.Release: self._release,
+            m.Publish: self._publish,
+            m.Offer: self._offer,
+            m.Part: self._part,
+            m.More: self._more,
+            m.Abandon: self._abandon,
+            m.Cancel: self._cancel,
+            m.Stale: self._stale,
+            m.Watch: self._watch,
+            m.List: self._list,
+            m.Versions: self._versions,
+            m.Holders: self._holders,
+            m.Remove: self._remove,
+            m.Statistics: self._statistics,
+            m.Takeover: self._takeover,
+        }
+
+    def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
+        """Do what one message asks for. Descriptors that are taken over are removed from `fds`."""
+        session = connection.session
+        call = 0
+        try:
+            if session is None:
+                self._greet(connection, payload, fds)
+                return
+            request = m.decode_request(payload)
+            call = request.call
+            if cut:
+                self._cut(payload)
+            if fds and type(request) not in (m.Publish, m.Part):
+                raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
+            if len(payload) > _LONGEST and type(request) is m.Publish:
+                raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
+            self._handlers[type(request)](connection, session, request, fds)
+        except errors.VramError as error:
+            connection.send(m.encode(failure(call, error)))
+            if isinstance(error, errors.ProtocolError) and not isinstance(error, InadmissibleError):
+                connection.close()  # whoever does not speak the protocol is not understood any further
+        except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
+            traceback.print_exc(file=sys.stderr)
+            connection.send(m.encode(failure(call, error)))
+            connection.close()
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Do what the catalogue decided."""
+        for effect in effects:
+            if isinstance(effect, Free):
+                effect.token.drop()
+                continue
+            if self.server.closing:
+                continue
+            connection = self.server.connections.get(effect.session.id)
+            if connection is None:
+                continue
+            if isinstance(effect, Granted):
+                self._send_lease(connection, effect.call, effect.lease)
+            elif isinstance(effect, Claimed):
+                connection.send(m.encode(m.Claimed(effect.call, effect.claim.id)))
+            elif isinstance(effect, Refused):
+                connection.send(m.encode(failure(effect.call, effect.error)))
+            elif isinstance(effect, Notify):
+                notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
+                connection.send(m.encode(notice))
+
+    # -- the conversation -----------------------------------------------------------------------------------------
+    def _greet(self, connection: Connection, payload: bytes, fds: list[int]) -> None:
+        hello = m.decode_hello(payload)
+        if fds:
+            raise errors.ProtocolError("descriptors came with a greeting")
+        try:
+            connection.version = m.negotiate(hello)
+        except errors.UnsupportedError as error:
+            connection.send(m.encode(failure(0, error)))
+            connection.close()
+            return
+        who = connection.credentials
+        self.server.welcome(connection, self.catalogue.connect(who.uid, who.pid or 0, hello.label))
+        connection.send(m.encode(m.Welcome(connection.version, self.server.pid)))
+
+    def _cut(self, payload: bytes) -> None:
+        if len(payload) > MAX_MESSAGE:
+            raise errors.ProtocolError(f"a message is longer than {MAX_MESSAGE} bytes")
+        raise errors.CapacityError("the keeper has no room for more descriptors (RLIMIT_NOFILE); remove entries")
+
+    # -- publishing -----------------------------------------------------------------------------------------------
+    def _publish(self, connection: Connection, session: Session, request: m.Publish, fds: list[int]) -> None:
+        if any(piece.device >= len(request.devices) for piece in request.segments):
+            raise errors.ProtocolError("a segment names a device that is not in the list")
+        if request.call in connection.partials or not request.call:
+            raise errors.ProtocolError(f"call {request.call} cannot begin a publication")
+        total = len(request.segments) + request.manifest_fd
+        publication = self.catalogue.begin(
+            session,
+            request.name,
+            nbytes=sum(piece.size for piece in request.segments),
+            handles=total,
+            writable=request.writable,
+            meta=request.meta,
+            ttl=request.ttl,
+            claim=request.claim,
+        )
+        partial = connection.partials[request.call] = Partial(publication, request)
+        self._take(connection, partial, request.call, 0, fds)
+
+    def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
+        publication = self.catalogue.begin(
+            session,
+            request.name,
+            nbytes=request.nbytes,
+            handles=request.handles,
+            meta=request.meta,
+            ttl=request.ttl,
+            claim=request.claim,
+        )
+        self.catalogue.abandon(publication)
+        self._done(connection, request.call)
+
+    def _part(self, connection: Connection, session: Session, request: m.Part, fds: list[int]) -> None:
+        partial = connection.partials.get(request.publish)
+        if partial is None:
+            raise errors.NotFoundError(f"no publication {request.publish} is under way on this connection")
+        self._take(connection, partial, request.call, request.offset, fds)
+
+    def _take(self, connection: Connection, partial: Partial, call: int, offset: int, fds: list[int]) -> None:
+        """Check one part of a publication and keep it; with the last part the version is published."""
+        request: m.Publish = partial.request  # type: ignore[assignment]
+        publication = partial.publication
+        total = publication.handles
+        have = len(partial.fds)
+        try:
+            if offset != have or not fds or have + len(fds) > total:
+                raise errors.ProtocolError(
+                    f"part at {offset} with {len(fds)} descriptors: {have} of {total} are here, the next is {have}"
+                )
+            nbytes = 0
+            for index, fd in enumerate(fds, start=have - request.manifest_fd):
+                if index < 0:
+                    nbytes += admit(fd, 1, kind=1, device="host", writable=False, what="the manifest")
+                else:
+                    piece = request.segments[index]
+                    device = request.devices[piece.device]
+                    nbytes += admit(
+                        fd,
+                        piece.size,
+                        kind=piece.kind,
+                        device=device,
+                        writable=request.writable,
+                        what=f"segment {index}",
+                    )
+        except errors.VramError:
+            del connection.partials[request.call]
+            self.catalogue.abandon(publication)
+            self.server.dispose(partial.fds, partial.nbytes)
+            raise
+        partial.nbytes += nbytes
+        partial.fds += fds
+        fds.clear()
+        if len(partial.fds) < total:
+            connection.send(m.encode(m.Continue(call, len(partial.fds))))
+            return
+        del connection.partials[request.call]
+        held = Held(partial.fds, partial.nbytes, self.server.dispose)
+        try:
+            version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
+        except BaseException:
+            held.drop()
+            raise
+        version.body = msgspec.Raw(
+            m.encode(
+                m.Entry(
+                    version.name,
+                    version.number,
+                    version.owner,
+                    version.writable,
+                    request.segments,
+                    request.devices,
+                    request.manifest,
+                    request.manifest_fd,
+                    version.meta,
+                )
+            )
+        )
+        connection.send(m.encode(m.Published(call, version.number)))
+        self.carry_out(effects)
+        self.server.schedule()
+
+    def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
+        self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()))
+        self._done(connection, request.call)
+
+    # -- attaching ------------------------------------------------------------------------------------------------
+    def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
+        result = self.catalogue.attach(
+            session,
+            request.name,
+            self.server.now(),
+            call=request.call,
+            version=request.version,
+            access=request.access,
+            expect=request.expect,
+            wait=request.wait,
+            claim=request.claim,
+        )
+        if type(result) is Lease:
+            self._send_lease(connection, request.call, result)
+        elif type(result) is Claim:
+            connection.send(m.encode(m.Claimed(request.call, result.id)))
+        else:
+            self.server.schedule()
+
+    def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
+        version = lease.version
+        held: Held = version.token
+        total = len(held.fds)
+        payload = m.encode(m.AttachedRaw(call, lease.id, total, version.body))
+        connection.send(payload, held, 0, min(total, self.server.part))
+
+    def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
+        lease = session.leases.get(request.lease)
+        if lease is None:
+            raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
+        held: Held = lease.version.token
+        if request.offset >= len(held.fds):
+            raise errors.ProtocolError(f"descriptor {request.offset} of {len(held.fds)} was asked for")
+        stop = min(len(held.fds), request.offset + self.server.part)
+        connection.send(m.encode(m.Descriptors(request.call, request.offset)), held, request.offset, stop)
+
+    def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
+        for lease in request.leases:
+            effects = self.catalogue.release(session, lease)
+            if effects:
+                self.carry_out(effects)
+        self._done(connection, request.call)
+
+    def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
+        self.catalogue.cancel(session, request.waiting)
+        self._done(connection, request.call)
+
+    # -- looking --------------------------------------------------------------------------------------------------
+    def _stale(self, connection: Connection, session: Session, request: m.Stale, fds: list[int]) -> None:
+        stale, current = self.catalogue.is_stale(session, request.lease)
+        connection.send(m.encode(m.IsStale(request.call, stale, current)))
+
+    def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
+        effects = self.catalogue.watch(session, request.name, request.version)
+        self._done(connection, request.call)
+        self.carry_out(effects)
+
+    def _list(self, connection: Connection, session: Session, request: m.List, fds: list[int]) -> None:
+        check_prefix(request.prefix)
+        now = self.server.now()
+        rows: list[m.EntryRow] = []
+        room = _PAGE
+        more = False
+        for version, older in self.catalogue.current(request.prefix, request.after):
+            room -= 100 + len(version.name) + _weight(version.meta)
+            if room < 0 and rows:
+                more = True
+                break
+            rows.append(
+                m.EntryRow(
+                    version.name,
+                    version.number,
+                    version.owner,
+                    version.nbytes,
+                    version.handles,
+                    version.writable,
+                    len(version.leases),
+                    older,
+                    now - version.published,
+                    None if version.expires is None else version.expires - now,
+                    version.meta,
+                )
+            )
+        connection.send(m.encode(m.Listing(request.call, rows, more)))
+
+    def _versions(self, connection: Connection, session: Session, request: m.Versions, fds: list[int]) -> None:
+        now = self.server.now()
+        rows: list[m.VersionRow] = []
+        room = _PAGE
+        more = False
+        for version in self.catalogue.versions_of(request.name):
+            if version.number <= request.after:
+                continue
+            room -= 300 + 10 * version.handles + _weight(version.meta)
+            if room < 0 and rows:
+                more = True
+                break
+            rows.append(self._version_row(version, now))
+        connection.send(m.encode(m.VersionList(request.call, rows, more)))
+
+    def _version_row(self, version: Version, now: float) -> m.VersionRow:
+        entry = _entry.decode(version.body)
+        return m.VersionRow(
+            version.number,
+            version.owner,
+            self.catalogue.is_current(version),
+            version.writable,
+            version.nbytes,
+            [piece.size for piece in entry.segments],
+            entry.devices,
+            len(version.leases),
+            now - version.published,
+            None if version.expires is None else version.expires - now,
+            version.publisher_pid,
+            version.publisher_label,
+            version.meta,
+        )
+
+    def _holders(self, connection: Connection, session: Session, request: m.Holders, fds: list[int]) -> None:
+        now = self.server.now()
+        rows: list[m.HolderRow] = []
+        room = _PAGE
+        for version in self.catalogue.versions_of(request.name):
+            if version.number != request.version:
+                continue
+            # In order of their numbers: each lease's is higher than those before it.
+            for lease in version.leases.values():
+                if lease.id <= request.after:
+                    continue
+                who = lease.session
+                room -= 60 + 4 * len(who.label)
+                if room < 0:
+                    break
+                rows.append(
+                    m.HolderRow(lease.id, version.number, who.pid, who.uid, who.label, lease.access, now - lease.since)
+                )
+        connection.send(m.encode(m.HolderList(request.call, rows, room < 0)))
+
+    def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
+        effects = self.catalogue.remove(session, request.name, request.version, revoke=request.revoke)
+        self._done(connection, request.call)
+        self.carry_out(effects)
+
+    def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
+        books, server = self.catalogue, self.server
+        connection.send(
+            m.encode(
+                m.KeeperStatistics(
+                    request.call,
+                    server.pid,
+                    server.now() - server.started,
+                    books.entries,
+                    books.versions,
+                    len(books.leases),
+                    len(server.connections),
+                    books.waiting,
+                    books.accounts.total.nbytes,
+                    books.accounts.total.handles,
+                    books.accounts.quotas.max_bytes,
+                    books.accounts.quotas.max_entries,
+                    books.accounts.quotas.max_handles,
+                )
+            )
+        )
+
+    def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
+        self.server.hand_over(connection, request.call)
+
+    @staticmethod
+    def _done(connection: Connection, call: int) -> None:
+        if call:
+            connection.send(m.encode(m.Done(call)))
+
+
+def _weight(meta: dict[str, str]) -> int:
+    """At most how many bytes the meta of an entry takes in a message."""
+    return sum(4 * (len(key) + len(value)) + 10 for key, value in meta.items()) if meta else 1

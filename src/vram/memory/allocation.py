@@ -1,0 +1,258 @@
+"""Physical memory: made here or imported, one class, one undo."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..driver.protocol import Driver, Identity, Sealing
+from ..errors import UnsupportedError, UsageError
+from ..lifetime import Claim, FileDescriptor, Handle, Owned, own, unwinding
+from ..spec import HandleKind, Location, format_size
+from . import checks
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Memory", "PhysicalAllocation", "create_memory", "is_sealed"]
+
+
+class Memory:
+    """What every facade of one allocation shares. Internal to this room.
+
+    It refers to the counted handle without a claim: whoever has one of these made sure that somebody has.
+    """
+
+    __slots__ = (
+        "driver",
+        "driver_handle",
+        "exported",
+        "handle",
+        "handle_kinds",
+        "location",
+        "lock",
+        "nbytes",
+        "sealed",
+    )
+
+    def __init__(
+        self, driver: Driver, driver_handle: int, nbytes: int, location: Location, kinds: HandleKind, handle: Handle
+    ) -> None:
+        self.driver = driver
+        self.driver_handle = driver_handle
+        self.nbytes = nbytes
+        self.location = location
+        self.handle_kinds = kinds
+        self.handle = handle
+        self.exported: dict[HandleKind, int] = {}
+        self.sealed = False  # by this process, through this object; is_sealed() asks the driver
+        # Reentrant: a signal handler may export what the interrupted code is just exporting. Never reached from a
+        # finalizer.
+        self.lock = threading.RLock()
+
+
+class PhysicalAllocation(Owned):
+    """Bytes without an address: a whole number of granules, counted, mapped as a whole, shared by descriptor.
+
+    Made by :meth:`create` or :meth:`import_`. Closing it gives up this object's claim; the memory itself goes when no
+    mapping, no other claim and no exported descriptor, in any process, holds it any more.
+    """
+
+    __slots__ = ("_memory", "_warn_on_leak")
+
+    def __init__(self, memory: Memory, claim: Claim, *, managed: bool = False) -> None:
+        self._memory = memory
+        self._warn_on_leak = not managed
+        self._claim = claim
+
+    @classmethod
+    def create(
+        cls,
+        driver: Driver,
+        nbytes: int | str,
+        location: Location | str,
+        *,
+        handle_kinds: HandleKind = HandleKind.POSIX_FD,
+    ) -> Self:
+        """Make zeroed memory.
+
+        Parameters
+        ----------
+        driver : Driver
+            The driver that serves `location`.
+        nbytes : int or str
+            Size in bytes, a positive multiple of the driver's granularity.
+        location : Location or str
+            Where the memory lives.
+        handle_kinds : HandleKind
+            How it must be able to leave this process; this cannot be chosen later. NONE for never.
+
+        Raises
+        ------
+        AlignmentError, UsageError
+            For a size or place that cannot be, naming the nearest that can.
+        OutOfMemoryError
+            If there is not enough.
+        """
+        place = checks.place(driver, location)
+        kinds = checks.kinds(handle_kinds)
+        granularity = driver.mem_granularity(place, kinds).minimum
+        size = checks.positive(nbytes, "nbytes", granularity)
+        return cls(*create_memory(driver, size, place, kinds))
+
+    @classmethod
+    def import_(cls, driver: Driver, fd: int, nbytes: int | str, *, kind: HandleKind = HandleKind.POSIX_FD) -> Self:
+        """Open memory that another process (or this one) exported.
+
+        Parameters
+        ----------
+        fd : int
+            The descriptor. It is lent: it stays the caller's and may be closed afterwards.
+        nbytes : int or str
+            Size in bytes of the allocation, as its owner stated it; the driver checks it.
+
+        Raises
+        ------
+        ProtocolError
+            If the descriptor is not such memory, is smaller than `nbytes`, or could be truncated under its reader.
+        """
+        if type(fd) is not int or fd < 0:
+            raise UsageError(f"fd must be an open file descriptor, not {fd!r}")
+        checks.kinds(kind)
+        granularity = driver.mem_granularity(Location(driver.name), kind).minimum
+        size = checks.positive(nbytes, "nbytes", granularity)
+        raw = driver.mem_import(fd, kind, size)
+        claim = own(f"imported allocation of {format_size(size)} on {driver.name}", partial(driver.mem_release, raw))
+        try:
+            properties = driver.mem_properties(raw)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
+        return cls(Memory(driver, raw, size, properties.location, properties.handle_kinds, claim.handle), claim)
+
+    @classmethod
+    def of(cls, memory: Memory, holder: str = "lent") -> Self:
+        """Return one more facade of an allocation, with a claim of its own. Forgetting to close it does no harm."""
+        return cls(memory, memory.handle.claim(holder), managed=True)
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def driver(self) -> Driver:
+        """The driver that made it."""
+        return self._memory.driver
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._memory.nbytes
+
+    @property
+    def location(self) -> Location:
+        """Where it lives."""
+        return self._memory.location
+
+    @property
+    def handle_kinds(self) -> HandleKind:
+        """How it can leave this process."""
+        return self._memory.handle_kinds
+
+    @property
+    def driver_handle(self) -> int:
+        """The driver's own number for it. Raises ClosedError or ForkedError when that means nothing any more."""
+        self.handle  # noqa: B018  (the check)
+        return self._memory.driver_handle
+
+    def __repr__(self) -> str:
+        memory = self._memory
+        kinds = (memory.handle_kinds.name or "none").lower()
+        state = ", closed" if self.is_closed else ", exported" if memory.exported else ""
+        return f"<PhysicalAllocation {memory.location} {format_size(memory.nbytes)}, {kinds}{state}>"
+
+    # -- other processes ----------------------------------------------------------------------------------------
+    def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
+        """Lend a descriptor of this memory: duplicate or send it, never close it.
+
+        Made at the first call and kept, since that can cost near a millisecond; closed with the allocation.
+
+        Raises
+        ------
+        UsageError
+            If the memory was not created to leave the process this way.
+        """
+        handle = self.handle
+        memory = self._memory
+        if checks.kinds(kind) not in memory.handle_kinds or not kind:
+            raise UsageError(
+                f"{handle.label} cannot be exported as {kind.name}: it was created for "
+                f"{memory.handle_kinds.name}. Ask for it at creation: handle_kinds=HandleKind.{kind.name or 'POSIX_FD'}"
+            )
+        with memory.lock:
+            fd = memory.exported.get(kind)
+            if fd is None:
+                using = handle.claim("export")  # another thread may close this object while the driver works
+                try:
+                    fd = memory.driver.mem_export(memory.driver_handle, kind)
+                    owner = FileDescriptor.adopt(fd, f"exported fd {fd} of {handle.label}")
+                    try:
+                        handle.depend(owner.handle)
+                    finally:
+                        owner.close()
+                    memory.exported[kind] = fd
+                finally:
+                    using.release()
+            return fd
+
+    def identity(self) -> tuple[int, int] | None:
+        """Return a pair that two allocations share exactly if they are the same memory; None if nobody can tell."""
+        self.handle  # noqa: B018  (the check)
+        driver = self._memory.driver
+        if HandleKind.POSIX_FD not in self._memory.handle_kinds or not isinstance(driver, Identity):
+            return None
+        memory = self._memory
+        fd = memory.exported.get(HandleKind.POSIX_FD)
+        if fd is not None:
+            return driver.mem_identity(fd)
+        with FileDescriptor.adopt(memory.driver.mem_export(memory.driver_handle, HandleKind.POSIX_FD)) as passing:
+            return driver.mem_identity(passing.fileno())
+
+    # -- read-only for good -------------------------------------------------------------------------------------
+    def seal(self) -> None:
+        """Make the memory read-only for everybody and for good, this process's own mappings included.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver's memory has no such thing.
+        """
+        handle = self.handle
+        driver = self._memory.driver
+        if not isinstance(driver, Sealing):
+            raise UnsupportedError(
+                f"sealing {handle.label}",
+                "a kernel that enforces it",
+                f"the {driver.name} driver, which cannot",
+                "Map it with Access.READ where it must not be written; that is no security boundary",
+            )
+        driver.mem_seal(self._memory.driver_handle)
+        self._memory.sealed = True
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the memory was made read-only for good, here or in another process."""
+        self.handle  # noqa: B018  (the check)
+        return is_sealed(self._memory)
+
+
+def create_memory(driver: Driver, nbytes: int, location: Location, kinds: HandleKind) -> tuple[Memory, Claim]:
+    """Make memory, from arguments that were checked, and return it with the first claim on it."""
+    raw = driver.mem_create(nbytes, location, kinds)
+    claim = own(f"allocation of {format_size(nbytes)} on {location}", partial(driver.mem_release, raw))
+    return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
+
+
+def is_sealed(memory: Memory) -> bool:
+    """Ask the driver whether an open allocation is sealed; False where there is no such thing."""
+    driver = memory.driver
+    return isinstance(driver, Sealing) and driver.mem_is_sealed(memory.driver_handle)

@@ -1,0 +1,58 @@
+"""The argument checks of this room: done once here, above the drivers, and the same for each of them.
+
+Each returns the value in the form the drivers take, or raises an error that names the nearest legal one.
+"""
+
+from __future__ import annotations
+
+from ..driver.protocol import Driver
+from ..errors import AlignmentError, UsageError
+from ..spec import Access, HandleKind, Location, parse_size
+
+__all__ = ["access", "aligned", "kinds", "place", "positive", "size"]
+
+
+def size(value: int | str, what: str) -> int:
+    """Return a number of bytes; strings such as ``"64MiB"`` are read."""
+    if type(value) is int and 0 <= value < 1 << 63:  # the common case, without the cost of parsing
+        return value
+    return parse_size(value, what=what)
+
+
+def positive(value: int | str, what: str, granularity: int) -> int:
+    """Return a number of bytes that is not 0 and a multiple of `granularity`."""
+    nbytes = size(value, what)
+    if nbytes == 0:
+        raise UsageError(f"{what} is 0; the least is one granule of {granularity} bytes")
+    return aligned(nbytes, what, granularity)
+
+
+def aligned(value: int, what: str, granularity: int) -> int:
+    """Return a size, offset or address that is a multiple of `granularity`."""
+    if value % granularity:
+        below = value - value % granularity
+        nearest = f"{below} or {below + granularity}" if below else f"{granularity}"
+        raise AlignmentError(f"{what} {value} is not a multiple of the granularity, {granularity}; nearest: {nearest}")
+    return value
+
+
+def place(driver: Driver, location: Location | str) -> Location:
+    """Return a location that `driver` serves."""
+    found = location if type(location) is Location else Location.parse(location)
+    if found.kind != driver.name:
+        raise UsageError(f"location {found} is not served by the {driver.name} driver; see vram.driver.get(location)")
+    return found
+
+
+def kinds(value: HandleKind) -> HandleKind:
+    """Return a mask of handle kinds."""
+    if type(value) is not HandleKind:
+        raise UsageError(f"handle kinds must be a HandleKind such as HandleKind.POSIX_FD, not {value!r}")
+    return value
+
+
+def access(value: Access) -> Access:
+    """Return an access right."""
+    if type(value) is not Access:
+        raise UsageError(f"access must be Access.NONE, READ or READ_WRITE, not {value!r}")
+    return value

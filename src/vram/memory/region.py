@@ -1,0 +1,542 @@
+"""Regions: one reservation with a ceiling, mapped chunk by chunk behind one address that never changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..driver.protocol import Driver
+from ..errors import BusyError, CapacityError, RangeError, UsageError
+from ..lifetime import Claim, Handle, Owned, unwinding
+from ..spec import Access, HandleKind, Location, format_size, round_up
+from . import checks, chunks
+from .allocation import PhysicalAllocation, is_sealed
+from .chunks import Chunks, Turn
+from .pin import Pin, Span
+from .reservation import copy_on_write
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Region"]
+
+_LEAST_SHARE = 256  # a chunk is at least this part of the capacity: no region needs many more descriptors than that
+
+
+class Region(Owned):
+    """Memory at one stable address, with a size that can change up to a ceiling chosen at creation.
+
+    Made by :meth:`create`, or from imported memory by :meth:`from_allocations`. Growing maps more chunks behind the
+    same address, shrinking unmaps whole chunks; nothing ever moves (invariant I5). Who looks at a part of it takes a
+    :meth:`pin`; closing the region under live pins takes effect with the last of them (I6).
+
+    Safe to use from several threads: changes of size wait for one another, and pins wait for no driver call.
+    """
+
+    __slots__ = (
+        "_access", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds", "_least", "_nbytes",
+        "_size_lock", "_turn", "_warn_on_leak",
+    )  # fmt: skip
+
+    # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
+    # pins, for a few lines; a turn is held over driver calls. Both are reentrant, so that a signal handler gets an
+    # answer or an error, not a deadlock.
+
+    def __init__(
+        self,
+        claim: Claim,
+        mapped: Chunks,
+        access: Access,
+        granularity: int,
+        *,
+        kinds: HandleKind = HandleKind.NONE,
+        least: int = 0,
+        exact: bool = False,
+        imported: bool = False,
+        managed: bool = False,
+    ) -> None:
+        self._chunks = mapped
+        self._access = access
+        self._granularity = granularity
+        self._kinds = kinds
+        self._least = least
+        self._exact = exact
+        self._imported = imported
+        self._frozen = False
+        self._nbytes = 0
+        self._size_lock = threading.RLock()
+        self._turn = Turn(claim)
+        self._warn_on_leak = not managed
+        self._claim = claim
+
+    # -- making one ---------------------------------------------------------------------------------------------
+    @classmethod
+    def create(
+        cls,
+        driver: Driver,
+        location: Location | str,
+        *,
+        capacity: int | str,
+        nbytes: int | str = 0,
+        chunk: int | str | None = None,
+        access: Access = Access.READ_WRITE,
+        handle_kinds: HandleKind = HandleKind.POSIX_FD,
+        populate: bool = False,
+        managed: bool = False,
+    ) -> Self:
+        """Reserve a ceiling and make memory for the first `nbytes` of it.
+
+        Parameters
+        ----------
+        capacity : int or str
+            The ceiling in bytes, rounded up to the granularity and at least one granule. Addresses only: it costs
+            no memory.
+        nbytes : int or str
+            The size to begin with, in bytes; any number up to the capacity.
+        chunk : int or str, optional
+            Make every chunk exactly this many bytes (rounded up to the granularity; the ceiling cuts the last), so
+            that shrinking gives memory back in these steps. By default each growth makes one chunk of what was asked
+            for, at least 1/256 of the capacity.
+        access : Access
+            What `location` may do here.
+        handle_kinds : HandleKind
+            How the memory must be able to leave this process.
+        populate : bool
+            Touch the pages of every new chunk at once rather than at first use.
+        managed : bool
+            Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
+
+        Raises
+        ------
+        CapacityError
+            If `nbytes` is past the capacity.
+        OutOfMemoryError, AddressSpaceError
+            If there is not enough of either.
+        UnsupportedError
+            For `populate` where the CPU cannot touch the memory.
+        """
+        place = checks.place(driver, location)
+        kinds = checks.kinds(handle_kinds)
+        right = checks.access(access)
+        first = checks.size(nbytes, "nbytes")
+        granularity = driver.mem_granularity(place, kinds).recommended
+        ceiling = max(round_up(checks.size(capacity, "capacity"), granularity), granularity)
+        share = -(-ceiling // _LEAST_SHARE) if chunk is None else checks.size(chunk, "chunk")
+        if not share:
+            raise UsageError(f"chunk is 0; the least is one granule of {granularity} bytes")
+        if first > ceiling:
+            raise CapacityError(f"nbytes {first} is past the capacity of {ceiling} bytes; ask for more capacity")
+        if populate:
+            chunks.touchable(driver, right)
+        where, claim = chunks.reserve(driver, ceiling, place, ())
+        region = cls(
+            claim,
+            Chunks(where, claim.handle, place, populate=populate),
+            right,
+            granularity,
+            kinds=kinds,
+            least=round_up(share, granularity),
+            exact=chunk is not None,
+            managed=managed,
+        )
+        if first:
+            try:
+                region._grow(first)
+            except BaseException as error:
+                with unwinding(error):
+                    region.close()
+                raise
+        return region
+
+    @classmethod
+    def from_allocations(
+        cls,
+        driver: Driver,
+        allocations: Iterable[PhysicalAllocation],
+        *,
+        nbytes: int | str | None = None,
+        capacity: int | str | None = None,
+        access: Access = Access.READ,
+        private: bool = False,
+        depends: Iterable[Handle] = (),
+        location: Location | str | None = None,
+        managed: bool = False,
+    ) -> Self:
+        """Map existing memory, one allocation behind the other: what another process shared with this one.
+
+        The region holds the memory on its own; the allocations given may be closed afterwards.
+
+        Parameters
+        ----------
+        allocations : iterable of PhysicalAllocation
+            In the order of their addresses; may be empty.
+        nbytes : int or str, optional
+            The size in bytes; by default all of it.
+        capacity : int or str, optional
+            The ceiling in bytes for :meth:`extend`; by default no more than there is.
+        access : Access
+            What the memory's location may do here.
+        private : bool
+            Copy on write: what is written here is seen here only.
+        depends : iterable of Handle
+            What must outlive the mappings, such as a lease; let go of after the last unmap.
+        location : Location or str, optional
+            Where the memory lives, for a region without allocations.
+        managed : bool
+            Something else closes it: no LeakWarning when it is garbage-collected.
+
+        Raises
+        ------
+        RangeError
+            If `nbytes` is more than the allocations hold.
+        CapacityError
+            If `capacity` is less.
+        AccessDeniedError
+            For READ_WRITE, not privately, to memory that was sealed read-only.
+        UnsupportedError
+            For `private` where the driver has no such mapping.
+        """
+        right = checks.access(access)
+        given = tuple(allocations)
+        if private:
+            copy_on_write(driver)  # before anything is made
+        total, place = chunks.measure(driver, given, None if location is None else checks.place(driver, location))
+        size = total if nbytes is None else checks.size(nbytes, "nbytes")
+        if size > total:
+            raise RangeError(f"nbytes {size} is more than the allocations hold: {total} bytes")
+        asked = total if capacity is None else checks.size(capacity, "capacity")
+        if asked < total:
+            raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
+        kinds = given[0].handle_kinds if given else HandleKind.NONE
+        granularity = driver.mem_granularity(place, kinds).minimum
+        needed = tuple(depends)
+        where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=needed)
+        region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
+        if given:
+            try:
+                mapped.append([allocation._memory for allocation in given], right)
+            except BaseException as error:
+                with unwinding(error):
+                    region.close()
+                raise
+        region._nbytes = size
+        return region
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def driver(self) -> Driver:
+        """The driver of its memory."""
+        return self._chunks.where.driver
+
+    @property
+    def location(self) -> Location:
+        """Where its memory lives."""
+        return self._chunks.location
+
+    @property
+    def address(self) -> int:
+        """Where it begins; the same for as long as it lives."""
+        return self._chunks.where.address
+
+    @property
+    def capacity(self) -> int:
+        """The ceiling, in bytes: a multiple of the granularity."""
+        return self._chunks.where.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The size, in bytes."""
+        return self._nbytes
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that have memory behind them: the sum of the chunks, at least the size."""
+        return self._chunks.mapped
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The size of each chunk, in bytes."""
+        return tuple(chunk.memory.nbytes for chunk in self._chunks.row)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """The chunks as opaque objects, for telling what became of a region since one looked.
+
+        A region that only grew begins with the same objects; chunks that were given back never come again.
+        """
+        return self._chunks.row
+
+    @property
+    def access(self) -> Access:
+        """What its location may do here."""
+        return self._access
+
+    @property
+    def is_private(self) -> bool:
+        """Whether what is written here is seen here only."""
+        return self._chunks.private
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether its memory was made elsewhere, so that only its owner can make it grow."""
+        return self._imported
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all its memory is read-only for good, by :meth:`freeze` here or by whoever else has the memory."""
+        self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
+        row = self._chunks.row
+        return all(is_sealed(chunk.memory) for chunk in row) if row else self._frozen
+
+    def __repr__(self) -> str:
+        size, ceiling = format_size(self._nbytes), format_size(self.capacity)
+        if size.split()[-1] == ceiling.split()[-1]:
+            size = size.split()[0]
+        row = self._chunks.row
+        flags = {
+            "private": self._chunks.private,
+            "imported": self._imported,
+            "frozen": self._frozen,
+            "shared": any(chunk.memory.exported for chunk in row),
+        }
+        state = ", ".join(
+            [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
+        )
+        return f"<Region {self.location} {self.address:#x} {size}/{ceiling}, {'closed' if self.is_closed else state}>"
+
+    # -- its size -----------------------------------------------------------------------------------------------
+    def resize(self, nbytes: int | str) -> None:
+        """Set the size: :meth:`grow` or :meth:`shrink`, whichever it takes."""
+        size = checks.size(nbytes, "nbytes")
+        with self._change():
+            if size < self._nbytes:
+                self._shrink(size)
+            else:
+                self._grow(size)
+
+    def grow(self, nbytes: int | str) -> None:
+        """Make it larger, behind the same address.
+
+        New chunks are zeroed. Bytes that an earlier :meth:`shrink` left in a chunk it kept come back as they were.
+
+        Parameters
+        ----------
+        nbytes : int or str
+            The new size in bytes, not below the present one.
+
+        Raises
+        ------
+        CapacityError
+            Past the ceiling.
+        UsageError
+            If it is smaller than now, or if the region is imported or frozen.
+        OutOfMemoryError
+            If there is not enough. Nothing is left behind then (invariant I4).
+        """
+        size = checks.size(nbytes, "nbytes")
+        with self._change():
+            if size < self._nbytes:
+                raise UsageError(f"cannot grow to {size} bytes: the region has {self._nbytes}; use shrink or resize")
+            self._grow(size)
+
+    def shrink(self, nbytes: int | str) -> None:
+        """Make it smaller; chunks that lie wholly beyond the new size are unmapped and their memory given back.
+
+        Parameters
+        ----------
+        nbytes : int or str
+            The new size in bytes, not above the present one.
+
+        Raises
+        ------
+        BusyError
+            While a pin reaches beyond the new size; names the pins and changes nothing.
+        UsageError
+            If it is larger than now.
+        """
+        size = checks.size(nbytes, "nbytes")
+        with self._change():
+            if size > self._nbytes:
+                raise UsageError(f"cannot shrink to {size} bytes: the region has {self._nbytes}; use grow or resize")
+            self._shrink(size)
+
+    def extend(self, allocations: Iterable[PhysicalAllocation], nbytes: int | str) -> None:
+        """Map further allocations behind an imported region whose owner grew it, and set the size.
+
+        Parameters
+        ----------
+        allocations : iterable of PhysicalAllocation
+            What comes next; the region holds the memory on its own. May be empty if the last one has room.
+        nbytes : int or str
+            The new size in bytes, not below the present one.
+
+        Raises
+        ------
+        CapacityError
+            Past the ceiling.
+        RangeError
+            If there is less memory than `nbytes`.
+        UsageError
+            If the region is not imported, or `nbytes` is below its size.
+        """
+        size = checks.size(nbytes, "nbytes")
+        given = tuple(allocations)
+        with self._change():
+            if not self._imported:
+                raise UsageError("only a region of imported memory is extended; this one makes its own: use grow")
+            if size < self._nbytes:
+                raise UsageError(f"cannot extend to {size} bytes: the region has {self._nbytes}; use shrink")
+            mapped = self._chunks
+            total = mapped.mapped + chunks.measure(self.driver, given, self.location)[0]
+            if total > self.capacity:
+                raise CapacityError(
+                    f"{total} bytes of memory do not fit the capacity of {self.capacity} bytes; attach again, with more"
+                )
+            if size > total:
+                raise RangeError(f"nbytes {size} is more than the allocations hold: {total} bytes in all")
+            if given:
+                mapped.append([allocation._memory for allocation in given], self._access)
+            self._nbytes = size
+
+    def populate(self) -> None:
+        """Touch all mapped pages ahead of use; their contents stay.
+
+        Raises
+        ------
+        UnsupportedError
+            If the CPU cannot touch this memory.
+        """
+        with self._change():
+            driver = chunks.touchable(self.driver, self._access)
+            using = self.handle.claim("populate")  # another thread may close this object meanwhile
+            try:
+                if self.mapped:
+                    driver.populate(self.address, self.mapped)
+            finally:
+                using.release()
+
+    # -- who looks at it ----------------------------------------------------------------------------------------
+    def pin(self, start: int, stop: int, holder: str = "pin", *, full: bool = False) -> Pin:
+        """Keep the bytes from `start` up to `stop` where they are until the pin is released.
+
+        Parameters
+        ----------
+        start, stop : int
+            Offsets in bytes, within the size.
+        holder : str
+            Who looks at them, as BusyError will say.
+        full : bool
+            Allow a span up to the capacity. That keeps what is mapped there, now or later, from being unmapped; it
+            does not make unmapped bytes readable.
+
+        Raises
+        ------
+        RangeError
+            If the span does not lie within the region.
+        """
+        handle = self.handle
+        with self._size_lock:
+            if not 0 <= start <= stop <= (self.capacity if full else self._nbytes):
+                raise RangeError(
+                    f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region "
+                    f"(capacity {self.capacity})"
+                )
+            span = Span(start, stop, holder)
+            return Pin(handle.claim(holder, span), span)
+
+    def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
+        """Return who has a live pin, leaving out some."""
+        left_out = {id(pin._span) for pin in excluding if pin is not None}
+        spans = (tag for tag in self.handle.tags() if isinstance(tag, Span) and tag.is_live)
+        return tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in spans if id(span) not in left_out)
+
+    def segments(self, start: int, stop: int) -> tuple[tuple[PhysicalAllocation, ...], int]:
+        """Return the allocations that hold the bytes from `start` up to `stop`, and where `start` is in the first.
+
+        Each comes with a claim of its own, given up when it is closed or forgotten.
+
+        Raises
+        ------
+        RangeError
+            If the span does not lie within the size.
+        UsageError
+            If the region is private: what it shows exists in this process only.
+        """
+        handle = self.handle
+        if self.is_private:
+            raise UsageError(
+                f"{handle.label} is a private copy: what was written to it is in no memory that another process "
+                f"could map. Copy it into memory of its own to share it"
+            )
+        with self._size_lock:  # no shrink between the look and the claims
+            if not 0 <= start <= stop <= self._nbytes:
+                raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
+            found = [c for c in self._chunks.row if c.start < stop and start < c.stop and start < stop]
+            held = tuple(PhysicalAllocation.of(chunk.memory) for chunk in found)
+            return held, start - found[0].start if found else 0
+
+    def freeze(self) -> None:
+        """Make its memory read-only for everybody and for good; it cannot grow any more. Idempotent.
+
+        A failure after some chunks were sealed cannot be taken back: the region is then read-only and does not grow,
+        and freezing it again goes on.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver's memory has no such thing.
+        UsageError
+            If the region is private.
+        """
+        with self._change():
+            if self.is_private:
+                raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
+            for chunk in self._chunks.row:
+                PhysicalAllocation.of(chunk.memory, "freeze").seal()
+                self._frozen = True
+                self._access = min(self._access, Access.READ)
+            self._frozen = True
+            self._access = min(self._access, Access.READ)
+
+    # -- how ----------------------------------------------------------------------------------------------------
+    def _change(self) -> Turn:
+        self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
+        return self._turn
+
+    def _grow(self, nbytes: int) -> None:
+        if nbytes == self._nbytes:
+            return
+        if self._imported:
+            raise UsageError(
+                "imported memory is grown by its owner; take what it published since (upgrade the lease, or extend "
+                "this region), or copy into a region of your own"
+            )
+        if nbytes > self.capacity:
+            raise CapacityError(
+                f"cannot grow to {nbytes} bytes: the capacity is {self.capacity}, fixed at creation. Make a region "
+                f"with more and copy, or ask for more from the start: it costs addresses only"
+            )
+        mapped = self._chunks
+        if self._frozen or mapped.ends_sealed:
+            raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
+        present = mapped.mapped
+        if nbytes > present:
+            sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
+            mapped.make(sizes, self._kinds, self._access)
+        self._nbytes = nbytes
+
+    def _shrink(self, nbytes: int) -> None:
+        handle, mapped = self.handle, self._chunks
+        with self._size_lock:
+            before, self._nbytes = self._nbytes, nbytes
+            busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.is_live and tag.stop > nbytes]
+            if busy:
+                self._nbytes = before
+                raise BusyError(
+                    f"cannot shrink {handle.label} from {before} to {nbytes} bytes: something looks at what is beyond",
+                    tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in busy),
+                )
+            dropped = mapped.cut(nbytes)
+        mapped.unmap(dropped)

@@ -1,0 +1,319 @@
+"""Addresses without memory, and memory put behind them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..driver.protocol import CopyOnWrite, Driver
+from ..errors import RangeError, UnsupportedError, UsageError
+from ..lifetime import Claim, Handle, Owned, own, unwinding
+from ..spec import Access, HandleKind, Location, format_size
+from . import checks
+from .allocation import Memory, PhysicalAllocation
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "reserve_addresses"]
+
+
+class AddressRange:
+    """What a reservation and the mappings in it share. Internal to this room.
+
+    `spans` holds what is mapped: offset to size. An undo removes its own entry without a lock (one dictionary
+    operation); an undo that failed leaves it, so that nothing is ever mapped over what could not be unmapped.
+    """
+
+    __slots__ = ("address", "driver", "handle", "lock", "nbytes", "spans", "top")
+
+    def __init__(self, driver: Driver, address: int, nbytes: int, handle: Handle) -> None:
+        self.driver = driver
+        self.address = address
+        self.nbytes = nbytes
+        self.handle = handle
+        self.spans: dict[int, int] = {}
+        self.top = 0  # nothing was ever mapped at or above this offset
+        self.lock = threading.Lock()
+
+    def enter(self, offset: int, nbytes: int) -> None:
+        """Book a span that is about to be mapped."""
+        with self.lock:
+            if offset < self.top:
+                for start, size in tuple(self.spans.items()):
+                    if start < offset + nbytes and offset < start + size:
+                        raise RangeError(
+                            f"cannot map {nbytes} bytes at offset {offset} of {self.handle.label}: "
+                            f"something is mapped at {start} to {start + size}; unmap it first or choose another offset"
+                        )
+            self.spans[offset] = nbytes
+            self.top = max(self.top, offset + nbytes)
+
+
+class AddressReservation(Owned):
+    """A range of addresses that nothing else in this process will get. Made by :meth:`reserve`."""
+
+    __slots__ = ("_range", "_warn_on_leak")
+
+    def __init__(self, range_: AddressRange, claim: Claim, *, managed: bool = False) -> None:
+        self._range = range_
+        self._warn_on_leak = not managed
+        self._claim = claim
+
+    @classmethod
+    def reserve(cls, driver: Driver, nbytes: int | str, *, alignment: int = 0, address: int = 0) -> Self:
+        """Reserve addresses; no memory is behind them yet, and touching them faults.
+
+        Parameters
+        ----------
+        nbytes : int or str
+            Size in bytes, a positive multiple of the granularity.
+        alignment : int
+            A power of two that the address must be a multiple of, in bytes; 0 means the granularity.
+        address : int
+            Where the range should be if that is free: a wish, not a demand. 0 means anywhere.
+
+        Raises
+        ------
+        AlignmentError, UsageError
+            For numbers that cannot be, naming the nearest that can.
+        AddressSpaceError
+            If no such range is left.
+        """
+        granularity = driver.mem_granularity(Location(driver.name), HandleKind.NONE).minimum
+        size = checks.positive(nbytes, "nbytes", granularity)
+        if type(alignment) is not int or alignment < 0 or alignment & (alignment - 1):
+            raise UsageError(f"alignment must be 0 or a power of two, not {alignment!r}")
+        if type(address) is not int or not 0 <= address < 1 << 64:
+            raise UsageError(f"address must be 0 or where to put the range, not {address!r}")
+        checks.aligned(address, "address", granularity)
+        return cls(*reserve_addresses(driver, size, alignment, address))
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that gave it out."""
+        return self._range.driver
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._range.address
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._range.nbytes
+
+    def __repr__(self) -> str:
+        where = self._range
+        state = ", closed" if self.is_closed else f", {len(where.spans)} mappings"
+        return f"<AddressReservation {where.driver.name} {where.address:#x} {format_size(where.nbytes)}{state}>"
+
+
+def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: int = 0) -> tuple[AddressRange, Claim]:
+    """Reserve addresses, from arguments that were checked, and return them with the first claim on them."""
+    found = driver.address_reserve(nbytes, alignment=alignment, address=address)
+    claim = own(f"reservation of {format_size(nbytes)} at {found:#x}", partial(driver.address_free, found, nbytes))
+    return AddressRange(driver, found, nbytes, claim.handle), claim
+
+
+class Unmap:
+    """The undo of one mapping, which another thread can wait for. Internal to this room."""
+
+    __slots__ = ("_done", "is_mapped", "nbytes", "offset", "where")
+
+    def __init__(self, where: AddressRange, offset: int, nbytes: int) -> None:
+        self.where = where
+        self.offset = offset
+        self.nbytes = nbytes
+        self.is_mapped = False
+        # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def __call__(self) -> None:
+        where = self.where
+        try:
+            if self.is_mapped:
+                where.driver.mem_unmap(where.address + self.offset, self.nbytes)
+                self.is_mapped = False
+            where.spans.pop(self.offset, None)
+        finally:
+            self._done.release()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it ran, in whichever thread; True if it did."""
+        if self._done.acquire(timeout=seconds):
+            self._done.release()
+            return True
+        return False
+
+
+def map_at(
+    where: AddressRange, offset: int, memory: Memory, private: bool, depends: Iterable[Handle] = ()
+) -> tuple[Claim, Unmap]:
+    """Map a whole allocation, without access yet, and return the first claim on the mapping and its undo.
+
+    The claims on what it needs come before the driver call: while that runs nobody can take the address range or the
+    memory away. `depends` comes first so that it is let go of last, after the memory itself.
+    """
+    undo = Unmap(where, offset, memory.nbytes)
+    driver = where.driver
+    where.enter(offset, memory.nbytes)
+    try:
+        claim = own(
+            f"mapping of {format_size(memory.nbytes)} at {where.address + offset:#x}",
+            undo,
+            depends=(*depends, where.handle, memory.handle),
+        )
+    except BaseException:
+        where.spans.pop(offset, None)
+        raise
+    try:
+        if not private:
+            driver.mem_map(where.address + offset, memory.nbytes, 0, memory.driver_handle)
+        else:
+            copy_on_write(driver).mem_map_private(where.address + offset, memory.nbytes, 0, memory.driver_handle)
+        undo.is_mapped = True
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
+    return claim, undo
+
+
+def copy_on_write(driver: Driver) -> CopyOnWrite:
+    """Return the driver as one that can map privately."""
+    if not isinstance(driver, CopyOnWrite):
+        raise UnsupportedError(
+            "a private mapping",
+            "memory that is copied on write",
+            f"the {driver.name} driver, which has none",
+            "Map it with Access.READ, or copy it into memory of your own",
+        )
+    return driver
+
+
+class MemoryMapping(Owned):
+    """An allocation behind a part of a reservation. Made by :meth:`map`; needs both for as long as it lives."""
+
+    __slots__ = ("_access", "_memory", "_undo")
+
+    def __init__(self, memory: Memory, undo: Unmap, access: Access, claim: Claim) -> None:
+        self._memory = memory
+        self._undo = undo
+        self._access = access
+        self._claim = claim
+
+    @classmethod
+    def map(
+        cls,
+        reservation: AddressReservation,
+        offset: int,
+        allocation: PhysicalAllocation,
+        *,
+        access: Access = Access.READ_WRITE,
+        private: bool = False,
+        depends: Iterable[Handle] = (),
+    ) -> Self:
+        """Map a whole allocation at an offset of a reservation and make it accessible to its own location.
+
+        Parameters
+        ----------
+        offset : int
+            Offset in bytes into the reservation, a multiple of the granularity.
+        access : Access
+            What the allocation's location may do here.
+        private : bool
+            Copy on write: what is written here is seen here only, and read-only memory may be written.
+        depends : iterable of Handle
+            What must outlive the mapping besides the two, such as a lease; let go of after the unmap.
+
+        Raises
+        ------
+        AlignmentError, RangeError
+            If the allocation does not fit there, or something is mapped there already.
+        AccessDeniedError
+            For writing, not privately, to memory that was sealed read-only.
+        UnsupportedError
+            If the driver cannot map privately.
+        """
+        reservation.handle, allocation.handle  # noqa: B018  (the checks)
+        where, memory = reservation._range, allocation._memory
+        if where.driver is not memory.driver:
+            raise UsageError(f"{allocation!r} and {reservation!r} belong to different drivers")
+        granularity = where.driver.mem_granularity(memory.location, memory.handle_kinds).minimum
+        start = checks.aligned(checks.size(offset, "offset"), "offset", granularity)
+        if start + memory.nbytes > where.nbytes:
+            last = where.nbytes - memory.nbytes
+            raise RangeError(
+                f"{memory.nbytes} bytes at offset {start} do not fit a reservation of {where.nbytes} bytes; "
+                + (f"the last offset is {last}" if last >= 0 else "reserve more")
+            )
+        right = checks.access(access)
+        claim, undo = map_at(where, start, memory, private, depends)
+        try:
+            if right is not Access.NONE:
+                where.driver.mem_set_access(where.address + start, memory.nbytes, right, (memory.location,))
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
+        return cls(memory, undo, right, claim)
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that made it."""
+        return self._memory.driver
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._undo.where.address + self._undo.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes: that of the allocation."""
+        return self._memory.nbytes
+
+    @property
+    def access(self) -> Access:
+        """What the allocation's location may do here, as last set through this object."""
+        return self._access
+
+    @property
+    def allocation(self) -> PhysicalAllocation:
+        """The allocation, with a claim of its own: valid also after the mapping is closed."""
+        self.handle  # noqa: B018  (the check)
+        return PhysicalAllocation.of(self._memory)
+
+    def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
+        """Change what locations may do here.
+
+        Parameters
+        ----------
+        access : Access
+            The new right.
+        locations : sequence of Location or str, optional
+            Whose; the others keep what they have. By default the allocation's own location.
+
+        Raises
+        ------
+        AccessDeniedError
+            For writing, if the memory was sealed read-only.
+        """
+        self.handle  # noqa: B018  (the check)
+        right = checks.access(access)
+        own_place = self._memory.location
+        whose = [own_place] if locations is None else [checks.place(self.driver, where) for where in locations]
+        if not whose:
+            raise UsageError("locations is empty; name at least one, or leave it out for the memory's own")
+        self.driver.mem_set_access(self.address, self.nbytes, right, whose)
+        if own_place in whose:
+            self._access = right
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else self._access.letters
+        return f"<MemoryMapping {self._memory.location} {self.address:#x} {format_size(self.nbytes)}, {state}>"

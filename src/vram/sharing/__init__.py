@@ -1,0 +1,1 @@
+"""Lets other processes in: the mechanism. Messages and descriptors, no drivers and no frameworks."""

@@ -1,0 +1,395 @@
+"""Messages and file descriptors between two processes, over a connected unix socket that keeps message borders.
+
+One message is up to 64 KiB of payload and up to 253 descriptors (the kernel's limit for one ``SCM_RIGHTS``), sent and
+received whole or not at all: ``SOCK_SEQPACKET`` knows no half messages. What a message means is not decided here.
+
+Two functions, :func:`transmit` and :func:`receive`, are the only places of the library that put descriptors on a
+socket and take them off; :class:`Channel` and the keeper's server are built on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import lifetime
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    ClosedError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+
+__all__ = [
+    "MAX_FDS",
+    "MAX_MESSAGE",
+    "MAX_PATH",
+    "Channel",
+    "Credentials",
+    "close_fds",
+    "connect",
+    "peer_credentials",
+    "receive",
+    "transmit",
+]
+
+Payload = bytes | bytearray | memoryview
+
+MAX_MESSAGE = 64 * 1024
+MAX_FDS = 253
+MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
+
+_NOSIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_TRUNCATED = socket.MSG_TRUNC | socket.MSG_CTRUNC if hasattr(socket, "MSG_CTRUNC") else 0
+_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
+_IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
+
+_open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Who is on the other side, as the kernel says: verified, not claimed.
+
+    Parameters
+    ----------
+    pid : int or None
+        None where the other process is in a PID namespace that this one cannot see into.
+    uid, gid : int
+        A user that this user namespace does not map reads as the overflow uid, usually 65534.
+    """
+
+    pid: int | None
+    uid: int
+    gid: int
+
+
+def peer_credentials(sock: socket.socket) -> Credentials:
+    """Return who connected, or who listened, on the other side of a unix socket (``SO_PEERCRED``, see unix(7))."""
+    pid, uid, gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return Credentials(pid or None, uid, gid)
+
+
+def close_fds(fds: Sequence[int]) -> None:
+    """Close descriptors that the caller owns; one that is closed already does not keep the others open."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), flags: int = 0) -> None:
+    """Send one message. `fds` are lent. Raises OSError as the kernel reports it, without having sent anything."""
+    if fds:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+        sock.sendmsg([payload], rights, flags | _NOSIGNAL)
+    else:
+        sock.send(payload, flags | _NOSIGNAL)
+
+
+def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+    """Receive one message; return its payload, its descriptors, and whether any part of it was cut off.
+
+    The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
+    is the end of the stream. Raises OSError as the kernel reports it.
+    """
+    payload, ancillary, said, _ = sock.recvmsg(MAX_MESSAGE + 1, _ANCILLARY, flags | _CLOEXEC)
+    if not ancillary:
+        return payload, [], bool(said & _TRUNCATED) or len(payload) > MAX_MESSAGE
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array("i")
+            numbers.frombytes(data[: len(data) - len(data) % 4])
+            fds.extend(numbers)
+    return payload, fds, bool(said & _TRUNCATED) or len(payload) > MAX_MESSAGE
+
+
+def connect(path: str, timeout: float | None = None) -> socket.socket:
+    """Connect to the message socket at `path`.
+
+    Parameters
+    ----------
+    path : str
+        At most 107 bytes.
+    timeout : float or None
+        Seconds to wait while the listener's queue is full; None waits for ever.
+
+    Raises
+    ------
+    UsageError
+        If the path is too long for a unix socket.
+    PeerGoneError
+        If nobody listens there.
+    ProtocolError
+        If a socket of another kind is there.
+    AccessDeniedError
+        If the permissions of the path do not let this user in.
+    WaitTimeoutError
+        If the time passed.
+    """
+    if sys.platform != "linux":
+        raise UnsupportedError("a channel between processes", "Linux (SOCK_SEQPACKET)", sys.platform)
+    check_path(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        if timeout is not None:
+            # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
+            _send_deadline(sock, max(timeout, 0.001))
+        sock.connect(path)
+        if timeout is not None:
+            _send_deadline(sock, 0.0)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, BlockingIOError):
+            raise WaitTimeoutError(f"the listener at {path} accepted nobody for {timeout:g} s") from None
+        if isinstance(error, PermissionError):
+            raise AccessDeniedError(f"may not connect to {path}: its permissions keep uid {os.geteuid()} out") from None
+        if isinstance(error, OSError):
+            if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
+                raise ProtocolError(f"{path} is a socket of another kind, not one for messages") from None
+            raise PeerGoneError(f"nobody listens at {path} ({error.strerror})") from None
+        raise
+    return sock
+
+
+def check_path(path: str) -> None:
+    """Raise :class:`UsageError` for a socket path that the kernel has no room for."""
+    size = len(os.fsencode(path))
+    if not 0 < size <= MAX_PATH or "\0" in path:
+        raise UsageError(f"socket path {path!r} has {size} bytes; a unix socket's path has 1 to {MAX_PATH}")
+
+
+class Channel(lifetime.Owned):
+    """A connected message socket with one owner.
+
+    Parameters
+    ----------
+    sock : socket.socket
+        A connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket, taken over: the caller must not close or use it any more.
+
+    Notes
+    -----
+    Any thread may send and any may receive; each message goes to one receiver. Closing wakes threads that wait here
+    with :class:`ClosedError`. In the child of a fork the socket is closed (the parent's connection must end when the
+    parent does) and every call raises :class:`ForkedError`.
+    """
+
+    __slots__ = ("_handle", "_sock")
+
+    _warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
+
+    def __init__(self, sock: socket.socket) -> None:
+        if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+            raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r}")
+        sock.settimeout(None)
+        sock.set_inheritable(False)
+        self._sock = sock
+        _open_channels.add(self)
+
+        def undo() -> None:
+            # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not.
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+        self._claim = lifetime.own(f"channel on fd {sock.fileno()}", undo)
+        self._handle = self._claim.handle
+
+    @classmethod
+    def connect(cls, path: str, timeout: float | None = None) -> Channel:
+        """Connect to a listener; see :func:`connect` for the parameters and errors."""
+        return cls(connect(path, timeout))
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """Return two channels that are connected with each other."""
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        first = cls(one)
+        try:
+            return first, cls(other)
+        except BaseException:
+            first.close()
+            other.close()
+            raise
+
+    def fileno(self) -> int:
+        """Lend the descriptor, to poll or to pass to a child; valid as long as this channel is open."""
+        self.handle  # noqa: B018
+        return self._sock.fileno()
+
+    def is_hung_up(self) -> bool:
+        """Whether the other side has closed, whatever may still be unread. Does not wait."""
+        self._check()
+        poll = select.poll()
+        poll.register(self._sock, 0)  # hang-up and errors are always told
+        return bool(poll.poll(0))
+
+    def peer(self) -> Credentials:
+        """Return the verified identity of the process that connected or listened on the other side."""
+        self.handle  # noqa: B018
+        return peer_credentials(self._sock)
+
+    def send(self, payload: Payload, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        """Send one message.
+
+        Parameters
+        ----------
+        payload : bytes-like
+            1 to 65,536 bytes.
+        fds : sequence of int
+            Up to 253 descriptors, lent: the receiver gets its own, the caller keeps these.
+        timeout : float or None
+            Seconds to wait while the peer's queue is full; None waits for ever, 0 never.
+
+        Raises
+        ------
+        UsageError
+            For a size or number of descriptors that no message can have.
+        WaitTimeoutError
+            If the time passed. Nothing was sent.
+        PeerGoneError
+            If the other side has closed.
+        BusyError
+            If too many descriptors of this user are on their way and unread (``ETOOMANYREFS``).
+        """
+        size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        if not 0 < size <= MAX_MESSAGE or len(fds) > MAX_FDS:
+            raise UsageError(
+                f"a message of {size} bytes and {len(fds)} descriptors; it has 1 to {MAX_MESSAGE} and at most {MAX_FDS}"
+            )
+        self._check()
+        try:
+            transmit(self._sock, payload, fds, 0 if timeout is None else _DONTWAIT)
+        except OSError as error:
+            self._send_again(error, payload, fds, timeout)
+
+    def _send_again(self, error: OSError, payload: Payload, fds: Sequence[int], timeout: float | None) -> None:
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
+        while True:
+            now = time.monotonic()
+            left = None if deadline is None else deadline - now
+            if error.errno == errno.ETOOMANYREFS:
+                if now - started > _IN_FLIGHT_WAIT or (left is not None and left <= 0):
+                    raise BusyError(
+                        "too many descriptors of this user are in flight: other messages with descriptors have to be "
+                        "read first (RLIMIT_NOFILE is the limit)"
+                    ) from None
+                time.sleep(0.001)
+            elif error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+                if left is not None and left <= 0:
+                    raise WaitTimeoutError(f"the peer read nothing for {timeout:g} s") from None
+                self._poll(select.POLLOUT, left)
+            else:
+                raise self._translate(error) from None
+            self._check()
+            try:
+                return transmit(self._sock, payload, fds, _DONTWAIT)
+            except OSError as again:
+                error = again
+
+    def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        """Receive one message.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds to wait; None waits for ever, 0 never.
+
+        Returns
+        -------
+        payload : bytes
+        fds : list of int
+            Owned by the caller; close-on-exec.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If nothing came in time.
+        PeerGoneError
+            If the other side has closed and everything it sent was read.
+        ProtocolError
+            If the message was cut: it is too long, or this process has no room for its descriptors. All that came
+            with it is closed.
+        """
+        self._check()
+        flags = 0 if timeout is None else _DONTWAIT
+        deadline = None
+        if timeout:
+            deadline = time.monotonic() + timeout
+            self._poll(select.POLLIN, timeout)
+        while True:
+            try:
+                payload, fds, truncated = receive(self._sock, flags)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
+                    raise self._translate(error) from None
+                left = 0.0 if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeoutError(f"no message came for {timeout or 0:g} s") from None
+                self._poll(select.POLLIN, left)
+                self._check()
+                continue
+            if payload and not truncated:
+                return payload, fds
+            close_fds(fds)
+            if truncated:
+                raise ProtocolError(
+                    f"a message was cut off: {len(payload)} bytes and {len(fds)} descriptors arrived; it was longer "
+                    f"than {MAX_MESSAGE} bytes, or this process has no room for its descriptors (RLIMIT_NOFILE)"
+                )
+            self._check()  # closed here, in another thread, reads as an end of file too
+            raise PeerGoneError("the other side closed the connection")
+
+    def _poll(self, events: int, timeout: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+
+    def _check(self) -> None:
+        # Owned.handle spelt out: one attribute less on the way of every message
+        if self._claim._serial == 0 or not self._handle.is_open:
+            if self._claim.is_released:
+                raise ClosedError(f"{self._handle.label} was closed")
+            self._handle.check()
+
+    def _translate(self, error: OSError) -> Exception:
+        if error.errno in _GONE:
+            return PeerGoneError("the other side closed the connection")
+        if error.errno == errno.EBADF:
+            return ClosedError(f"{self._handle.label} was closed")
+        return error
+
+
+def _send_deadline(sock: socket.socket, seconds: float) -> None:
+    whole = int(seconds)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+
+
+def _after_fork_in_child() -> None:
+    """Let go of the parent's connections: while a copy is open here, its peer would not see the parent's end."""
+    for channel in list(_open_channels):
+        with contextlib.suppress(OSError):
+            channel._sock.close()
+    _open_channels.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,152 @@
+"""What crosses between processes to describe memory, and the parser that trusts nothing.
+
+Descriptors are data (S1): msgpack by msgspec, versioned, bounded; never pickle, a pid, or a device's ordinal. A
+:class:`MemoryDescriptor` is an ordered list of segments, one allocation each, that the receiver maps one behind the
+other (S2); a :class:`Manifest` adds named arrays on such memories. Element types travel as names that
+:mod:`vram.arrays.dtypes` looks up in a table.
+
+Every check that needs no driver is made here, before any call is made with a number that a peer chose (S7). What it
+accepts is consistent in itself; whether the file descriptors are what it says is for the driver to find out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import ProtocolError, UsageError
+
+__all__ = [
+    "MANIFEST_VERSION",
+    "MAX_SEGMENTS",
+    "ArrayEntry",
+    "Manifest",
+    "MemoryDescriptor",
+    "SegmentEntry",
+    "decode_manifest",
+    "encode_manifest",
+]
+
+MANIFEST_VERSION = 1
+MAX_SEGMENTS = 1024
+MAX_ARRAYS = 1_000_000
+MAX_MANIFEST = 256 << 20
+
+_Bytes = Annotated[int, Meta(ge=0, le=2**62)]
+_Name = Annotated[str, Meta(max_length=1024)]
+
+
+class SegmentEntry(Struct, frozen=True, array_like=True):
+    """One allocation: its size in bytes and the :class:`~vram.spec.HandleKind` by which it travels."""
+
+    nbytes: Annotated[int, Meta(gt=0, le=2**62)]
+    kind: int
+
+
+class MemoryDescriptor(Struct, frozen=True, array_like=True):
+    """Memory as a receiver maps it: segments one behind the other.
+
+    `offset` and `nbytes` say which part of them is meant; `capacity` is how much address space the owner set aside,
+    which a receiver that wants to follow its growth sets aside too. `device` is ``"host"`` or a device's UUID.
+    """
+
+    device: Annotated[str, Meta(max_length=64)]
+    segments: Annotated[tuple[SegmentEntry, ...], Meta(max_length=MAX_SEGMENTS)]
+    offset: _Bytes
+    nbytes: _Bytes
+    capacity: _Bytes
+
+    def check(self) -> None:
+        """Raise :class:`~vram.errors.ProtocolError` unless the numbers agree with each other."""
+        mapped = sum(segment.nbytes for segment in self.segments)
+        if self.offset + self.nbytes > mapped:
+            raise ProtocolError(
+                f"descriptor names bytes {self.offset} to {self.offset + self.nbytes} of {mapped} in "
+                f"{len(self.segments)} segments"
+            )
+        if self.capacity >= 2**47:
+            raise ProtocolError(f"descriptor asks for {self.capacity} bytes of addresses; at most 2**47 exist")
+
+
+class ArrayEntry(Struct, frozen=True, array_like=True):
+    """One array: which memory of the manifest, where in it (bytes), its element type's name and its shape.
+
+    `nbytes` is stated so that bounds can be checked without knowing element types; whoever makes the array checks
+    that it is what type and shape come to.
+    """
+
+    memory: Annotated[int, Meta(ge=0, lt=MAX_SEGMENTS)]
+    offset: _Bytes
+    nbytes: _Bytes
+    dtype: Annotated[str, Meta(max_length=32)]
+    shape: Annotated[tuple[_Bytes, ...], Meta(max_length=64)]
+
+
+class Manifest(Struct, frozen=True):
+    """What a published version holds: memories, and arrays on them by name. Unknown fields are ignored (S9)."""
+
+    version: int
+    memories: Annotated[tuple[MemoryDescriptor, ...], Meta(max_length=MAX_SEGMENTS)]
+    arrays: Annotated[dict[_Name, ArrayEntry], Meta(max_length=MAX_ARRAYS)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+_version_decoder = msgspec.msgpack.Decoder(dict[str, Any])
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's bytes.
+
+    Raises
+    ------
+    UsageError
+        If it holds more than the format allows.
+    """
+    segments = sum(len(memory.segments) for memory in manifest.memories)
+    if segments > MAX_SEGMENTS:
+        raise UsageError(f"{segments} segments in one version; at most {MAX_SEGMENTS} can be shared together")
+    long = next((name for name in manifest.arrays if len(name) > 1024), None)
+    if long is not None:
+        raise UsageError(f"array name {long[:40]!r}... has {len(long)} characters; at most 1024 are allowed")
+    return _encoder.encode(manifest)
+
+
+def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
+    """Parse and check a manifest that somebody else wrote.
+
+    Raises
+    ------
+    ProtocolError
+        If it is not one, speaks of another version, or contradicts itself.
+    """
+    if len(data) > MAX_MANIFEST:
+        raise ProtocolError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST} are read")
+    try:
+        manifest = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error}") from None
+    if manifest.version != MANIFEST_VERSION:
+        raise ProtocolError(f"manifest version {manifest.version}; this library reads {MANIFEST_VERSION}")
+    if sum(len(memory.segments) for memory in manifest.memories) > MAX_SEGMENTS:
+        raise ProtocolError(f"manifest names more than {MAX_SEGMENTS} segments")
+    for memory in manifest.memories:
+        memory.check()
+    for name, entry in manifest.arrays.items():
+        if entry.memory >= len(manifest.memories):
+            raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {len(manifest.memories)}")
+        room = manifest.memories[entry.memory].nbytes
+        if entry.offset + entry.nbytes > room:
+            raise ProtocolError(
+                f"array {name!r} names bytes {entry.offset} to {entry.offset + entry.nbytes} of a memory of {room}"
+            )
+    return manifest
+
+
+def _version_of(data: bytes | bytearray | memoryview) -> str:
+    try:
+        return f"it says version {_version_decoder.decode(data).get('version')!r}"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "it is not msgpack"

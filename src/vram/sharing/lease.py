@@ -1,0 +1,57 @@
+"""The right to use what somebody else keeps, as a counted handle.
+
+Every mapping made under a lease depends on its handle, so the lease is given back after the last unmap and never
+before (S5), in whatever order arrays, views and the lease itself are dropped. What happens then is the business of
+whoever granted it: :class:`LeaseReturn` is the undo, and it is safe to run from a finalizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..lifetime import Claim, own
+
+__all__ = ["LeaseReturn"]
+
+
+class LeaseReturn:
+    """Gives a lease back once nothing is mapped under it.
+
+    Parameters
+    ----------
+    lease_id : int
+        The grantor's number for it.
+    later : callable
+        Takes the id; must neither wait nor raise, since finalizers reach it.
+    label : str
+        What is leased, for errors.
+    """
+
+    __slots__ = ("_later", "_wait", "is_due", "lease_id")
+
+    def __init__(self, lease_id: int, later: Callable[[int], None]) -> None:
+        self.lease_id = lease_id
+        self._later = later
+        self._wait = False
+        self.is_due = False
+
+    def own(self, label: str) -> Claim:
+        """Make the counted handle whose undo this is."""
+        return own(label, self)
+
+    def keep_back(self) -> None:
+        """From now on only mark the lease as due: its holder wants to give it back itself and wait for the answer."""
+        self._wait = True
+
+    def send_on(self) -> None:
+        """Undo :meth:`keep_back`: something is still mapped, so the last view to go gives the lease back."""
+        self._wait = False
+        if self.is_due:
+            self.is_due = False
+            self._later(self.lease_id)
+
+    def __call__(self) -> None:
+        if self._wait:
+            self.is_due = True
+        else:
+            self._later(self.lease_id)

@@ -1,0 +1,188 @@
+"""Failures on demand: a wrapper of a real driver that refuses the calls it was told to refuse.
+
+No mock: everything else is forwarded, so the memory is real and so are the consequences. The wrapper offers exactly
+the capabilities of what it wraps and keeps :class:`~vram.testing.driver.DriverContract` itself.
+
+To see that an operation leaves nothing behind wherever it fails::
+
+    for nth in itertools.count(1):
+        with driver.inject(nth=nth) as fault:
+            ...  # the operation; if it raised, look at driver.live()
+        if not fault.fired:
+            break  # it makes fewer than nth calls
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..driver.protocol import CopyOnWrite, Driver, HostAddressable, Identity, Sealing
+from ..errors import DriverError, UsageError
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["UNDO", "Fault", "FaultyDriver"]
+
+UNDO = frozenset({"address_free", "mem_release", "mem_unmap"})
+"""The calls that take something back."""
+
+_NEVER = frozenset({"live", "name"})  # the books are how tests see what happened
+
+
+def _methods(protocol: type) -> frozenset[str]:
+    return frozenset(name for name in vars(protocol) if not name.startswith("_")) - _NEVER
+
+
+_CAPABILITIES = (HostAddressable, CopyOnWrite, Sealing, Identity)
+_ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))
+
+
+class Fault:
+    """One thing that will go wrong; as a context manager it stops going wrong at the end of the block."""
+
+    def __init__(
+        self,
+        faults: list[Fault],
+        methods: Collection[str],
+        nth: int,
+        error: BaseException | Callable[[], BaseException] | None,
+        forever: bool,
+    ) -> None:
+        self._faults = faults
+        self._methods = methods
+        self._nth = nth
+        self._error = error
+        self._forever = forever
+        self._count = itertools.count(1)  # atomic: drivers are called from finalizers, where a lock must not be
+        self._fired: list[str] = []
+        faults.append(self)
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """The methods that failed because of this."""
+        return tuple(self._fired)
+
+    def remove(self) -> None:
+        """Stop. Idempotent."""
+        if self in self._faults:
+            self._faults.remove(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _strike(self, method: str) -> None:
+        if method not in self._methods:
+            return
+        count = next(self._count)
+        if count == self._nth or (self._forever and count > self._nth):
+            self._fired.append(method)
+            if self._error is None:
+                raise DriverError(f"{method} (injected)", errno.EIO, "EIO")
+            raise self._error if isinstance(self._error, BaseException) else self._error()
+
+
+class FaultyDriver:
+    """Forward to `inner`, except where a fault was injected.
+
+    A call that fails does so before anything was done, as the calls of a real driver do. Lookups of
+    ``live()`` and ``name`` neither fail nor count.
+
+    Parameters
+    ----------
+    inner : Driver
+        Any driver. ``isinstance`` with the capability protocols answers as it does for `inner`.
+    """
+
+    def __new__(cls, inner: Driver) -> Self:
+        names = set(_methods(Driver))
+        for capability in _CAPABILITIES:
+            if isinstance(inner, capability):
+                names |= _methods(capability)
+        # A class of its own: the protocols' isinstance looks for methods at the class, not at __getattr__.
+        kind: type[Self] = type(cls.__name__, (cls,), {name: _forward(name) for name in names})
+        return object.__new__(kind)
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+        self._faults: list[Fault] = []
+        self._calls: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The name of what is wrapped."""
+        return self.inner.name
+
+    def live(self) -> Any:
+        """Return the books of what is wrapped."""
+        return self.inner.live()
+
+    def inject(
+        self,
+        method: str | Collection[str] | None = None,
+        nth: int = 1,
+        error: BaseException | Callable[[], BaseException] | None = None,
+        *,
+        forever: bool = False,
+    ) -> Fault:
+        """Let a call fail.
+
+        Parameters
+        ----------
+        method : str, collection of str or None
+            Which calls count; None means all of them. See :data:`UNDO`.
+        nth : int
+            Which of these calls fails, from now on; 1 is the next.
+        error : exception, callable or None
+            What to raise, or what returns it; by default a new :class:`~vram.errors.DriverError`.
+        forever : bool
+            Let all later ones fail too.
+
+        Raises
+        ------
+        UsageError
+            For a method that no driver has, or `nth` below 1: such a fault would test nothing.
+        """
+        methods = _ALL if method is None else frozenset({method} if isinstance(method, str) else method)
+        if unknown := methods - _ALL:
+            raise UsageError(f"no driver has the methods {sorted(unknown)}; there are {sorted(_ALL)}")
+        if nth < 1 or not methods:
+            raise UsageError(f"inject: nth is {nth} and methods are {sorted(methods)}; this could never fail")
+        return Fault(self._faults, methods, nth, error, forever)
+
+    def clear(self) -> None:
+        """Remove all faults, and forget the calls so far."""
+        self._faults.clear()
+        self._calls.clear()
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The names of the methods called since the last :meth:`clear`, in order, failed ones included."""
+        return tuple(self._calls)
+
+    def count(self, method: str | Collection[str] | None = None) -> int:
+        """Return how often a method was called since the last :meth:`clear`; None means all of them together."""
+        if method is None:
+            return len(self._calls)
+        names = {method} if isinstance(method, str) else method
+        return sum(name in names for name in self.calls)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    def call(self: FaultyDriver, *args: Any, **options: Any) -> Any:
+        self._calls.append(name)
+        for fault in tuple(self._faults):
+            fault._strike(name)
+        return getattr(self.inner, name)(*args, **options)
+
+    call.__name__ = name
+    return call

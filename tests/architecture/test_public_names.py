@@ -1,0 +1,84 @@
+"""The names people type: all there, all documented, and the same whatever was imported before."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+import vram
+
+from .house import ROOT
+
+PUBLIC = [name for name in vram.__all__ if not name.startswith("_")]
+
+
+def test_dir_shows_the_public_names_and_no_others() -> None:
+    assert sorted(name for name in dir(vram) if not name.startswith("_")) == sorted(PUBLIC)
+    assert len(set(vram.__all__)) == len(vram.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_there_and_documented(name: str) -> None:
+    value = getattr(vram, name)
+    if inspect.ismodule(value) or callable(value):
+        assert (value.__doc__ or "").strip(), f"vram.{name} has no docstring"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        vram.no_such_name  # type: ignore[attr-defined]
+
+
+def test_type_checkers_see_the_names_that_are_loaded_late() -> None:
+    tree = ast.parse((ROOT / "src/vram/__init__.py").read_text())
+    seen = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    seen |= {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    seen |= {
+        t.id for node in tree.body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)
+    }
+    assert set(vram.__all__) <= seen
+
+
+EVERY_MODULE = """
+import importlib, json, pkgutil, vram
+def import_everything():
+    for module in pkgutil.walk_packages(vram.__path__, "vram."):
+        if not module.name.startswith(("vram.testing", "vram.arrays.torch")) and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+"""
+
+
+def answer(code: str) -> object:
+    """Run code in an interpreter of its own and return what it prints as JSON."""
+    done = subprocess.run([sys.executable, "-c", EVERY_MODULE + code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_a_name_means_the_same_after_every_module_was_imported() -> None:
+    """A package gets its submodules as attributes: the room ``vram.keeper`` must not hide ``vram.keeper()``."""
+    code = """
+before = {name: getattr(vram, name) for name in vram.__all__}
+import_everything()
+print(json.dumps([name for name, value in before.items() if getattr(vram, name) is not value]))
+"""
+    assert answer(code) == []
+
+
+def test_a_name_means_the_same_when_its_room_was_imported_first() -> None:
+    code = """
+import_everything()
+print(json.dumps([name for name in vram.__all__ if not name.startswith("_") and not callable(getattr(vram, name))]))
+"""
+    constants = [name for name in PUBLIC if not callable(getattr(vram, name))]
+    assert answer(code) == constants

@@ -1,0 +1,49 @@
+"""The wrapper that injects faults keeps the contract itself, with and without capabilities to forward."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("vram.testing.driver")
+
+from vram.driver.host import HostDriver  # noqa: E402
+from vram.spec import HOST, Location  # noqa: E402
+from vram.testing.driver import DriverContract  # noqa: E402
+from vram.testing.faults import FaultyDriver  # noqa: E402
+
+
+class PlainDriver:
+    """The host driver without its capabilities: what a GPU looks like from here."""
+
+    def __init__(self) -> None:
+        self._host = HostDriver()
+        for method in dir(HostDriver):
+            if method.startswith(("address_", "device_", "copy", "fill", "live", "synchronize", "mem_")):
+                setattr(self, method, getattr(self._host, method))
+        del self.mem_map_private, self.mem_seal, self.mem_is_sealed, self.mem_identity
+
+    name = "host"
+
+
+class TestFaultyHostDriver(DriverContract):
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity"})
+
+    @pytest.fixture
+    def driver(self) -> FaultyDriver:
+        return FaultyDriver(HostDriver())
+
+    @pytest.fixture
+    def location(self) -> Location:
+        return HOST
+
+
+class TestFaultyPlainDriver(DriverContract):
+    offers = frozenset()
+
+    @pytest.fixture
+    def driver(self) -> FaultyDriver:
+        return FaultyDriver(PlainDriver())
+
+    @pytest.fixture
+    def location(self) -> Location:
+        return HOST

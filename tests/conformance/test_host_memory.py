@@ -1,0 +1,61 @@
+"""Memory with owners: on the host driver, over a wrapper, and where a driver has no more than it must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region")
+
+from vram.driver.host import HostDriver  # noqa: E402
+from vram.driver.protocol import Driver  # noqa: E402
+from vram.spec import HOST, Location  # noqa: E402
+from vram.testing.faults import FaultyDriver  # noqa: E402
+from vram.testing.memory import MemoryContract  # noqa: E402
+
+
+class TestHostMemory(MemoryContract):
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity"})
+
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return HostDriver()
+
+    @pytest.fixture
+    def location(self) -> Location:
+        return HOST
+
+
+class TestMemoryOverAWrapper(TestHostMemory):
+    """The fault injector with no fault set changes nothing."""
+
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return FaultyDriver(HostDriver())
+
+
+class PlainDriver:
+    """Real memory through a driver that offers no capability: what the house must say then is tested here."""
+
+    name = "host"
+
+    def __init__(self) -> None:
+        self._inner = HostDriver()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(Driver):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+class TestMemoryWithoutCapabilities(MemoryContract):
+    offers: frozenset[str] = frozenset()
+
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return PlainDriver()
+
+    @pytest.fixture
+    def location(self) -> Location:
+        return HOST

@@ -1,0 +1,311 @@
+"""Every operation of ``vram.memory`` with every driver call failing in turn: nothing is left, nothing has changed (I4).
+
+Once and for good; with ordinary errors, lack of memory and interrupts. And releases that fail: said aloud, and what
+could not be taken back is kept together with what it stands on (I1).
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from vram import lifetime
+from vram.driver.host import HostDriver
+from vram.errors import DriverError, OutOfMemoryError, RangeError, ReleaseWarning, UsageError
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
+from vram.spec import HOST, Access
+from vram.testing.faults import UNDO, FaultyDriver
+
+G = 2 << 20
+RW, READ = Access.READ_WRITE, Access.READ
+WORK = frozenset(
+    name
+    for name in dir(FaultyDriver(HostDriver()))
+    if name.startswith(("mem_", "address_", "populate")) and name not in UNDO
+)
+
+
+@dataclass
+class Scene:
+    """What there is before the operation, all of it made without faults."""
+
+    driver: FaultyDriver
+    allocation: PhysicalAllocation
+    reservation: AddressReservation
+    mapping: MemoryMapping
+    region: Region
+    imported: Region
+    exported: int
+    made: list[Any] = field(default_factory=list)
+
+    def keep(self, thing: Any) -> None:
+        self.made.append(thing)
+
+    def more(self) -> list[PhysicalAllocation]:
+        return [self.allocation, self.allocation]
+
+    def state(self) -> object:
+        """Everything that an operation which failed must leave as it was."""
+        here, there = self.region, self.imported
+        fresh = bytearray(4)
+        self.driver.inner.copy_out(memoryview(fresh), here.address)
+        return (
+            self.driver.live(),
+            {handle._id: handle.holders() for handle in lifetime.live()},
+            len(os.listdir("/proc/self/fd")),
+            [(r.nbytes, r.chunks, r.access, r.mapped, r._frozen) for r in (here, there)],
+            [self.driver.inner.mem_get_access(r.address, HOST) for r in (here, there, self.mapping)],
+            bytes(fresh),
+        )
+
+    def close(self) -> None:
+        for thing in [*self.made, self.imported, self.region, self.mapping, self.reservation, self.allocation]:
+            thing.close()
+
+
+@pytest.fixture
+def scene() -> Iterator[Callable[[], Scene]]:
+    scenes: list[Scene] = []
+
+    def make() -> Scene:
+        driver = FaultyDriver(HostDriver())
+        allocation = PhysicalAllocation.create(driver, G, HOST)
+        reservation = AddressReservation.reserve(driver, 4 * G)
+        mapping = MemoryMapping.map(reservation, 0, allocation)
+        region = Region.create(driver, HOST, capacity=16 * G, chunk=G, nbytes=3 * G - 5)
+        driver.copy_in(region.address, memoryview(b"here"))
+        exported = PhysicalAllocation.create(driver, G, HOST)
+        imported = Region.from_allocations(driver, [exported], capacity=8 * G, access=RW)
+        scenes.append(Scene(driver, allocation, reservation, mapping, region, imported, exported.export()))
+        exported.close()
+        return scenes[-1]
+
+    yield make
+    for one in scenes:
+        one.close()
+    take_back_what_is_stuck()
+    for one in scenes:
+        assert one.driver.live() == HostDriver().live()
+
+
+def take_back_what_is_stuck() -> int:
+    """Undo what the faults kept from being undone, in the order that lifetimes prescribe; return how many there were."""
+    count = 0
+    while lifetime._stuck:
+        handle = lifetime._stuck.pop(0)
+        handle._undo()  # type: ignore[misc]
+        handle._state = lifetime._CLOSED
+        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
+        handle._depends = {}
+        lifetime._settle()
+        count += 1
+    return count
+
+
+OPERATIONS: dict[str, Callable[[Scene], object]] = {
+    "create an allocation": lambda s: s.keep(PhysicalAllocation.create(s.driver, 2 * G, HOST)),
+    "import an allocation": lambda s: s.keep(PhysicalAllocation.import_(s.driver, s.exported, G)),
+    "export": lambda s: s.allocation.export(),
+    "identity": lambda s: s.allocation.identity(),
+    "is sealed": lambda s: s.allocation.is_sealed,
+    "seal": lambda s: s.allocation.seal(),
+    "reserve": lambda s: s.keep(AddressReservation.reserve(s.driver, G)),
+    "map": lambda s: s.keep(MemoryMapping.map(s.reservation, G, s.allocation)),
+    "map privately": lambda s: s.keep(MemoryMapping.map(s.reservation, G, s.allocation, private=True)),
+    "set access": lambda s: s.mapping.set_access(READ),
+    "create a region": lambda s: s.keep(Region.create(s.driver, HOST, capacity=8 * G, nbytes=3 * G + 1, chunk=G)),
+    "create and populate": lambda s: s.keep(Region.create(s.driver, HOST, capacity=G, nbytes=1, populate=True)),
+    "grow": lambda s: s.region.grow(6 * G),
+    "resize": lambda s: s.region.resize(3 * G + 1),
+    "shrink": lambda s: s.region.shrink(1),
+    "import a region": lambda s: s.keep(Region.from_allocations(s.driver, s.more(), nbytes=7)),
+    "import privately": lambda s: s.keep(Region.from_allocations(s.driver, s.more(), access=RW, private=True)),
+    "extend": lambda s: s.imported.extend(s.more(), 2 * G + 5),
+    "segments": lambda s: s.region.segments(0, 2 * G),
+    "populate": lambda s: s.region.populate(),
+    "is frozen": lambda s: s.region.is_frozen,
+}
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
+    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
+    "interrupt": lambda: KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
+def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(
+    scene: Callable[[], Scene], operation: str, error: str, forever: bool
+) -> None:
+    calls = 0
+    for nth in itertools.count(1):
+        here = scene()
+        act = OPERATIONS[operation]
+        before = here.state()
+        first: list[BaseException] = []
+
+        def fail(first: list[BaseException] = first) -> BaseException:
+            first.append(ERRORS[error]())
+            return first[-1]
+
+        with here.driver.inject(WORK, nth, fail, forever=forever) as fault:
+            try:
+                act(here)
+            except BaseException as caught:
+                assert caught is first[0]
+                assert not hasattr(caught, "__notes__")
+            else:
+                assert not fault.fired
+        if not fault.fired:
+            break
+        calls += 1
+        gc.collect()
+        assert here.state() == before
+        act(here)  # and now it works
+    assert calls or operation in ("segments", "shrink")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_failure_while_unwinding_becomes_a_note_on_the_first_i4(scene: Callable[[], Scene], operation: str) -> None:
+    """Everything fails from the Nth call on, releases included: the first error is the one raised, and what could not
+    be taken back is kept with all that it stands on."""
+    for nth in itertools.count(1):
+        here = scene()
+        before = here.driver.live()
+        raised: BaseException | None = None
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with here.driver.inject(WORK, nth, forever=True) as fault, here.driver.inject(UNDO, forever=True) as undo:
+                try:
+                    OPERATIONS[operation](here)
+                except DriverError as error:
+                    raised = error
+        if not fault.fired:
+            assert raised is None
+            take_back_what_is_stuck()
+            break
+        assert raised is not None
+        assert fault.fired[0] in str(raised)
+        stuck = lifetime.stuck()
+        assert len(stuck) == len(undo.fired)
+        assert [note for note in getattr(raised, "__notes__", [])] == [
+            f"could not take back {handle.label}: {name} (injected) failed: EIO (5); "
+            f"it stays allocated until the process ends"
+            for handle, name in zip(stuck, undo.fired, strict=True)
+        ]
+        assert not warned
+        now = here.driver.live()
+        assert now.mappings - before.mappings == undo.fired.count("mem_unmap")
+        if "mem_unmap" in undo.fired and "region" in operation:
+            assert now.reservations > before.reservations  # under what is still mapped
+        raised = None
+        assert take_back_what_is_stuck() == len(stuck)
+        assert here.driver.live() == before
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["closed", "forgotten"])
+def test_releases_that_fail_are_reported_and_kept_i1(scene: Callable[[], Scene], forget: bool) -> None:
+    for nth in itertools.count(1):
+        here = scene()
+        region = Region.create(here.driver, HOST, capacity=4 * G, chunk=G, nbytes=3 * G, managed=True)
+        address, before = region.address, here.driver.live()
+        with here.driver.inject(UNDO, nth) as fault:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                if not forget:
+                    region.close()  # never raises (I2)
+                del region
+                gc.collect()
+        if not fault.fired:
+            assert nth == 8  # three unmaps, three releases, one reservation, and then none
+            assert not warned
+            break
+        assert [warning.category for warning in warned] == [ReleaseWarning]
+        assert "stays allocated until the process ends" in str(warned[0].message)
+        (stuck,) = lifetime.stuck()
+        now = here.driver.live()
+        if fault.fired == ("mem_unmap",):  # the chunk, its memory, its addresses; the others are gone
+            assert (before.mappings - now.mappings, before.handles - now.handles) == (2, 2)
+            assert before.reservations == now.reservations
+            found = bytearray(1)
+            here.driver.copy_out(memoryview(found), address + (3 - nth) * G)
+            assert now.nbytes == before.nbytes - 2 * G
+        elif fault.fired == ("mem_release",):
+            assert (before.mappings - now.mappings, before.handles - now.handles) == (3, 2)
+            assert before.reservations - now.reservations == 1
+        else:
+            assert (before.mappings - now.mappings, before.handles - now.handles) == (3, 3)
+            assert before.reservations == now.reservations
+        assert stuck.label in str(warned[0].message)
+        assert take_back_what_is_stuck() == 1
+
+
+def test_nothing_is_mapped_over_a_chunk_that_could_not_be_unmapped(scene: Callable[[], Scene]) -> None:
+    here = scene()
+    region = here.region
+    with here.driver.inject("mem_unmap"), pytest.warns(ReleaseWarning, match="mapping"):
+        region.shrink(2 * G)
+    assert (region.nbytes, region.chunks) == (2 * G, (G, G))
+    before = here.state()
+    with pytest.raises(RangeError, match="could not be unmapped"):
+        region.grow(3 * G)
+    assert here.state() == before
+    assert take_back_what_is_stuck() == 1
+    region.grow(3 * G)
+
+
+def test_a_freeze_that_fails_half_way_goes_on_when_repeated(scene: Callable[[], Scene]) -> None:
+    """Seals cannot be taken back: what is left is read-only as far as it goes, and never half writable."""
+    for nth in itertools.count(1):
+        here = scene()
+        before = here.state()
+        with here.driver.inject("mem_seal", nth) as fault:
+            try:
+                here.region.freeze()
+            except DriverError:
+                assert fault.fired
+        if not fault.fired:
+            break
+        if nth == 1:
+            assert here.state() == before
+        else:
+            assert here.region.access is READ
+            assert not here.region.is_frozen
+            with pytest.raises(UsageError, match="frozen"):
+                here.region.grow(8 * G)
+        here.region.freeze()
+        assert here.region.is_frozen
+    assert nth == 4
+
+
+def test_the_budget_of_driver_calls(scene: Callable[[], Scene]) -> None:
+    """One set_access for each new span, one export for each allocation: these calls are the dear ones on a GPU."""
+    here = scene()
+    here.driver.clear()
+    here.region.grow(8 * G)
+    assert here.driver.count("mem_create") == here.driver.count("mem_map") == 5
+    assert here.driver.count("mem_set_access") == 1
+    here.region.grow(8 * G)
+    here.region.shrink(8 * G - 1)
+    here.region.grow(8 * G)
+    assert here.driver.count() == 5 + 5 + 1
+    for _ in range(3):
+        here.allocation.export()
+        here.allocation.identity()
+    assert here.driver.count("mem_export") == 1
+    here.driver.clear()
+    here.imported.extend([*here.more(), here.allocation], 4 * G)
+    assert here.driver.calls == ("mem_map",) * 3 + ("mem_set_access",)
+    here.driver.clear()
+    here.region.pin(0, G).release()
+    here.region.segments(0, G)
+    assert here.driver.calls == ()

@@ -1,0 +1,151 @@
+"""The checks of tests/architecture catch what they are there for: each bug is planted in a small tree of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.architecture import house
+
+CLEAN = '"""A module."""\n'
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A tree in which there is nothing to find."""
+    for name in ("src/vram/__init__.py", "src/vram/memory/__init__.py", "src/vram/memory/region.py"):
+        write(tmp_path, name, CLEAN)
+    write(tmp_path, "tests/unit/test_all.py", '"""' + " ".join(f"I{n}" for n in range(1, 12)) + '"""\n')
+    section = "### I{n}. A rule\n\nText.\n\nKept by: `memory/region.py`\n\nCited by: `tests/unit/test_all.py`\n"
+    write(tmp_path, "docs/invariants.md", "\n".join(section.format(n=n) for n in range(1, 12)))
+    write(tmp_path, "Makefile", "demo: weights\n\ttrue\nweights:\n\ttrue\n")
+    write(tmp_path, "README.md", "[the rules](docs/invariants.md), [away](https://example.org), `make demo`\n")
+    return tmp_path
+
+
+def write(tree: Path, name: str, text: str) -> None:
+    path = tree / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def change(tree: Path, name: str, old: str, new: str) -> None:
+    path = tree / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_the_clean_tree_passes(tree: Path) -> None:
+    checks = (
+        house.vague_names,
+        house.undocumented,
+        house.endings,
+        house.unkept,
+        house.broken_links,
+        house.unknown_verbs,
+    )
+    assert [check(tree) for check in checks] == [[]] * len(checks)
+    assert house.too_long(tree, {}) == []
+
+
+@pytest.mark.parametrize("name", ["vram/utils.py", "vram/memory/types.py", "vram/common/__init__.py"])
+def test_a_vague_name_is_caught(tree: Path, name: str) -> None:
+    write(tree, f"src/{name}", CLEAN)
+    assert house.vague_names(tree) == [name]
+
+
+def test_a_long_module_is_caught_until_it_has_a_reason(tree: Path) -> None:
+    write(tree, "src/vram/memory/region.py", CLEAN + "x = 1\n" * 400)
+    assert len(house.too_long(tree, {})) == 1
+    assert len(house.too_long(tree, {"vram/memory/region.py": " "})) == 1
+    assert house.too_long(tree, {"vram/memory/region.py": "one algorithm"}) == []
+
+
+def test_a_reason_that_outlived_its_module_is_caught(tree: Path) -> None:
+    assert len(house.too_long(tree, {"vram/memory/region.py": "one algorithm"})) == 1
+    assert len(house.too_long(tree, {"vram/memory/gone.py": "one algorithm"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("x = 1\n", ["the module"]),
+        (CLEAN + "def grow(): ...\n", ["grow()"]),
+        (CLEAN + "async def grow(): ...\n", ["grow()"]),
+        (CLEAN + "class Region: ...\n", ["class Region"]),
+        (CLEAN + 'class Region:\n    """It."""\n    def grow(self): ...\n', ["Region.grow()"]),
+        (CLEAN + 'class Region:\n    """It."""\n    @property\n    def size(self): ...\n', ["Region.size()"]),
+        (CLEAN + 'class Region:\n    """It."""\n    def __len__(self): ...\n    def _grow(self): ...\n', []),
+        (CLEAN + "def test_something(): ...\ndef _grow(): ...\nclass _Hidden:\n    def grow(self): ...\n", []),
+    ],
+)
+def test_a_missing_docstring_is_caught(tree: Path, code: str, found: list[str]) -> None:
+    write(tree, "src/vram/memory/region.py", code)
+    assert [line.rpartition(": ")[2] for line in house.undocumented(tree)] == found
+
+
+def test_a_driver_may_leave_its_words_to_the_contract(tree: Path) -> None:
+    promise = 'class Driver:\n    """It."""\n    def mem_map(self):\n        """Map."""\n'
+    write(tree, "src/vram/driver/protocol.py", CLEAN + promise)
+    write(tree, "src/vram/driver/__init__.py", CLEAN)
+    kept = 'class HostDriver:\n    """It."""\n    def mem_map(self): ...\n    def more(self): ...\n'
+    write(tree, "src/vram/driver/host.py", CLEAN + kept)
+    assert [line.rpartition(": ")[2] for line in house.undocumented(tree)] == ["HostDriver.more()"]
+
+
+@pytest.mark.parametrize(
+    "line", ["assert x", "sys.exit(1)", "os._exit(1)", "os.abort()", "os.kill(1, 9)", "raise SystemExit(2)", "exit()"]
+)
+def test_an_end_of_the_process_is_caught(tree: Path, line: str) -> None:
+    """I11, and only where users are: the command line may exit, the suites may assert."""
+    body = CLEAN + f"def f(x):\n    {line}\n"
+    write(tree, "src/vram/memory/region.py", body)
+    write(tree, "src/vram/cli/__init__.py", body)
+    write(tree, "src/vram/testing/ledger.py", body)
+    assert len(house.endings(tree)) == 1
+
+
+def test_an_invariant_that_no_test_cites_is_caught(tree: Path) -> None:
+    change(tree, "tests/unit/test_all.py", "I7", "I77")
+    assert house.unkept(tree) == ["I7: no test cites it", "I7: tests/unit/test_all.py does not cite it"]
+
+
+def test_a_citation_in_a_test_name_counts(tree: Path) -> None:
+    change(tree, "tests/unit/test_all.py", "I7", "")
+    write(tree, "tests/unit/test_fork.py", "def test_i7_handles_are_inert_after_fork(): ...\n")
+    change(
+        tree,
+        "docs/invariants.md",
+        "### I7. A rule\n\nText.\n\nKept by: `memory/region.py`\n\nCited by: ",
+        "### I7. A rule\n\nKept by: `memory/region.py`\n\nCited by: `tests/unit/test_fork.py` instead of ",
+    )
+    assert house.unkept(tree) == ["I7: tests/unit/test_all.py does not cite it"]
+
+
+def test_an_invariant_that_is_not_written_down_is_caught(tree: Path) -> None:
+    change(tree, "docs/invariants.md", "### I4.", "### About 4.")
+    assert "I4: not in docs/invariants.md" in house.unkept(tree)
+
+
+def test_an_invariant_that_nobody_keeps_is_caught(tree: Path) -> None:
+    change(
+        tree, "docs/invariants.md", "### I4. A rule\n\nText.\n\nKept by: `memory/region.py`", "### I4. A rule\n\nText."
+    )
+    assert house.unkept(tree) == ["I4: no 'Kept by' line"]
+    change(
+        tree,
+        "docs/invariants.md",
+        "### I5. A rule\n\nText.\n\nKept by: `memory/region.py`",
+        "### I5.\n\nKept by: `gone.py`",
+    )
+    assert "I5: kept by gone.py, which does not exist" in house.unkept(tree)
+
+
+def test_a_link_to_nowhere_is_caught(tree: Path) -> None:
+    change(tree, "README.md", "docs/invariants.md", "docs/gone.md")
+    assert house.broken_links(tree) == ["README.md: docs/gone.md"]
+
+
+def test_a_verb_that_make_lacks_is_caught(tree: Path) -> None:
+    change(tree, "README.md", "`make demo`", "`make coffee`")
+    assert house.unknown_verbs(tree) == ["README.md: make coffee"]
