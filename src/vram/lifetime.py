@@ -8,10 +8,16 @@ returned do the claims on the dependencies go (invariant I1).
 Why not ``weakref.finalize`` or ``__del__`` per object: in a collected cycle Python finalizes in an order of its own.
 Here finalizers only append to a queue; counts decide the order.
 
-Concurrency, in one paragraph. ``_lock`` guards counts and states, for a few dictionary operations at a time; it is
-never held while an undo or any other foreign code runs. Finalizers never wait for it: they append to ``_released``
-and *try* the lock; whoever holds it looks at the queue again after letting go, so nothing appended is forgotten
-(invariant I3).
+Concurrency, in three paragraphs. ``_lock`` guards counts and states, for a few dictionary operations at a time; it is
+never held while an undo runs. Finalizers never wait for it: they append to ``_released`` and *try* the lock; whoever
+holds it looks at the queue again after letting go, so nothing appended is forgotten (invariant I3).
+
+The collector runs anybody's finalizers at almost any line, also while this very thread holds the lock, and such a
+finalizer may claim and close things like everybody else. So the lock is reentrant; a claim that comes in the middle of
+a guarded section does no harm there, and the queue is worked off only outside of all sections.
+
+An interrupt (Ctrl-C) is raised at almost any line, too. Sections are ``with`` blocks, which it cannot leave locked;
+:func:`_settle` says how it tries the lock. An interrupt may cost a leak, never a wrong order or a lock held for ever.
 """
 
 from __future__ import annotations
@@ -20,12 +26,12 @@ import atexit
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace, TracebackType
+from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Claim", "FileDescriptor", "Handle", "Owned", "live", "own", "stuck", "unwinding"]
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
 _live: dict[int, Handle] = {}
 _stuck: list[Handle] = []
@@ -97,36 +103,36 @@ class Handle:
             If there is nothing left to hold on to.
         """
         serial = next(_serials)
-        _lock.acquire()
         try:
-            self.check()
-            self._claims[serial] = (holder, tag)
+            with _lock:
+                self.check()
+                self._claims[serial] = (holder, tag)
         finally:
-            _unlock()
+            _settle()
         return Claim(self, serial)
 
     def depend(self, other: Handle) -> None:
         """Keep `other` until this handle's undo has returned (or :meth:`forgo`)."""
         serial = next(_serials)
-        _lock.acquire()
         try:
-            other.check()
-            self.check()
-            other._claims[serial] = (self.label, None)
-            self._depends[serial] = other
+            with _lock:
+                other.check()
+                self.check()
+                other._claims[serial] = (self.label, None)
+                self._depends[serial] = other
         finally:
-            _unlock()
+            _settle()
 
     def forgo(self, other: Handle) -> None:
         """Give up the newest claim that this handle has on `other`."""
-        _lock.acquire()
         try:
-            serial = next((s for s, h in reversed(self._depends.items()) if h is other), None)
-            if serial is not None:
-                del self._depends[serial]
-                _released.append((other, serial))
+            with _lock:
+                serial = next((s for s, h in reversed(tuple(self._depends.items())) if h is other), None)
+                if serial is not None:
+                    del self._depends[serial]
+                    _released.append((other, serial))
         finally:
-            _unlock()
+            _settle()
 
     def holders(self) -> tuple[str, ...]:
         """Return the labels of all claims, oldest first."""
@@ -193,18 +199,20 @@ class Claim:
         if serial <= 0:
             return
         if strict and self.handle._generation == _generation:
-            _settle()  # claims whose release is only queued are no reason to refuse
-            _lock.acquire()
             try:
-                others = tuple(who for s, (who, _) in self.handle._claims.items() if s != serial)
-                if others:
-                    raise BusyError(f"{self.handle.label} is still in use", others)
-                self._serial = 0
-                _released.append((self.handle, serial))
+                with _lock:
+                    # Claims whose release is only queued are no reason to refuse.
+                    queued = {s for handle, s in tuple(_released) if handle is self.handle}
+                    claims = tuple(self.handle._claims.items())
+                    others = tuple(who for s, (who, _) in claims if s != serial and s not in queued)
+                    if others:
+                        raise BusyError(f"{self.handle.label} is still in use", others)
+                    self._serial = _RELEASED
+                    _released.append((self.handle, serial))
             finally:
-                _unlock()
+                _settle()
             return
-        self._serial = 0
+        self._serial = _RELEASED
         _released.append((self.handle, serial))
         _settle()
 
@@ -358,14 +366,13 @@ class FileDescriptor(Owned):
     """A file descriptor with one owner at any time (invariant I9): :meth:`adopt` takes, ``fileno`` lends,
     :meth:`detach` gives away."""
 
-    __slots__ = ("_fd", "_given")
+    __slots__ = ("_fds",)
 
     _warn_on_leak = False  # closing one late is harmless; the ledger still sees it
 
     def __init__(self, fd: int, label: str) -> None:
-        self._fd = fd
-        self._given = False
-        self._claim = own(label, self._close)
+        self._fds = [fd]  # what is in here gets closed
+        self._claim = own(label, partial(_close_all, self._fds))  # a method of ours would keep this object alive
 
     @classmethod
     def adopt(cls, fd: int, label: str = "") -> FileDescriptor:
@@ -381,49 +388,58 @@ class FileDescriptor(Owned):
             If it is not.
         """
         self.handle  # noqa: B018
-        return self._fd
+        return self._fds[0]
 
     def detach(self) -> int:
-        """Give the descriptor away: the caller closes it; this object is closed and closes nothing."""
+        """Give the descriptor away: the caller closes it; this object is closed and closes nothing.
+
+        Raises
+        ------
+        BusyError
+            If something else depends on the descriptor staying open.
+        """
         fd = self.fileno()
-        self._given = True
-        self._claim.release()
+        self._fds.clear()
+        try:
+            self._claim.release(strict=True)
+        except BusyError:
+            self._fds.append(fd)
+            raise
         return fd
 
-    def _close(self) -> None:
-        if not self._given:
-            os.close(self._fd)
 
-
-def _unlock() -> None:
-    _lock.release()
-    if _released:
-        _settle()
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def _settle() -> None:
     """Work off the queue of released claims. Never waits: whoever holds the lock will look at the queue again."""
-    while _released:
-        if not _lock.acquire(blocking=False):
-            return
-        due = []
+    while _released and not _lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        due: Handle | None = None
+        held: list[bool] = []
         try:
-            while _released:
-                handle, serial = _released.popleft()
+            # Take the lock and remember it in one call: an interrupt comes between calls, and the lock would stay.
+            held.extend(filter(None, map(_lock.acquire, (False,))))
+            if not held:
+                return
+            while _released and due is None:
+                handle, serial = _released[0]
                 handle._claims.pop(serial, None)
                 if not handle._claims and handle._state == _OPEN:
                     handle._state = _CLOSING
-                    due.append(handle)
+                    due = handle
+                _released.popleft()
+        except BaseException:
+            if due is not None:  # an interrupt: it is still owed its undo
+                due._state = _OPEN
+                _released.append((due, 0))
+            raise
         finally:
-            _lock.release()
-        while due:
-            try:
-                due.pop(0)._finish()
-            except BaseException:  # an interrupt: the others are still owed their undo
-                for handle in due:
-                    handle._state = _OPEN
-                    _released.append((handle, 0))
-                raise
+            if held:
+                _lock.release()
+        if due is not None:
+            due._finish()
 
 
 def _report(message: str, category: type[Warning] = ReleaseWarning) -> None:
@@ -434,10 +450,21 @@ def _report(message: str, category: type[Warning] = ReleaseWarning) -> None:
         return
     try:
         warnings.warn(message, category, stacklevel=4)
-    except Warning as warning:
-        sys.unraisablehook(
-            SimpleNamespace(exc_type=type(warning), exc_value=warning, exc_traceback=None, err_msg=message, object=None)
-        )
+    except Exception as problem:  # noqa: BLE001  (the warning itself, or what a replaced showwarning raised)
+        _Unraisable(problem)
+
+
+class _Unraisable:
+    """Hand an exception to ``sys.unraisablehook``, whose argument only the interpreter can make: by raising it in a
+    finalizer."""
+
+    __slots__ = ("_problem",)
+
+    def __init__(self, problem: Exception) -> None:
+        self._problem = problem
+
+    def __del__(self) -> None:
+        raise self._problem
 
 
 def _after_fork_in_child() -> None:
@@ -445,7 +472,7 @@ def _after_fork_in_child() -> None:
     that does not exist here."""
     global _generation, _lock
     _generation += 1
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _released.clear()
     _live.clear()
     _stuck.clear()
@@ -455,10 +482,11 @@ def _at_exit() -> None:
     """Take back only what the kernel will not (I8)."""
     global _exiting
     _settle()
-    for handle in tuple(_live.values()):
+    for handle in reversed(tuple(_live.values())):  # what was made later may stand on what was made before
         if handle._at_exit and handle._undo is not None:
+            undo, handle._undo = handle._undo, None
             with contextlib.suppress(Exception):
-                handle._undo()
+                undo()
     _exiting = True
 
 

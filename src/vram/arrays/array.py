@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,22 +14,17 @@ from ..errors import AccessDeniedError, BusyError, CapacityError, ClosedError, R
 from ..lifetime import unwinding
 from ..memory import Pin, Region
 from ..spec import Access, Location, format_size
-from . import views
-from .dtypes import as_dtype, carrier, is_plain
-from .views import Home, NDArray
+from .dtypes import as_dtype
+from .protocols import Viewable
+from .shapes import as_length, as_shape, capacity_rows, nbytes_of
+from .views import Home, NDArray, buffer, let_go
 
 if TYPE_CHECKING:
     from types import EllipsisType, TracebackType
     from typing import Self
 
-    import torch
 
-__all__ = ["Array", "as_shape"]
-
-Buffer: TypeAlias = memoryview  # which in the class is a method
-
-_MAX_NDIM = 32  # numpy 1's; version 2 allows 64
-_MAX_BYTES = 2**63 - 1
+__all__ = ["Array"]
 
 
 class Reducer(Protocol):
@@ -40,7 +34,7 @@ class Reducer(Protocol):
         """Return what pickle should store, or None if the array is not what was published any more."""
 
 
-class Array:
+class Array(Viewable):
     """A C-contiguous array on the memory of a region: elements of one type, at an address that never changes.
 
     Made by :func:`vram.empty` and its like, by attaching, or by slicing. It computes nothing itself: :meth:`numpy`
@@ -103,13 +97,13 @@ class Array:
         self._home = None  # so that an array whose construction failed owns nothing
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
-        nbytes = _nbytes(lengths, kind)
+        nbytes = nbytes_of(lengths, kind)
         if owns_growth and not lengths:
             raise UsageError("an array without dimensions has no rows to grow by")
         self._dtype = kind
         self._shape = lengths
         self._offset = operator.index(offset)
-        self._row_nbytes = _nbytes(lengths[1:], kind)
+        self._row_nbytes = nbytes_of(lengths[1:], kind)
         self._size_lock = threading.RLock() if owns_growth else None  # never taken by a finalizer
         self.provenance = provenance
         # The array that owns the region pins nothing: it must be able to shrink below itself.
@@ -170,12 +164,12 @@ class Array:
         """
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
-        rows = _capacity(capacity, lengths)
+        rows = capacity_rows(capacity, lengths)
         region = Region.create(
             driver,
             location,
-            capacity=max(_nbytes((rows, *lengths[1:]), kind), 1),
-            nbytes=_nbytes(lengths, kind),
+            capacity=max(nbytes_of((rows, *lengths[1:]), kind), 1),
+            nbytes=nbytes_of(lengths, kind),
             chunk=chunk,
             populate=populate,
             managed=True,
@@ -186,7 +180,7 @@ class Array:
             with unwinding(error):
                 region.close()
             raise
-        views.let_go(region)
+        let_go(region)
         return array
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -303,7 +297,7 @@ class Array:
         if lock is None:
             what = "no dimension to resize" if not self._shape else "memory of others: resize the array that made it"
             raise UsageError(f"this array has {what}, or copy it into one of your own (vram.asarray)")
-        count = _length(rows, "rows")
+        count = as_length(rows, "rows")
         if count > self._capacity:
             raise CapacityError(
                 f"cannot resize to {count} rows: the capacity is {self._capacity}, fixed at creation. Make an array "
@@ -325,10 +319,10 @@ class Array:
     def _set_rows(self, rows: int) -> None:
         """Show more rows of a region that its owner grew; called by :mod:`vram.exchange` after ``region.extend``."""
         home, pin = self._here(), self._pin
-        shape = (_length(rows, "rows"), *self._shape[1:])
+        shape = (as_length(rows, "rows"), *self._shape[1:])
         if pin is None or not self._shape:
             raise UsageError("only an array on the memory of others follows its owner")
-        self._pin = home.region.pin(self._offset, self._offset + _nbytes(shape, self._dtype), "array")
+        self._pin = home.region.pin(self._offset, self._offset + nbytes_of(shape, self._dtype), "array")
         self._shape = shape
         self._capacity = max(self._capacity, rows)
         pin.release()
@@ -337,115 +331,7 @@ class Array:
         """Make numpy refuse to write through the views it was given; called after ``region.freeze``."""
         self._here().freeze_views()
 
-    # -- views --------------------------------------------------------------------------------------------------
-    def numpy(self, *, full: bool = False) -> NDArray:
-        """Return a numpy array over the same memory.
-
-        It keeps the memory alive, as does everything derived from it. What is read-only here is read-only there.
-
-        Parameters
-        ----------
-        full : bool
-            Show the whole capacity instead of the rows there are, so that growth needs no new view. Rows that have
-            no memory behind them kill the process when touched (SIGSEGV). As long as it lives the array can grow but
-            not shrink.
-
-        Raises
-        ------
-        UnsupportedError
-            If the CPU cannot address the memory.
-        ClosedError
-            If the array was closed.
-        """
-        return self._view("numpy view", self._dtype, full)
-
-    def torch(self, *, full: bool = False) -> torch.Tensor:
-        """Return a torch tensor over the same memory, which it keeps alive.
-
-        torch has no read-only tensors: writing to one over read-only memory kills the process (SIGSEGV). Attach with
-        ``access="cow"`` for what works in place.
-
-        Parameters
-        ----------
-        full : bool
-            Show the whole capacity, as :meth:`numpy` does.
-
-        Raises
-        ------
-        UnsupportedError
-            If torch is not installed, or has no such element type.
-        """
-        from .torch import tensor
-
-        return tensor(self, full=full)
-
-    def memoryview(self) -> Buffer:
-        """Return a memoryview of the same shape over the same memory, which it keeps alive.
-
-        Element types that the buffer protocol has no letter for (bfloat16, dates) show as unsigned integers of the
-        same size.
-        """
-        try:
-            return views.buffer(self._view("memoryview", self._dtype))
-        except ValueError:
-            return views.buffer(self._view("memoryview", carrier(self._dtype)))
-
-    def __buffer__(self, flags: int, /) -> Buffer:
-        """The buffer protocol, from Python 3.12 on."""
-        try:
-            return views.buffer(self._view("buffer", self._dtype))
-        except ValueError as error:  # numpy, asked for its own array, then goes on to __array__
-            raise BufferError(f"the buffer protocol has no letter for {self._dtype}; use .memoryview()") from error
-
-    @property
-    def __array_interface__(self) -> dict[str, object]:
-        """numpy's array interface.
-
-        The memory is given as a buffer that keeps it, not as an address: a consumer holds on to what it was given,
-        and this array may be closed before it is done.
-        """
-        if not is_plain(self._dtype):
-            raise AttributeError(f"the array interface has no word for {self._dtype}")  # numpy goes on to __array__
-        data = views.buffer(self._view("array interface", carrier(self._dtype)))
-        return {"version": 3, "data": data, "shape": self._shape, "typestr": self._dtype.str}
-
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray:
-        view = self.numpy()
-        if dtype is not None and np.dtype(dtype) != view.dtype:  # type: ignore[call-overload]
-            if copy is False:
-                raise UsageError(f"converting {view.dtype} to {dtype} takes a copy, and copy=False forbids it")
-            return view.astype(dtype)  # type: ignore[call-overload, no-any-return]
-        return view.copy() if copy else view
-
-    def __dlpack__(
-        self,
-        *,
-        stream: object = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        """Return an owning DLPack capsule, versioned if `max_version` says that the consumer knows it.
-
-        Raises
-        ------
-        BufferError
-            For another device, for element types without a word in DLPack, and for read-only memory to a consumer of
-            the old form, which cannot be told.
-        """
-        if stream is not None:
-            raise BufferError("memory of the host has no streams: stream must be None")
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"cannot export to device {tuple(dl_device)}; this memory is on (1, 0), the CPU")
-        view = self._view("DLPack capsule", views.shown_as(self._dtype))
-        return views.capsule(view, self._dtype, max_version=max_version, copy=copy)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """Return DLPack's (device type, device id)."""
-        if not self._here().addressable:
-            raise BufferError(f"memory on {self.device} is not exported by DLPack")
-        return (1, 0)
-
+    # -- views, which protocols.py gives out ---------------------------------------------------------------------
     def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False) -> NDArray:
         """Return a root view with a pin of its own. `dtype` has the array's item size."""
         home, pin, shape, start = self._home or self._here(), self._pin, self._shape, self._offset
@@ -485,11 +371,11 @@ class Array:
 
     def _part(self, offset: int, shape: tuple[int, ...]) -> Array:
         home, pin = self._here(), self._pin
-        stop = offset + _nbytes(shape, self._dtype)
+        stop = offset + nbytes_of(shape, self._dtype)
         array = Array.__new__(Array)
         array._home = None
         array._dtype, array._shape, array._offset = self._dtype, shape, offset
-        array._row_nbytes = _nbytes(shape[1:], self._dtype)
+        array._row_nbytes = nbytes_of(shape[1:], self._dtype)
         array._capacity = shape[0] if shape else 1
         array._size_lock, array.provenance = None, self.provenance
         # From this array's own pin, which works after the region object was closed, too.
@@ -520,7 +406,7 @@ class Array:
         made = np.empty(shape, self._dtype)
         if made.nbytes:
             kept = home.region.pin(self._offset, self._offset + made.nbytes, "copy")
-            flat = views.buffer(made.reshape(-1).view(np.uint8))
+            flat = buffer(made.reshape(-1).view(np.uint8))
             home.region.driver.copy_out(flat, home.region.address + self._offset)
             kept.release()
         return made
@@ -599,68 +485,8 @@ class Array:
         return made
 
 
-def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple of lengths.
-
-    Raises
-    ------
-    UsageError
-        If it is not an int or a sequence of ints that are not negative.
-    """
-    try:
-        lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
-    except TypeError:
-        lengths = (shape,)
-    if len(lengths) > _MAX_NDIM:
-        raise UsageError(f"shape has {len(lengths)} dimensions; at most {_MAX_NDIM} are possible")
-    return tuple(_length(length, "shape") for length in lengths)
-
-
-def _length(value: object, what: str) -> int:
-    if type(value) is int and value >= 0:
-        return value
-    try:
-        length = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{what} must be made of ints, not {value!r}") from None
-    if length < 0 or isinstance(value, (bool, np.bool_)):
-        raise UsageError(f"{what} must be made of ints that are not negative, not {value!r}")
-    return length
-
-
-def _capacity(capacity: int | Sequence[int] | None, shape: tuple[int, ...]) -> int:
-    """Return the capacity in rows."""
-    rows = shape[0] if shape else 1
-    if capacity is None:
-        return rows
-    if not shape:
-        raise UsageError("an array without dimensions cannot grow: leave capacity out")
-    asked = as_shape(capacity)
-    if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):
-        raise UsageError(
-            f"capacity {asked} differs from shape {shape} in more than the first dimension; only that one grows: "
-            f"write {(max(asked[0] if asked else 0, rows), *shape[1:])}"
-        )
-    if asked[0] < rows:
-        raise CapacityError(f"capacity of {asked[0]} rows is less than the {rows} of the shape")
-    return asked[0]
-
-
-def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    nbytes = dtype.itemsize
-    for length in shape:
-        nbytes *= length
-    if nbytes > _MAX_BYTES:
-        raise RangeError(f"shape {shape} of {dtype} is {nbytes} bytes; addresses end at {_MAX_BYTES}")
-    return nbytes
-
-
 def _no_such_part(key: object) -> UsageError:
     return UsageError(
         f"[{key!r}] is not a row or a run of rows without steps; for anything else use .numpy()[...], which copies "
         f"nothing either"
     )
-
-
-if sys.version_info < (3, 12):
-    del Array.__buffer__  # the interpreter would not look at it

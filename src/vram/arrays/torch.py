@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import UnsupportedError, UsageError
-from . import views
+from .dlpack import capsule
 from .dtypes import as_dtype, from_torch_dtype, is_plain
+from .views import NDArray, claimed_writable
 
 if TYPE_CHECKING:
     import torch
-
-    from .array import Array
 
 __all__ = ["array_of", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
 
@@ -23,15 +23,21 @@ __all__ = ["array_of", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtyp
 _CARRIER = {1: "int8", 2: "int16", 4: "int32"}
 
 
-def tensor(array: Array, *, full: bool = False) -> torch.Tensor:
-    """Return a tensor over an array's memory, which it keeps alive. See :meth:`Array.torch`."""
+def tensor(
+    view: Callable[[str, np.dtype[Any], bool], NDArray], dtype: np.dtype[Any], *, full: bool = False
+) -> torch.Tensor:
+    """Return a tensor over an array's memory, which it keeps alive. See :meth:`Array.torch`.
+
+    Parameters
+    ----------
+    view : callable
+        Makes a numpy view of the array for (holder, dtype, full).
+    """
     torch = _import()
-    dtype = array.dtype
     wanted = to_torch_dtype(dtype)
     shown = dtype if is_plain(dtype) else np.dtype(_CARRIER[dtype.itemsize])
-    view = array._view("torch tensor", shown, full)
     # torch knows no read-only memory, and its older releases refuse a capsule that says so: this one does not.
-    made = torch.utils.dlpack.from_dlpack(views.capsule(views.claimed_writable(view), shown))
+    made = torch.utils.dlpack.from_dlpack(capsule(claimed_writable(view("torch tensor", shown, full)), shown))
     return made if made.dtype == wanted else made.view(wanted)
 
 
@@ -59,7 +65,7 @@ def is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def array_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+def array_of(tensor: torch.Tensor) -> NDArray:
     """Return a numpy view of a tensor's memory, which it keeps alive, in `ml_dtypes`' types where numpy has none.
 
     Raises
@@ -76,7 +82,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not is_plain(dtype):
         plain = plain.view(getattr(torch, _CARRIER[dtype.itemsize]))
-    shown: np.ndarray[Any, np.dtype[Any]] = plain.numpy()
+    shown: NDArray = plain.numpy()
     return shown if shown.dtype == dtype else shown.view(as_dtype(dtype))
 
 

@@ -13,26 +13,27 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 
 from ..driver.protocol import Driver
 from ..errors import AccessDeniedError, NotFoundError, RangeError, UsageError
 from ..lifetime import unwinding
 from ..memory import Region
-from ..spec import Access, HandleKind, Location, round_up
+from ..spec import Access, Location, round_up
 from .array import Array
 from .dtypes import dtype_of
-from .views import Home, let_go
+from .stream import changed, copy_file
+from .views import let_go
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["TensorPlan", "WeightsPlan", "load", "plan"]
 
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit
 _ALIGNMENT = 64  # bytes, of what has to be moved
-_STEP = 64 << 20  # bytes between two chances for a signal handler to run
-_BOUNCE = 16 << 20
 
 _DTYPES = {
     "BOOL": "bool",
@@ -167,15 +168,16 @@ def load(
     with _opened(name) as fd:
         what = path if isinstance(path, WeightsPlan) else _plan(name, fd)
         _check_unchanged(what, fd)
-        home = _region_for(what, driver, location) if region is None else region
+        home = region
+        if home is None:
+            home = Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
         try:
             if home.nbytes < what.nbytes:
                 raise RangeError(f"{name!r} takes {what.nbytes} bytes; the region has {home.nbytes}: grow it first")
             if home.access is not Access.READ_WRITE:
                 raise AccessDeniedError(f"weights cannot be loaded into {home!r}: it is read-only")
-            with contextlib.closing(_Pinned(home, what.nbytes)):
-                for start, offset, nbytes in what.runs:
-                    _copy(what, fd, start, home, offset, nbytes)
+            for start, offset, nbytes in what.runs:
+                copy_file(fd, name, start, home, offset, nbytes)
             _check_unchanged(what, fd)
             arrays = {
                 key: Array(home, tensor.dtype, tensor.shape, offset=tensor.offset)
@@ -210,7 +212,7 @@ def _plan(path: str, fd: int) -> WeightsPlan:
         )
     header = os.pread(fd, length, 8)
     if len(header) < length:
-        raise _changed(path)
+        raise changed(path)
     tensors, meta = _parse(path, header)
     entries = sorted(tensors.items(), key=lambda item: item[1].data_offsets)
     _check_offsets(path, entries, 8 + length, size)
@@ -315,90 +317,6 @@ def _lay_out(
     return placed, tuple(runs), max((t.offset + t.nbytes for t in placed.values()), default=0)
 
 
-# -- the bytes --------------------------------------------------------------------------------------------------
-class _Pinned:
-    """Keeps a span of a region from being unmapped while it is written."""
-
-    def __init__(self, region: Region, nbytes: int) -> None:
-        self._pin = region.pin(0, nbytes, "loading weights")
-
-    def close(self) -> None:
-        self._pin.release()
-
-
-def _region_for(what: WeightsPlan, driver: Driver, location: Location | str) -> Region:
-    return Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
-
-
-def _copy(what: WeightsPlan, fd: int, start: int, region: Region, offset: int, nbytes: int) -> None:
-    """Copy `nbytes` of the file from `start` on to the region from `offset` on."""
-    if not Home.of(region).addressable:
-        _copy_bounced(what, fd, start, region, offset, nbytes)
-        return
-    if region.is_private:  # what is written to the descriptors would not be seen here
-        _copy_mapped(what, fd, start, region, offset, nbytes)
-        return
-    allocations, inside = region.segments(offset, offset + nbytes)
-    for allocation in allocations:
-        count = min(allocation.nbytes - inside, nbytes)
-        with allocation:
-            into = _reopened(allocation.export()) if HandleKind.POSIX_FD in allocation.handle_kinds else None
-        if into is None:
-            _copy_mapped(what, fd, start, region, offset, count)
-        else:
-            try:
-                _send(what, fd, start, into, inside, count)
-            finally:
-                os.close(into)
-        start, offset, nbytes, inside = start + count, offset + count, nbytes - count, 0
-
-
-def _send(what: WeightsPlan, fd: int, start: int, into: int, at: int, nbytes: int) -> None:
-    """Within the kernel, which is faster than through a mapping: fresh pages are filled without being zeroed first."""
-    os.lseek(into, at, os.SEEK_SET)
-    while nbytes:
-        count = os.sendfile(into, fd, start, min(nbytes, _STEP))
-        if not count:
-            raise _changed(what.path)
-        start += count
-        nbytes -= count
-
-
-def _copy_mapped(what: WeightsPlan, fd: int, start: int, region: Region, offset: int, nbytes: int) -> None:
-    driver: Any = region.driver
-    with driver.buffer(region.address + offset, nbytes, readonly=False) as buffer:
-        _read_into(what, fd, start, buffer)
-
-
-def _copy_bounced(what: WeightsPlan, fd: int, start: int, region: Region, offset: int, nbytes: int) -> None:
-    with memoryview(bytearray(min(_BOUNCE, nbytes))) as bounce:
-        for done in range(0, nbytes, _BOUNCE):
-            with bounce[: min(_BOUNCE, nbytes - done)] as part:
-                _read_into(what, fd, start + done, part)
-                region.driver.copy_in(region.address + offset + done, part)
-
-
-def _read_into(what: WeightsPlan, fd: int, start: int, buffer: memoryview) -> None:
-    done = 0
-    while done < buffer.nbytes:
-        with buffer[done : done + _STEP] as part:
-            count = os.preadv(fd, [part], start + done)
-        if not count:
-            raise _changed(what.path)
-        done += count
-
-
-def _reopened(fd: int) -> int | None:
-    """Return a descriptor of the same memory with a position of its own; None where that cannot be had.
-
-    A duplicate would share the position with whoever else holds the memory, in other processes too.
-    """
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
 # -- the file ---------------------------------------------------------------------------------------------------
 def _path(path: str | os.PathLike[str]) -> str:
     try:
@@ -439,8 +357,4 @@ def _stamp(fd: int) -> tuple[int, ...]:
 
 def _check_unchanged(what: WeightsPlan, fd: int) -> None:
     if _stamp(fd) != what.stamp:
-        raise _changed(what.path)
-
-
-def _changed(path: str) -> UsageError:
-    return UsageError(f"{path!r} changed while it was read; try again when nobody writes to it")
+        raise changed(what.path)

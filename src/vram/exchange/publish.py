@@ -43,14 +43,15 @@ class Published:
     ----------
     name, version : str, int
         What to attach.
-    nbytes : int
-        Bytes of all arrays.
+    arrays, nbytes : int
+        How many arrays, and the bytes of all of them.
     copied : dict of str to str
         The arrays that were copied, and why each could not be shared as it was. Empty means zero copy.
     """
 
     name: str
     version: int
+    arrays: int
     nbytes: int
     copied: dict[str, str] = field(default_factory=dict)
 
@@ -146,7 +147,7 @@ def publish(
     plan.mark(client.path, name, version, writable)
     if sources is not None:
         plan.consume(sources)
-    return Published(name, version, plan.nbytes, {item.name: item.reason for item in plan.packed if item.nbytes})
+    return Published(name, version, len(plan.items), plan.nbytes, {item.name: item.reason for item in plan.packed if item.nbytes})
 
 
 @dataclass(slots=True)

@@ -17,9 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m vram.keeper", description="Keep shared memory alive when its maker is gone."
     )
-    parser.add_argument(
-        "--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, else this user's path)"
-    )
+    parser.add_argument("--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, or this user's)")
     parser.add_argument("--mode", default="0600", help="permissions of the socket, octal: who may connect may attach")
     parser.add_argument("--group", help="group of the socket")
     parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"')

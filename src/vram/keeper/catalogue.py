@@ -92,8 +92,8 @@ class Catalogue:
     waiters it wakes and the leases it ends. Times are seconds on a clock of the caller's that never goes back.
     """
 
-    def __init__(self, quotas: Quotas = Quotas(), *, keeper_uid: int = 0, nobody: int = 65_534) -> None:
-        self.accounts = Accounts(quotas, keeper_uid)
+    def __init__(self, quotas: Quotas | None = None, *, keeper_uid: int = 0, nobody: int = 65_534) -> None:
+        self.accounts = Accounts(quotas or Quotas(), keeper_uid)
         self.nobody = nobody
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
@@ -578,7 +578,8 @@ class Catalogue:
         current = self._current(name)
         if current is not None and current.owner != session.uid:
             raise AccessDeniedError(
-                f"{name!r} belongs to uid {current.owner}; uid {session.uid} may not publish under it. Take another name"
+                f"{name!r} belongs to uid {current.owner}; uid {session.uid} may not publish under it; "
+                f"take another name"
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------

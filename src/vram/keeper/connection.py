@@ -25,6 +25,7 @@ __all__ = ["Connection", "Held", "Partial"]
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
 _DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
+_SENT, _LOST = 0, -1
 _RETRY = 0.002  # seconds until descriptors that could not be put in flight are tried again
 
 
@@ -37,10 +38,12 @@ class Held:
 
     __slots__ = ("_dispose", "_uses", "fds", "nbytes")
 
-    def __init__(self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int], None]) -> None:
+    def __init__(
+        self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int], None], *, uses: int = 1
+    ) -> None:
         self.fds = fds
         self.nbytes = nbytes
-        self._uses = 1
+        self._uses = uses
         self._dispose = dispose
 
     def keep(self) -> None:
@@ -112,6 +115,8 @@ class Connection:
     # -- in -------------------------------------------------------------------------------------------------------
     def readable(self) -> None:
         """Take one message off the socket and have it answered. One at a time: the others get their turn."""
+        if self.server.paused:  # due in the same turn of the loop in which a successor took over
+            return
         try:
             payload, fds, cut = receive(self.sock, _DONTWAIT)
         except BlockingIOError:
@@ -145,9 +150,7 @@ class Connection:
         """Send a message, with ``held.fds[start:stop]``, now or as soon as the peer makes room."""
         if self.closed:
             return
-        if not self.queue and self._try(payload, held, start, stop) is None:
-            return
-        if self.closed:
+        if not self.queue and self._try(payload, held, start, stop) <= _SENT:
             return
         if held is not None:
             held.keep()
@@ -174,8 +177,8 @@ class Connection:
             self.in_flight = 0
         return bool(unread == 0)
 
-    def _try(self, payload: bytes, held: Held | None, start: int, stop: int) -> int | None:
-        """Send now if possible: None for sent or lost with the connection, else the errno that stands in the way."""
+    def _try(self, payload: bytes, held: Held | None, start: int, stop: int) -> int:
+        """Send now if possible: return _SENT, _LOST with the connection, or the errno that stands in the way."""
         if held is None:
             fds: list[int] = []
         else:
@@ -190,12 +193,12 @@ class Connection:
             if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):
                 return error.errno
             self.close()
-            return None
+            return _LOST
         if fds:
             self.in_flight += len(fds)
             if self.waiting_since is None:
                 self.owes()
-        return None
+        return _SENT
 
     def _wait_for_room(self, code: int = errno.EAGAIN) -> None:
         if code == errno.EAGAIN:
@@ -215,15 +218,15 @@ class Connection:
 
     def writable(self) -> None:
         """Send what is queued, as far as it goes."""
-        if self.closed or self.server.paused:
+        if self.closed or self.server.paused:  # a timer of before
             return
         progress = False
         while self.queue:
             payload, held, start, stop = self.queue[0]
             code = self._try(payload, held, start, stop)
-            if self.closed:
+            if code == _LOST:
                 return
-            if code is not None:
+            if code != _SENT:
                 if progress:
                     self.waiting_since = self.server.now()
                 self._wait_for_room(code)

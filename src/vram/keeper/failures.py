@@ -7,7 +7,7 @@ from .messages import Error
 
 __all__ = ["failure", "raised"]
 
-_KINDS = {
+_KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
     for kind in (
         errors.UsageError,
@@ -47,14 +47,13 @@ def raised(error: Error) -> errors.VramError:
     kind = _KINDS.get(error.kind)
     if kind is None:
         return errors.InternalError(error.text)
-    if kind is errors.UnsupportedError and len(error.details) == 4:
-        return errors.UnsupportedError(*error.details)
+    if kind is errors.UnsupportedError:
+        capability, needs, have, remedy = (*error.details, "", "", "", "")[:4]
+        return errors.UnsupportedError(capability, needs, have, remedy)
     if kind is errors.MismatchError:
         return errors.MismatchError(error.text, error.expected, error.found)
     if kind is errors.BusyError:
         busy = errors.BusyError(error.text)  # the text names the holders already
         busy.holders = tuple(error.details)
         return busy
-    if kind is errors.UnsupportedError:
-        return errors.ProtocolError(error.text)
     return kind(error.text)

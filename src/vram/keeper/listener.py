@@ -37,6 +37,8 @@ class Listener:
         If something else than a socket is there, or the group does not exist or is not this user's to give.
     """
 
+    inode: tuple[int, int] | None
+
     def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None) -> None:
         self.path = path
         gid = -1
@@ -85,8 +87,10 @@ class Listener:
         self.sock = sock
         sock.setblocking(False)
         sock.listen(1024)  # again, so that clients see this process's credentials and not its predecessor's
-        found = os.lstat(path)
-        self.inode = (found.st_dev, found.st_ino)
+        self.inode = None
+        with contextlib.suppress(OSError):  # somebody removed it: those who are connected are served all the same
+            found = os.lstat(path)
+            self.inode = (found.st_dev, found.st_ino)
         return self
 
     def unlink(self) -> None:
@@ -133,8 +137,8 @@ def _clear(path: str) -> None:
     else:
         who = peer_credentials(probe)
         raise BusyError(
-            f"a keeper (pid {who.pid}, uid {who.uid}) serves {path} already; use it, choose another path with --socket, "
-            f"or replace it with --takeover"
+            f"a keeper (pid {who.pid}, uid {who.uid}) serves {path} already; use it, choose another path "
+            f"with --socket, or replace it with --takeover"
         )
     finally:
         probe.close()

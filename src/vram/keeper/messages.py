@@ -23,7 +23,16 @@ from msgspec import Meta, Struct
 
 from .. import errors
 
-__all__ = ["OLDEST", "PROTOCOL", "decode_hello", "decode_reply", "decode_request", "encode", "negotiate"]
+__all__ = [
+    "OLDEST",
+    "PROTOCOL",
+    "decode_hello",
+    "decode_reply",
+    "decode_request",
+    "decode_succession",
+    "encode",
+    "negotiate",
+]
 
 PROTOCOL: Final = 1
 OLDEST: Final = 1
@@ -417,6 +426,42 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
     found: Notes = {}
 
 
+# -- what a keeper and its successor say to each other, after Takeover --------------------------------------------
+
+
+class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
+    """Comes with one memfd of `size` bytes that holds all state in `format`; `total` descriptors follow in parts."""
+
+    call: Number
+    format: Number
+    size: Size
+    total: Number
+
+
+class Taken(Struct, frozen=True, array_like=True, tag="taken"):
+    """`received` descriptors have arrived so far."""
+
+    received: Number
+
+
+class Commit(Struct, frozen=True, array_like=True, tag="commit"):
+    """The successor has everything and has checked it."""
+
+
+class LetGo(Struct, frozen=True, array_like=True, tag="let_go"):
+    """The old keeper will touch nothing any more, unless its successor vanishes before it serves."""
+
+
+class Serving(Struct, frozen=True, array_like=True, tag="serving"):
+    """The successor serves."""
+
+
+class Abandoned(Struct, frozen=True, array_like=True, tag="abandoned"):
+    """The old keeper serves on: the successor has nothing."""
+
+    why: Text = ""
+
+
 Reply = (
     Welcome
     | Published
@@ -434,9 +479,12 @@ Reply = (
     | Error
 )
 
+Succession = HandOver | Descriptors | Taken | Commit | LetGo | Serving | Abandoned | Error
+
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_succession = msgspec.msgpack.Decoder(Succession)
 _hello = msgspec.msgpack.Decoder(Hello)
 
 encode = _encoder.encode
@@ -453,17 +501,28 @@ def decode_hello(payload: bytes) -> Hello:
 def decode_request(payload: bytes) -> Request:
     """Read what a client said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
     try:
-        return _requests.decode(payload)
+        request: Request = _requests.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise errors.ProtocolError(f"not a request: {error}") from None
+    return request
 
 
 def decode_reply(payload: bytes) -> Reply:
     """Read what a keeper said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
     try:
-        return _replies.decode(payload)
+        reply: Reply = _replies.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise errors.ProtocolError(f"not an answer of a keeper: {error}") from None
+    return reply
+
+
+def decode_succession(payload: bytes) -> Succession:
+    """Read what a keeper and its successor say. Raises :class:`ProtocolError` for anything else."""
+    try:
+        said: Succession = _succession.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise errors.ProtocolError(f"not a word of a takeover: {error}") from None
+    return said
 
 
 def negotiate(hello: Hello, *, oldest: int = OLDEST, newest: int = PROTOCOL) -> int:

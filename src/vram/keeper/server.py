@@ -132,7 +132,7 @@ class KeeperServer:
                 self.loop.add_signal_handler(number, self.stop)
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
-            self.resume()
+            self._start()
             if ready is not None:
                 ready()
             self.loop.run_forever()
@@ -145,10 +145,9 @@ class KeeperServer:
         """Return from :meth:`serve`."""
         self.loop.stop()
 
-    def resume(self) -> None:
-        """Accept, read and write; also after a :meth:`pause`."""
+    def _start(self) -> None:
+        """Accept, read and write."""
         assert self.listener is not None
-        self.paused = False
         self.loop.add_reader(self.listener.sock, self._accept)
         for connection in [*self.strangers, *self.connections.values()]:
             if connection.queue:
@@ -159,23 +158,27 @@ class KeeperServer:
                 self.watch_over(connection)
         self.schedule()
 
-    def pause(self) -> None:
-        """Touch no socket and start no timer until :meth:`resume`."""
-        assert self.listener is not None
-        self.paused = True
-        self.loop.remove_reader(self.listener.sock)
-        for connection in [*self.strangers, *self.connections.values()]:
-            connection.pause()
-            connection.not_writing()
+    @property
+    def is_chosen(self) -> bool:
+        """Whether somebody chose the path."""
+        return self._chosen
 
-    def _shut_down(self) -> None:
-        assert self.listener is not None
+    def replace_catalogue(self, catalogue: Catalogue) -> None:
+        """Go on with the books of another keeper."""
+        self.catalogue = self.service.catalogue = catalogue
+
+    def close_everything(self) -> None:
+        """Close every connection and all memory, and tell nobody."""
         # Nobody is told anything any more: a successor may be talking on these very sockets.
         self.paused = self.closing = True
         for connection in [*self.strangers, *self.connections.values()]:
             connection.close()
         for version in self.catalogue.all_versions():
             version.token.drop()
+
+    def _shut_down(self) -> None:
+        assert self.listener is not None
+        self.close_everything()
         self.listener.sock.close()
         os.close(self._spare_fd)
         self._closer.put(None)
@@ -197,6 +200,8 @@ class KeeperServer:
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
         assert self.listener is not None
+        if self.paused:
+            return
         for _ in range(64):  # then the others get their turn
             try:
                 sock, _ = self.listener.sock.accept()

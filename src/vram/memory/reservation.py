@@ -45,8 +45,8 @@ class AddressRange:
                 for start, size in tuple(self.spans.items()):
                     if start < offset + nbytes and offset < start + size:
                         raise RangeError(
-                            f"cannot map {nbytes} bytes at offset {offset} of {self.handle.label}: "
-                            f"something is mapped at {start} to {start + size}; unmap it first or choose another offset"
+                            f"cannot map {nbytes} bytes at offset {offset} of {self.handle.label}: bytes {start} to "
+                            f"{start + size} are mapped, or could not be unmapped; close that mapping first"
                         )
             self.spans[offset] = nbytes
             self.top = max(self.top, offset + nbytes)
@@ -141,7 +141,8 @@ class Unmap:
                 self.is_mapped = False
             where.spans.pop(self.offset, None)
         finally:
-            self._done.release()
+            if self._done.locked():  # an undo that failed may be called again
+                self._done.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""

@@ -172,7 +172,7 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
 def check_path(path: str) -> None:
     """Raise :class:`UsageError` for a socket path that the kernel has no room for."""
     size = len(os.fsencode(path))
-    if not 0 < size <= MAX_PATH or "\0" in path:
+    if not 0 < size <= MAX_PATH or "\0" in path[1:]:  # one in front: the abstract namespace
         raise UsageError(f"socket path {path!r} has {size} bytes; a unix socket's path has 1 to {MAX_PATH}")
 
 

@@ -1,0 +1,96 @@
+"""Owning DLPack capsules of numpy views.
+
+numpy's own exporter makes them, versioned and not, consumed or dropped: its deleter is C code that gives up a reference
+to the view, in any thread and at interpreter exit too, where a callback of ours could not run any more. What numpy has
+no word for travels as integers, and the two bytes that say so are corrected before it leaves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, cast
+
+import numpy as np
+
+from .dtypes import carrier, dlpack_code, is_plain
+from .views import NDArray
+
+__all__ = ["capsule", "shown_as"]
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_python = ctypes.PyDLL(None)
+_python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_python.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_python.PyCapsule_IsValid.restype = ctypes.c_int
+_python.PyCapsule_IsValid.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_NEW_KEYWORDS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
+
+def shown_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type under which numpy is asked to export `dtype`.
+
+    Raises
+    ------
+    BufferError
+        If DLPack has no word for it.
+    """
+    if is_plain(dtype):
+        return dtype  # numpy knows what it can export, and says so
+    if dlpack_code(dtype) is None:
+        raise BufferError(f"DLPack has no word for dtype {dtype}; export .numpy().view(...) of a type it knows")
+    return carrier(dtype)
+
+
+def capsule(
+    view: NDArray, dtype: np.dtype[Any], *, max_version: tuple[int, int] | None = None, copy: bool | None = None
+) -> object:
+    """Return an owning DLPack capsule of a view that shows `dtype` as :func:`shown_as` says.
+
+    Raises
+    ------
+    BufferError
+        For read-only memory to a consumer that cannot be told so, and for what DLPack cannot say.
+    """
+    if _NEW_KEYWORDS:
+        made = view.__dlpack__(max_version=max_version, copy=copy)
+    else:
+        if copy:
+            view = view.copy()
+        made = view.__dlpack__()
+    code = None if view.dtype == dtype else dlpack_code(dtype)
+    if code is not None:
+        _tensor_in(made).code, _tensor_in(made).bits = code
+    return made
+
+
+def _tensor_in(made: object) -> _Tensor:
+    if _python.PyCapsule_IsValid(made, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_python.PyCapsule_GetPointer(made, b"dltensor_versioned"))
+        return cast("_Tensor", versioned.tensor)
+    return _Tensor.from_address(_python.PyCapsule_GetPointer(made, b"dltensor"))

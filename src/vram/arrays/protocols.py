@@ -1,0 +1,147 @@
+"""The protocols by which others see an array: numpy's, torch's, DLPack, the buffer protocol."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ..errors import UsageError
+from . import dlpack
+from .dtypes import carrier, is_plain
+from .views import Home, NDArray, buffer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Viewable"]
+
+Buffer: TypeAlias = memoryview  # which in the class is a method
+
+
+class Viewable:
+    """What an array gives out. Each view has a pin of its own (invariant I6)."""
+
+    __slots__ = ()
+
+    _dtype: np.dtype[Any]
+    _shape: tuple[int, ...]
+
+    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False) -> NDArray:
+        raise NotImplementedError
+
+    def _here(self) -> Home:
+        raise NotImplementedError
+
+    def numpy(self, *, full: bool = False) -> NDArray:
+        """Return a numpy array over the same memory.
+
+        It keeps the memory alive, as does everything derived from it. What is read-only here is read-only there.
+
+        Parameters
+        ----------
+        full : bool
+            Show the whole capacity instead of the rows there are, so that growth needs no new view. Rows that have
+            no memory behind them kill the process when touched (SIGSEGV). As long as it lives the array can grow but
+            not shrink.
+
+        Raises
+        ------
+        UnsupportedError
+            If the CPU cannot address the memory.
+        ClosedError
+            If the array was closed.
+        """
+        return self._view("numpy view", self._dtype, full)
+
+    def torch(self, *, full: bool = False) -> torch.Tensor:
+        """Return a torch tensor over the same memory, which it keeps alive.
+
+        torch has no read-only tensors: writing to one over read-only memory kills the process (SIGSEGV). Attach with
+        ``access="cow"`` for what works in place.
+
+        Parameters
+        ----------
+        full : bool
+            Show the whole capacity, as :meth:`numpy` does.
+
+        Raises
+        ------
+        UnsupportedError
+            If torch is not installed, or has no such element type.
+        """
+        from .torch import tensor
+
+        return tensor(self._view, self._dtype, full=full)
+
+    def memoryview(self) -> Buffer:
+        """Return a memoryview of the same shape over the same memory, which it keeps alive.
+
+        Element types that the buffer protocol has no letter for (bfloat16, dates) show as unsigned integers of the
+        same size.
+        """
+        try:
+            return buffer(self._view("memoryview", self._dtype))
+        except ValueError:
+            return buffer(self._view("memoryview", carrier(self._dtype)))
+
+    def __buffer__(self, flags: int, /) -> Buffer:
+        """The buffer protocol, from Python 3.12 on."""
+        try:
+            return buffer(self._view("buffer", self._dtype))
+        except ValueError as error:  # numpy, asked for its own array, then goes on to __array__
+            raise BufferError(f"the buffer protocol has no letter for {self._dtype}; use .memoryview()") from error
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        """numpy's array interface.
+
+        The memory is given as a buffer that keeps it, not as an address: a consumer holds on to what it was given,
+        and this array may be closed before it is done.
+        """
+        if not is_plain(self._dtype):
+            raise AttributeError(f"the array interface has no word for {self._dtype}")  # numpy goes on to __array__
+        data = buffer(self._view("array interface", carrier(self._dtype)))
+        return {"version": 3, "data": data, "shape": self._shape, "typestr": self._dtype.str}
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray:
+        view = self.numpy()
+        if dtype is not None and np.dtype(dtype) != view.dtype:  # type: ignore[call-overload]
+            if copy is False:
+                raise UsageError(f"converting {view.dtype} to {dtype} takes a copy, and copy=False forbids it")
+            return view.astype(dtype)  # type: ignore[call-overload, no-any-return]
+        return view.copy() if copy else view
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Return an owning DLPack capsule, versioned if `max_version` says that the consumer knows it.
+
+        Raises
+        ------
+        BufferError
+            For another device, for element types without a word in DLPack, and for read-only memory to a consumer of
+            the old form, which cannot be told.
+        """
+        if stream is not None:
+            raise BufferError("memory of the host has no streams: stream must be None")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"cannot export to device {tuple(dl_device)}; this memory is on (1, 0), the CPU")
+        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype))
+        return dlpack.capsule(view, self._dtype, max_version=max_version, copy=copy)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's (device type, device id)."""
+        if not self._here().addressable:
+            raise BufferError(f"memory on {self._here().region.location} is not exported by DLPack")
+        return (1, 0)
+
+
+if sys.version_info < (3, 12):
+    del Viewable.__buffer__  # the interpreter would not look at it

@@ -1,0 +1,74 @@
+"""Shapes as users write them, and the bytes they come to."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import CapacityError, RangeError, UsageError
+
+__all__ = ["as_length", "as_shape", "capacity_rows", "nbytes_of"]
+
+_MAX_NDIM = 32  # numpy 1's; version 2 allows 64
+_MAX_BYTES = 2**63 - 1
+
+
+def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as a tuple of lengths.
+
+    Raises
+    ------
+    UsageError
+        If it is not an int or a sequence of ints that are not negative.
+    """
+    try:
+        lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
+    except TypeError:
+        lengths = (shape,)
+    if len(lengths) > _MAX_NDIM:
+        raise UsageError(f"shape has {len(lengths)} dimensions; at most {_MAX_NDIM} are possible")
+    return tuple(as_length(length, "shape") for length in lengths)
+
+
+def as_length(value: object, what: str) -> int:
+    """Return the length of one dimension."""
+    if type(value) is int and value >= 0:
+        return value
+    try:
+        length = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{what} must be made of ints, not {value!r}") from None
+    if length < 0 or isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{what} must be made of ints that are not negative, not {value!r}")
+    return length
+
+
+def capacity_rows(capacity: int | Sequence[int] | None, shape: tuple[int, ...]) -> int:
+    """Return the capacity in rows."""
+    rows = shape[0] if shape else 1
+    if capacity is None:
+        return rows
+    if not shape:
+        raise UsageError("an array without dimensions cannot grow: leave capacity out")
+    asked = as_shape(capacity)
+    if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):
+        raise UsageError(
+            f"capacity {asked} differs from shape {shape} in more than the first dimension; only that one grows: "
+            f"write {(max(asked[0] if asked else 0, rows), *shape[1:])}"
+        )
+    if asked[0] < rows:
+        raise CapacityError(f"capacity of {asked[0]} rows is less than the {rows} of the shape")
+    return asked[0]
+
+
+def nbytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Return the bytes of all elements. Raises RangeError where no address space could hold them."""
+    nbytes = dtype.itemsize
+    for length in shape:
+        nbytes *= length
+    if nbytes > _MAX_BYTES:
+        raise RangeError(f"shape {shape} of {dtype} is {nbytes} bytes; addresses end at {_MAX_BYTES}")
+    return nbytes

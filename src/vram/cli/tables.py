@@ -1,0 +1,103 @@
+"""Tables for people: what the commands print when nobody asked for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ..bench.measure import Result
+from ..keeper.client import EntryInfo
+from ..spec import format_size
+
+__all__ = ["bench_tables", "detail_tables", "entry_table", "show_table"]
+
+
+def show_table(table: Table) -> None:
+    """Print a table, as wide as it needs to be where nobody looks at a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(table)
+
+
+def entry_table(entries: Sequence[EntryInfo]) -> Table:
+    """One row a name."""
+    table = Table("name", "version", "size", "segments", "access", "readers", "old", "uid", "age", "meta", box=None)
+    for entry in entries:
+        table.add_row(
+            entry.name,
+            str(entry.version or "-"),
+            format_size(entry.nbytes),
+            str(entry.segments),
+            "rw" if entry.writable else "r",
+            str(entry.readers),
+            str(entry.retired),
+            str(entry.owner),
+            _seconds(entry.age),
+            _pairs(entry.meta),
+        )
+    return table
+
+
+def detail_tables(entry: EntryInfo) -> list[Table]:
+    """The versions of an entry, and who holds them."""
+    versions = Table(
+        "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
+        title=entry.name, title_justify="left", box=None,
+    )  # fmt: skip
+    holders = Table("version", "lease", "pid", "uid", "says it is", "access", "held for", box=None)
+    for version in entry.versions:
+        versions.add_row(
+            str(version.version),
+            "current" if version.is_current else "retired",
+            format_size(version.nbytes),
+            str(len(version.sizes)),
+            "rw" if version.writable else "r",
+            str(version.readers),
+            _seconds(version.age),
+            "-" if version.ttl_left is None else _seconds(version.ttl_left),
+            f"uid {version.owner}, pid {version.publisher_pid or 'unknown'}, {version.publisher_label or '-'}",
+            _pairs(version.meta),
+        )
+        for holder in version.holders:
+            holders.add_row(
+                str(version.version),
+                str(holder.lease_id),
+                str(holder.pid or "unknown"),
+                str(holder.uid),
+                holder.label or "-",
+                holder.access,
+                _seconds(holder.age),
+            )
+    return [versions, holders] if holders.row_count else [versions]
+
+
+def bench_tables(results: Sequence[Result]) -> list[Table]:
+    """One table a benchmark; what was missed is marked."""
+    tables = []
+    for result in results:
+        table = Table(
+            "case", "median (10 % to 90 %)", "ratio", "target", "", title=result.title, title_justify="left", box=None,
+            caption="\n".join(result.notes), caption_justify="left",
+        )  # fmt: skip
+        for row in result.rows:
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f} x {row.against}"
+            verdict = "" if row.reached is None else "reached" if row.reached else "MISSED"
+            table.add_row(row.case, str(row.figure), ratio, row.target, verdict)
+        tables.append(table)
+    return tables
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _pairs(meta: dict[str, str]) -> str:
+    text = " ".join(f"{key}={value}" for key, value in meta.items())
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,183 @@
+"""What the client's calls take and return: plain values, independent of the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..errors import ProtocolError
+from ..spec import HandleKind
+from . import messages as m
+
+__all__ = [
+    "Attachment",
+    "EntryInfo",
+    "HolderInfo",
+    "PublishClaim",
+    "Segment",
+    "StatisticsInfo",
+    "VersionInfo",
+    "attachment",
+    "version_info",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One piece of memory: bytes, kind of handle, and ``"host"`` or the UUID of its GPU."""
+
+    size: int
+    kind: int = int(HandleKind.POSIX_FD)
+    device: str = "host"
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A lease and what it gives the right to map. The caller owns the descriptors and the lease.
+
+    Attributes
+    ----------
+    fds : list of int
+        The manifest's first if `manifest_fd` is not None, then one per segment.
+    manifest_fd : int or None
+        ``fds[0]`` where the manifest is memory of its own, else None and `manifest` holds it.
+    owner : int
+        The uid of its publisher, as the keeper verified it.
+    """
+
+    lease_id: int
+    name: str
+    version: int
+    owner: int
+    segments: tuple[Segment, ...]
+    fds: list[int]
+    manifest: bytes
+    manifest_fd: int | None
+    meta: dict[str, str]
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishClaim:
+    """This process is the one to publish `name`: pass `id` to publish, or abandon it."""
+
+    id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class HolderInfo:
+    """Who holds a lease: pid (None: not visible from the keeper) and uid are verified, the label is what it says."""
+
+    lease_id: int
+    pid: int | None
+    uid: int
+    label: str
+    access: str
+    age: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One version of an entry; `age` and `ttl_left` in seconds, `nbytes` what it occupies."""
+
+    version: int
+    owner: int
+    is_current: bool
+    writable: bool
+    nbytes: int
+    sizes: tuple[int, ...]
+    devices: tuple[str, ...]
+    readers: int
+    age: float
+    ttl_left: float | None
+    publisher_pid: int | None
+    publisher_label: str
+    meta: dict[str, str]
+    holders: tuple[HolderInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInfo:
+    """One name. From ``list`` without its versions, from ``show`` with them, oldest first.
+
+    Attributes
+    ----------
+    version : int
+        The current version, or 0 if only older ones are left, held by their readers.
+    nbytes : int
+        Bytes of the current version.
+    retired : int
+        Older versions that readers still hold.
+    """
+
+    name: str
+    version: int
+    owner: int
+    nbytes: int
+    segments: int
+    writable: bool
+    readers: int
+    retired: int
+    age: float
+    ttl_left: float | None
+    meta: dict[str, str] = field(default_factory=dict)
+    versions: tuple[VersionInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsInfo:
+    """What a keeper holds, and its ceilings (None: none)."""
+
+    pid: int
+    uptime: float
+    entries: int
+    versions: int
+    leases: int
+    connections: int
+    waiting: int
+    nbytes: int
+    descriptors: int
+    max_bytes: int | None
+    max_entries: int | None
+    max_descriptors: int | None
+
+
+def attachment(reply: m.Attached, fds: list[int]) -> Attachment:
+    """Read a lease; raises :class:`ProtocolError` unless its descriptors are as many as it says."""
+    entry = reply.entry
+    total = len(entry.segments) + entry.manifest_fd
+    if len(fds) != total or any(piece.device >= len(entry.devices) for piece in entry.segments):
+        raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
+    segments = tuple(Segment(piece.size, piece.kind, entry.devices[piece.device]) for piece in entry.segments)
+    return Attachment(
+        reply.lease,
+        entry.name,
+        entry.version,
+        entry.owner,
+        segments,
+        fds,
+        entry.manifest,
+        fds[0] if entry.manifest_fd else None,
+        entry.meta,
+        entry.writable,
+    )
+
+
+def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:
+    """Read a row of a page of versions."""
+    return VersionInfo(
+        row.version,
+        row.owner,
+        row.current,
+        row.writable,
+        row.nbytes,
+        tuple(row.sizes),
+        tuple(row.devices),
+        row.readers,
+        row.age,
+        row.ttl_left,
+        row.publisher_pid or None,
+        row.publisher_label,
+        row.meta,
+        holders,
+    )

@@ -1,0 +1,270 @@
+"""The catalogue's books as plain data, for a keeper that takes over; tokens become numbers.
+
+Written by one version of this library and read by another: fields are only ever added at the end, with defaults.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from .accounts import Quotas
+from .catalogue import Catalogue
+from .records import Claim, Lease, Name, Publication, Session, Version, Waiter
+
+__all__ = ["Books", "restore", "save"]
+
+
+class SessionRow(Struct, array_like=True):
+    """A session."""
+
+    id: int
+    uid: int
+    pid: int
+    label: str
+
+
+class VersionRow(Struct, array_like=True):
+    """A version; `token` is a number that the caller chose, `body` is encoded as readers get it."""
+
+    name: str
+    number: int
+    current: bool
+    owner: int
+    token: int
+    nbytes: int
+    handles: int
+    writable: bool
+    meta: dict[str, str]
+    body: bytes
+    published: float
+    expires: float | None
+    publisher_pid: int
+    publisher_label: str
+    withdrawn: bool
+    leases: list[tuple[int, int, str, float]]  # id, session, access, since
+    watchers: list[int]  # sessions
+
+
+class PublicationRow(Struct, array_like=True):
+    """A publication under way."""
+
+    id: int
+    session: int
+    name: str
+    nbytes: int
+    handles: int
+    entries: int
+    writable: bool
+    meta: dict[str, str]
+    ttl: float | None
+    claim: int
+
+
+class WaiterRow(Struct, array_like=True):
+    """An attach that waits."""
+
+    order: int
+    session: int
+    call: int
+    name: str
+    wants: int
+    access: str
+    expect: dict[str, str] | None
+    claims: bool
+    deadline: float | None
+
+
+class Books(Struct, array_like=True):
+    """Everything a catalogue knows."""
+
+    next_id: int
+    floor: int
+    last: dict[str, int]
+    numbers: list[tuple[str, int]]
+    sessions: list[SessionRow]
+    versions: list[VersionRow]
+    publications: list[PublicationRow]
+    waiters: list[WaiterRow]
+    claims: list[tuple[int, int, str]]  # id, session, name
+
+
+def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
+    """Write down a catalogue.
+
+    Parameters
+    ----------
+    number : callable
+        Gives each version's token the number that :func:`restore` will find it by.
+    """
+    sessions = catalogue.sessions.values()
+    return Books(
+        next_id=next(catalogue._ids),
+        floor=catalogue._floor,
+        last=dict(catalogue._last),
+        numbers=list(catalogue._numbers.items()),
+        sessions=[SessionRow(one.id, one.uid, one.pid, one.label) for one in sessions],
+        versions=[
+            VersionRow(
+                one.name,
+                one.number,
+                catalogue.is_current(one),
+                one.owner,
+                number(one.token),
+                one.nbytes,
+                one.handles,
+                one.writable,
+                one.meta,
+                bytes(one.body),
+                one.published,
+                one.expires,
+                one.publisher_pid,
+                one.publisher_label,
+                one.withdrawn,
+                [(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
+                list(one.watchers),
+            )
+            for one in catalogue.all_versions()
+        ],
+        publications=[
+            PublicationRow(
+                one.id,
+                one.session.id,
+                one.name,
+                one.nbytes,
+                one.handles,
+                one.entries,
+                one.writable,
+                one.meta,
+                one.ttl,
+                one.claim,
+            )
+            for session in sessions
+            for one in session.publications.values()
+        ],
+        waiters=[
+            WaiterRow(
+                one.order,
+                one.session.id,
+                one.call,
+                one.name,
+                one.wants,
+                one.access,
+                one.expect,
+                one.claims,
+                one.deadline,
+            )
+            for line in catalogue._waiters.values()
+            for one in line.values()
+        ],
+        claims=[(one.id, one.session.id, one.name) for one in catalogue.claims.values()],
+    )
+
+
+def restore(
+    books: Books, token: Callable[[int], Any], quotas: Quotas, *, keeper_uid: int, nobody: int
+) -> tuple[Catalogue, dict[int, Publication]]:
+    """Make a catalogue that goes on where another stopped.
+
+    Parameters
+    ----------
+    token : callable
+        Gives the token for the number it was written down with.
+    quotas : Quotas
+        The ceilings from now on. What is held already stays, also if it is more.
+
+    Returns
+    -------
+    catalogue : Catalogue
+    publications : dict of int to Publication
+        Those under way, by id.
+    """
+    made = Catalogue(quotas, keeper_uid=keeper_uid, nobody=nobody)
+    made._ids = itertools.count(books.next_id)
+    made._floor = books.floor
+    made._last = dict(books.last)
+    made._numbers.update(books.numbers)
+    for row in books.sessions:
+        made.sessions[row.id] = Session(row.id, row.uid, row.pid, row.label)
+    for one in books.versions:
+        _restore_version(made, one, token(one.token))
+    made._sorted.sort()
+    publications = {}
+    for entry in books.publications:
+        session = made.sessions[entry.session]
+        publication = Publication(
+            entry.id,
+            session,
+            entry.name,
+            entry.nbytes,
+            entry.handles,
+            entry.entries,
+            entry.writable,
+            entry.meta,
+            None,
+            entry.ttl,
+            entry.claim,
+        )
+        publications[entry.id] = session.publications[entry.id] = publication
+        made.accounts.add(session.uid, entry.nbytes, entry.entries, entry.handles)
+    for wait in books.waiters:
+        session = made.sessions[wait.session]
+        waiter = Waiter(
+            wait.order,
+            session,
+            wait.call,
+            wait.name,
+            wait.wants,
+            wait.access,
+            wait.expect,
+            wait.claims,
+            wait.deadline,
+        )
+        session.waiters[wait.call] = waiter
+        made._waiters.setdefault(wait.name, {})[wait.order] = waiter
+        made.waiting += 1
+        if waiter.deadline is not None:
+            made._schedule(waiter.deadline, waiter)
+    for number, owner, name in books.claims:
+        claim = Claim(number, made.sessions[owner], name)
+        made.claims[number] = made._claim_of[name] = claim.session.claims[number] = claim
+    return made, publications
+
+
+def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
+    version = Version(
+        row.name,
+        row.number,
+        row.owner,
+        token,
+        row.nbytes,
+        row.handles,
+        row.writable,
+        row.meta,
+        Raw(row.body),
+        row.published,
+        row.expires,
+        row.publisher_pid,
+        row.publisher_label,
+        withdrawn=row.withdrawn,
+    )
+    known = made._names.setdefault(row.name, Name())
+    if row.current:
+        known.current = version
+        made._sorted.append(row.name)
+    else:
+        known.older[row.number] = version
+    made.versions += 1
+    made.accounts.add(row.owner, row.nbytes, int(row.current), row.handles)
+    if row.expires is not None:
+        made._schedule(row.expires, version)
+    for number, owner, access, since in row.leases:
+        lease = Lease(number, made.sessions[owner], version, access, since)
+        version.leases[number] = made.leases[number] = lease.session.leases[number] = lease
+    for watcher in row.watchers:
+        session = made.sessions[watcher]
+        version.watchers[watcher] = session
+        session.watches[row.name, row.number] = version

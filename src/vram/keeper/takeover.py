@@ -1,0 +1,394 @@
+"""One keeper takes over from another of the same user, and no reader notices.
+
+Everything moves: the listening socket, every connection with what is queued for it, every descriptor of memory,
+leases, waiters, claims, half-finished publications. Descriptors go in parts, each acknowledged before the next.
+
+::
+
+    old keeper                                             new keeper (--takeover)
+
+    serving                                                connecting; each checks that the other is of its own user
+       |        <--------------- Takeover ----------------    |
+    handing over: nothing is read or written for anybody   receiving
+       |        ----- HandOver + state (one memfd) ------>    |
+       |        <---------------- Taken ------------------    |
+       |        ----- Descriptors + up to 253 fds ------->    |
+       |        <---------------- Taken ------------------    |   (as often as it takes)
+       |        <---------------- Commit -----------------  has everything, and it is consistent
+    letting go                                             committed: must not give up any more
+       |        ---------------- LetGo ------------------>    |
+    waiting                                                listening
+       |        <--------------- Serving -----------------    |
+    exits, leaving the socket's path alone                 serving
+
+What happens when something fails:
+
+* Until it has sent ``LetGo``, the old keeper decides. If the new one dies, says anything unexpected, or is silent for
+  :data:`PATIENCE` seconds, the old one says ``Abandoned``, closes, and serves on as if nothing had been.
+* After ``LetGo`` the old one touches nothing, and waits: for ``Serving``, then it exits; or for the end of the
+  connection without it, then the new one died before it served anybody, and the old one serves on.
+* Once it has sent ``Commit`` the new one has to be ready to serve. ``Abandoned`` sends it away. The end of the
+  connection without ``Abandoned`` means that the old one died: it has everything, so it serves.
+* If the old one dies before that, what it held is lost, as whenever a keeper dies; the new one says so and ends.
+
+At no point do both serve, and only if both die does nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    PeerError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    VramError,
+)
+from ..sharing.channel import MAX_FDS, Channel, close_fds, peer_credentials
+from . import messages as m
+from .connection import Connection, Held, Partial
+from .conversation import greet, open_channel
+from .failures import raised
+from .listener import Listener
+from .snapshot import Books, restore, save
+
+if TYPE_CHECKING:
+    from .server import KeeperServer
+
+__all__ = ["hand_over", "take_over"]
+
+FORMAT = 1
+PATIENCE = 10.0  # seconds that each waits for one message of the other
+_MAX_STATE = 1 << 31
+
+
+class PartialRow(Struct, array_like=True):
+    """A publication whose descriptors have not all come; its descriptors follow those of all versions."""
+
+    call: int
+    publication: int
+    request: bytes
+    descriptors: int
+    nbytes: int
+
+
+class ConnectionRow(Struct, array_like=True):
+    """A connection; `session` 0 is one that has not said hello."""
+
+    session: int
+    version: int
+    in_flight: int
+    waiting_since: float | None
+    queue: list[tuple[bytes, int, int, int]]  # payload, number of the token or -1, first and last descriptor
+    partials: list[PartialRow]
+
+
+class State(Struct, array_like=True):
+    """All that moves but the descriptors, which come in this order: the listener, the connections, for each token
+    those of its version, for each connection those of its partial publications."""
+
+    books: Books
+    tokens: list[tuple[int, int]]  # number of descriptors, bytes
+    connections: list[ConnectionRow]
+
+
+_S = TypeVar("_S", bound=Struct)
+_state = msgspec.msgpack.Decoder(State)
+
+
+# -- the old keeper -------------------------------------------------------------------------------------------------
+
+
+def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
+    """Give everything to the process at the other end of `connection`. The loop stops for as long as that takes.
+
+    Raises
+    ------
+    AccessDeniedError
+        If that process is another user's.
+    """
+    if connection.credentials.uid != os.geteuid():
+        raise AccessDeniedError(
+            f"only uid {os.geteuid()}, who runs this keeper, may take it over, not uid {connection.credentials.uid}"
+        )
+    if connection.session is not None and (connection.session.leases or connection.queue):
+        raise ProtocolError("a connection that holds leases cannot take over")
+    # From here on it is no client any more: it is not among what moves.
+    channel = Channel(socket.socket(fileno=os.dup(connection.sock.fileno())))
+    connection.close()
+    server.paused = True
+    try:
+        if _give(server, channel, call):
+            server.successor = True
+            server.stop()
+            return
+    except Exception as error:  # noqa: BLE001  (whatever it is: this keeper has everybody's memory and must go on)
+        print(f"vram keep: a takeover failed, serving on: {error}", file=sys.stderr)
+        with contextlib.suppress(VramError, OSError):
+            channel.send(m.encode(m.Abandoned(str(error)[:1000])), timeout=0)
+    finally:
+        channel.close()
+    # Nothing was unregistered: the loop stood still, and goes on where it was.
+    assert server.listener is not None
+    server.listener.sock.listen(1024)  # a successor that came this far had put its name on the socket
+    server.paused = False
+
+
+def _give(server: KeeperServer, channel: Channel, call: int) -> bool:
+    """Return True once the successor serves, False if it vanished after it was told LetGo; raise for anything else."""
+    payload, fds = _collect(server)
+    memory = os.memfd_create("vram-takeover", os.MFD_CLOEXEC)
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(payload)
+        channel.send(m.encode(m.HandOver(call, FORMAT, len(payload), len(fds))), [memory], timeout=PATIENCE)
+    finally:
+        os.close(memory)
+    sent = 0
+    while True:
+        taken = _hear(channel, m.Taken)
+        if taken.received != sent:
+            raise ProtocolError(f"the successor has {taken.received} descriptors of {sent}")
+        if sent == len(fds):
+            break
+        part = fds[sent : sent + MAX_FDS]
+        channel.send(m.encode(m.Descriptors(call, sent)), part, timeout=PATIENCE)
+        sent += len(part)
+    _hear(channel, m.Commit)
+    try:
+        channel.send(m.encode(m.LetGo()), timeout=PATIENCE)
+        # Without a deadline: whoever has been told LetGo may serve at any moment, until we know that it is gone.
+        _hear(channel, m.Serving, timeout=None)
+    except PeerGoneError:
+        return False
+    return True
+
+
+def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
+    assert server.listener is not None
+    numbers: dict[Held, int] = {}
+
+    def number(held: Held) -> int:
+        return numbers.setdefault(held, len(numbers))
+
+    books = save(server.catalogue, number)
+    connections = [*server.strangers, *server.connections.values()]
+    rows = [
+        ConnectionRow(
+            0 if one.session is None else one.session.id,
+            one.version,
+            one.in_flight,
+            one.waiting_since,
+            [(payload, -1 if held is None else number(held), start, stop) for payload, held, start, stop in one.queue],
+            [
+                PartialRow(call, part.publication.id, m.encode(part.request), len(part.fds), part.nbytes)
+                for call, part in one.partials.items()
+            ],
+        )
+        for one in connections
+    ]
+    state = State(books, [(len(held.fds), held.nbytes) for held in numbers], rows)
+    fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
+    for held in numbers:
+        fds += held.fds
+    for one in connections:
+        for part in one.partials.values():
+            fds += part.fds
+    return msgspec.msgpack.encode(state), fds
+
+
+# -- the new keeper -------------------------------------------------------------------------------------------------
+
+
+def take_over(server: KeeperServer) -> bool:
+    """Fill `server` with everything that the keeper running at its path has, and make that one exit.
+
+    Returns
+    -------
+    bool
+        False if no keeper runs there: then there is nothing to take over, and `server` may start as usual.
+
+    Raises
+    ------
+    AccessDeniedError
+        If the running keeper is another user's.
+    BusyError
+        If it did not let go and serves on.
+    PeerGoneError
+        If it died before everything was here: what it held is lost.
+    """
+    try:
+        channel = open_channel(server.path, server.is_chosen, PATIENCE)
+    except PeerGoneError:
+        return False
+    with channel:
+        who = channel.peer()
+        if who.uid != os.geteuid():
+            raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
+        greet(channel, server.path, "successor", PATIENCE)
+        channel.send(m.encode(m.Takeover(1)), timeout=PATIENCE)
+        state, fds = _receive(channel)
+        try:
+            sockets = _unpack(server, state, fds)
+        except BaseException:
+            close_fds(fds)
+            raise
+        try:
+            _commit(channel)
+        except BaseException:
+            _drop(server, sockets)
+            raise
+        _settle_in(server, sockets[0])
+        with contextlib.suppress(PeerError):  # it died just now; it had let go
+            channel.send(m.encode(m.Serving()), timeout=PATIENCE)
+    return True
+
+
+def _receive(channel: Channel) -> tuple[State, list[int]]:
+    fds: list[int] = []
+    try:
+        offer, memory = _hear_with_fds(channel, m.HandOver)
+        try:
+            if offer.format != FORMAT:
+                raise UnsupportedError(
+                    "taking over", f"state of format {FORMAT}", f"format {offer.format}", "Update the older keeper"
+                )
+            if len(memory) != 1 or offer.size > _MAX_STATE:
+                raise ProtocolError("a hand-over without its state")
+            with open(memory[0], "rb", closefd=False) as file:
+                file.seek(0)
+                payload = file.read(offer.size)
+        finally:
+            close_fds(memory)
+        try:
+            state = _state.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
+        channel.send(m.encode(m.Taken(0)), timeout=PATIENCE)
+        while len(fds) < offer.total:
+            part, came = _hear_with_fds(channel, m.Descriptors)
+            at = len(fds)
+            fds += came
+            if part.offset != at or not came or len(fds) > offer.total:
+                raise ProtocolError("descriptors out of order")
+            channel.send(m.encode(m.Taken(len(fds))), timeout=PATIENCE)
+    except BaseException:
+        close_fds(fds)
+        raise
+    return state, fds
+
+
+def _unpack(server: KeeperServer, state: State, fds: list[int]) -> list[socket.socket]:
+    """Rebuild everything; return the sockets, the listener first. What is in `fds` afterwards is nobody's."""
+    count = 1 + len(state.connections)
+    partials = [row for connection in state.connections for row in connection.partials]
+    expected = count + sum(number for number, _ in state.tokens) + sum(row.descriptors for row in partials)
+    if len(fds) != expected:
+        raise ProtocolError(f"{len(fds)} descriptors came for a state of {expected}")
+    rest = fds[count:]
+    tokens = []
+    for number, nbytes in state.tokens:
+        tokens.append(Held(rest[:number], nbytes, server.dispose, uses=0))
+        del rest[:number]
+
+    def token(index: int) -> Held:
+        held = tokens[index]
+        held.keep()
+        return held
+
+    catalogue, publications = restore(
+        state.books,
+        token,
+        server.catalogue.accounts.quotas,
+        keeper_uid=server.catalogue.accounts.keeper_uid,
+        nobody=server.catalogue.nobody,
+    )
+    sockets: list[socket.socket] = []
+    try:
+        for fd in fds[:count]:
+            sockets.append(socket.socket(fileno=fd))
+        made = [_connection(server, sock) for sock in sockets[1:]]
+    except BaseException:
+        for sock in sockets:
+            sock.detach()  # `fds` still owns the numbers
+        raise
+    for connection, row in zip(made, state.connections, strict=True):
+        connection.version = row.version
+        connection.in_flight = row.in_flight
+        connection.waiting_since = row.waiting_since
+        for payload, index, start, stop in row.queue:
+            connection.queue.append((payload, token(index) if index >= 0 else None, start, stop))
+            connection.queued += len(payload)
+        for part in row.partials:
+            partial = Partial(publications[part.publication], m.decode_request(part.request))
+            partial.fds, rest = rest[: part.descriptors], rest[part.descriptors :]
+            partial.nbytes = part.nbytes
+            connection.partials[part.call] = partial
+        uid = connection.credentials.uid
+        server.by_user[uid] = server.by_user.get(uid, 0) + 1
+        if row.session:
+            connection.session = catalogue.sessions[row.session]
+            server.connections[row.session] = connection
+        else:
+            server.strangers[connection] = None
+    server.replace_catalogue(catalogue)
+    fds.clear()
+    return sockets
+
+
+def _connection(server: KeeperServer, sock: socket.socket) -> Connection:
+    sock.setblocking(False)
+    return Connection(server, sock, peer_credentials(sock))
+
+
+def _commit(channel: Channel) -> None:
+    """Say that everything is here; return once this process is the one to serve."""
+    channel.send(m.encode(m.Commit()), timeout=PATIENCE)
+    with contextlib.suppress(PeerGoneError):  # the old keeper died after it gave us everything
+        # Without a deadline: who has committed may be relied on at any moment, until it hears Abandoned.
+        _hear(channel, m.LetGo, timeout=None)
+
+
+def _settle_in(server: KeeperServer, listener: socket.socket) -> None:
+    server.listener = Listener.adopt(server.path, listener)
+
+
+def _drop(server: KeeperServer, sockets: list[socket.socket]) -> None:
+    """The old keeper serves on: close our copies and say nothing to anybody."""
+    server.close_everything()
+    sockets[0].close()
+
+
+# -- both -----------------------------------------------------------------------------------------------------------
+
+
+def _hear(channel: Channel, kind: type[_S], timeout: float | None = PATIENCE) -> _S:
+    said, fds = _hear_with_fds(channel, kind, timeout)
+    close_fds(fds)
+    return said
+
+
+def _hear_with_fds(channel: Channel, kind: type[_S], timeout: float | None = PATIENCE) -> tuple[_S, list[int]]:
+    payload, fds = channel.recv(timeout=timeout)
+    try:
+        said = m.decode_succession(payload)
+        if isinstance(said, m.Abandoned):
+            raise BusyError(f"the running keeper serves on: {said.why}")
+        if isinstance(said, m.Error):
+            raise raised(said)
+        if not isinstance(said, kind):
+            raise ProtocolError(f"{type(said).__name__} was said where {kind.__name__} was due")
+    except BaseException:
+        close_fds(fds)
+        raise
+    return said, fds

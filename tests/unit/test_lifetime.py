@@ -1,0 +1,702 @@
+"""Counted handles: what is undone, when, in which order, and by whom (I1 to I4, I7 to I9)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from vram import lifetime
+from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
+from vram.lifetime import Claim, FileDescriptor, Handle, Owned, live, own, stuck, unwinding
+
+
+class Thing(Owned):
+    """The smallest facade: owns a label and writes it down when it is taken back."""
+
+    def __init__(self, log: list[str], name: str, *depends: Handle, fail: BaseException | None = None) -> None:
+        self.link: object = None  # for cycles
+
+        def undo() -> None:
+            if fail is not None:
+                raise fail
+            log.append(name)
+
+        self._claim = own(name, undo, depends=depends)
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def spills() -> Iterator[None]:
+    """For tests that fail an undo on purpose: forget what is stuck in the end, or the ledger would find it."""
+    before = set(stuck())
+    yield
+    for handle in set(stuck()) - before:
+        lifetime._stuck.remove(handle)
+        for other in handle._depends.values():
+            lifetime._live.pop(other._id, None)
+
+
+def in_order(log: list[str], *pairs: str) -> bool:
+    """Whether, in each of the pairs written ``"mapping<address"``, the first was undone before the second."""
+    return all(log.index(first) < log.index(second) for first, second in (pair.split("<") for pair in pairs))
+
+
+MAPPING_ORDER = ("view<mapping", "mapping<address", "mapping<allocation")
+
+
+def four_things(log: list[str]) -> list[Thing]:
+    address, allocation = Thing(log, "address"), Thing(log, "allocation")
+    mapping = Thing(log, "mapping", address.handle, allocation.handle)
+    return [address, allocation, mapping, Thing(log, "view", mapping.handle)]
+
+
+def run_script(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter of its own, which must be done in a minute."""
+    prelude = "import faulthandler; faulthandler.dump_traceback_later(50, exit=True)\n"
+    command = [sys.executable, *options, "-c", prelude + textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# -- order (I1) -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+def test_i1_every_close_order(log, order):
+    things = four_things(log)
+    for number in order:
+        things[number].close()
+        assert things[number].is_closed
+    assert sorted(log) == ["address", "allocation", "mapping", "view"]
+    assert in_order(log, *MAPPING_ORDER)
+
+
+def test_i1_nothing_is_undone_while_something_stands_on_it(log):
+    address, allocation, mapping, view = four_things(log)
+    for thing in (address, allocation, mapping):
+        thing.close()
+    assert log == []
+    view.close()
+    assert log == ["view", "mapping", "allocation", "address"]  # dependencies newest first
+
+
+def test_i1_dependencies_go_only_after_the_undo_has_returned():
+    seen = []
+    below = own("below", lambda: seen.append("below"))
+    above = own("above", lambda: seen.append(below.handle.holders()), depends=(below.handle,))
+    below.release()
+    above.release()
+    assert seen == [("above",), "below"]
+
+
+def test_i1_a_long_chain_needs_no_deep_stack(log):
+    chain = [Thing(log, "0")]
+    for number in range(1, 5000):
+        chain.append(Thing(log, str(number), chain[-1].handle))
+    for thing in chain:
+        thing.close()
+    assert log == [str(number) for number in reversed(range(5000))]
+
+
+def test_i1_from_many_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for seed in range(60):
+            log: list[str] = []
+            things = four_things(log)
+            extra = [things[2].handle.claim("extra") for _ in range(4)]
+            jobs = [thing.close for thing in things] + [claim.release for claim in extra]
+            random.Random(seed).shuffle(jobs)
+            barrier = threading.Barrier(4)
+
+            def work(mine: list, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait(10)
+                for job in mine:
+                    job()
+
+            threads = [threading.Thread(target=work, args=(jobs[n::4],)) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert sorted(log) == ["address", "allocation", "mapping", "view"]
+            assert in_order(log, *MAPPING_ORDER)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_i1_one_release_from_many_threads_counts_once(log):
+    for _ in range(50):
+        thing = Thing(log, "x")
+        other = thing.handle.claim("other")
+        threads = [threading.Thread(target=thing.close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert log == []
+        other.release()
+        assert log.pop() == "x"
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+@pytest.mark.parametrize("shape", ["ring", "backwards", "star"])
+def test_i1_collected_cycles_in_every_arrangement(log, order, shape):
+    gc.disable()
+    try:
+        made = four_things(log)
+        things = [made[number] for number in order]
+        hub: list[object] = []
+        if shape == "star":
+            hub.append(things)
+            for thing in things:
+                thing.link = hub
+        else:
+            ring = things if shape == "ring" else things[::-1]
+            for thing, following in zip(ring, [*ring[1:], ring[0]], strict=True):
+                thing.link = following
+        del made, things, hub, thing
+        if shape != "star":
+            del ring, following
+        with pytest.warns(LeakWarning) as caught:
+            gc.collect()
+    finally:
+        gc.enable()
+    assert sorted(log) == ["address", "allocation", "mapping", "view"]
+    assert in_order(log, *MAPPING_ORDER)
+    assert len(caught) == 4
+
+
+def test_i1_forgo_gives_one_dependency_up(log):
+    below = Thing(log, "below")
+    above = Thing(log, "above", below.handle, below.handle)
+    handle = below.handle
+    below.close()
+    above.handle.forgo(handle)
+    assert log == []
+    above.handle.forgo(handle)
+    assert log == ["below"]
+    above.handle.forgo(handle)  # nothing left: no harm
+    above.close()
+    assert log == ["below", "above"]
+
+
+def test_own_that_fails_owns_nothing(log):
+    """The caller still has the thing, and the dependencies that were fine are given back (I4)."""
+    fine, closed = Thing(log, "fine"), Thing(log, "closed")
+    handle = closed.handle
+    closed.close()
+    before = live()
+    with pytest.raises(ClosedError, match="closed is closed"):
+        own("above", lambda: log.append("above"), depends=(fine.handle, handle))
+    assert live() == before
+    assert fine.handle.holders() == ("owner",)
+    fine.close()
+    assert log == ["closed", "fine"]
+
+
+# -- closing (I2) ---------------------------------------------------------------------------------------------------
+
+
+def test_i2_close_is_idempotent(log):
+    thing = Thing(log, "x")
+    for _ in range(3):
+        thing.close()
+        thing.close(strict=True)
+    assert log == ["x"]
+    with pytest.raises(ClosedError, match="x was closed"):
+        thing.handle
+    with pytest.raises(ClosedError), thing:
+        pass
+
+
+def test_i2_close_under_another_claim_defers(log):
+    thing = Thing(log, "x")
+    claim = thing.handle.claim("a view", tag="span")
+    handle = thing.handle
+    assert handle.holders() == ("owner", "a view")
+    assert handle.tags() == ("span",)
+    thing.close()
+    assert handle.is_open
+    assert log == []
+    claim.release()
+    assert log == ["x"]
+    assert not handle.is_open
+    with pytest.raises(ClosedError):
+        handle.claim("too late")
+    assert repr(handle) == "<Handle x, closed, 0 claims>"
+
+
+def test_i2_strict_close_names_the_others_and_changes_nothing(log):
+    thing = Thing(log, "x")
+    claims = [thing.handle.claim(f"view {number}") for number in range(7)]
+    with pytest.raises(BusyError, match="x is still in use .held by: view 0, view 1, .* and 2 more") as caught:
+        thing.close(strict=True)
+    assert caught.value.holders == tuple(f"view {number}" for number in range(7))
+    assert not thing.is_closed
+    assert thing.handle.is_open
+    for claim in claims:
+        claim.release()
+    thing.close(strict=True)
+    assert log == ["x"]
+
+
+def test_i2_a_release_that_is_only_queued_does_not_make_it_busy(log):
+    thing = Thing(log, "x")
+    claim = thing.handle.claim("view")
+    with lifetime._lock:  # as if another finalizer were at it: this thread only appends
+        claim.release()
+        assert thing.handle.holders() == ("owner", "view")
+        thing.close(strict=True)
+        assert log == []
+    assert live() is not None  # whatever comes next works the queue off
+    assert log == ["x"]
+
+
+def test_i2_leaving_a_with_block_closes(log):
+    with Thing(log, "x") as thing:
+        assert log == []
+    assert thing.is_closed
+    with pytest.raises(KeyError), Thing(log, "y"):
+        raise KeyError
+    assert log == ["x", "y"]
+
+
+def test_i2_what_is_dropped_is_taken_back_and_said(log):
+    with pytest.warns(LeakWarning, match="x was not closed"):
+        thing = Thing(log, "x")
+        del thing
+    assert log == ["x"]
+
+
+def test_i2_no_warning_for_what_was_closed_or_never_made(log):
+    class Broken(Thing):
+        def __init__(self) -> None:
+            raise KeyError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        thing = Thing(log, "x")
+        thing.close()
+        del thing
+        with contextlib.suppress(KeyError):
+            Broken()
+        gc.collect()
+
+
+def test_i2_a_dropped_claim_is_a_released_one(log):
+    thing = Thing(log, "x")
+    claim: Claim | None = thing.handle.claim("view")
+    thing.close()
+    assert log == []
+    claim = None
+    assert claim is None
+    assert log == ["x"]
+
+
+# -- finalizers and interrupts (I3) ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["close", "strict", "claim", "own", "depend", "forgo", "live"])
+def test_i3_any_finalizer_may_run_in_the_middle_of_any_call(action):
+    """The collector runs foreign finalizers while this thread is inside a guarded section. None may wait there."""
+    script = f"""
+    import gc, sys, threading
+    from vram import lifetime
+    from vram.errors import VramError
+    from vram.lifetime import own, live
+
+    base = own("base", lambda: None)
+    top = own("top", lambda: None)
+
+    class Foreign:
+        def __init__(self, claims):
+            self.me, self.claims = self, claims
+        def __del__(self):
+            a = self.claims
+            try:
+                if "{action}" == "close": a[0].release()
+                if "{action}" == "strict": a[0].release(strict=True)
+                if "{action}" == "claim": base.handle.claim("finalizer")
+                if "{action}" == "own": own("late", lambda: None, depends=(base.handle,))
+                if "{action}" == "depend": a[0].handle.depend(base.handle)
+                if "{action}" == "forgo": top.handle.forgo(base.handle)
+                if "{action}" == "live": live()
+            except VramError:
+                pass
+
+    undone = []
+    def work(rounds):
+        for n in range(rounds):
+            mine = own(f"thing {{n}}", lambda: undone.append(n), depends=(base.handle,))
+            Foreign([mine, mine.handle.claim("second")])
+            other = base.handle.claim("holder", tag=n)
+            mine.handle.depend(top.handle)
+            mine.handle.forgo(top.handle)
+            try:
+                other.release(strict=True)
+            except VramError:
+                pass
+            top.handle.depend(base.handle)
+            top.handle.holders(), top.handle.tags()
+            top.handle.forgo(base.handle)
+
+    gc.set_threshold(1, 1, 1)
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work, args=(150,)) for _ in range(3)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    gc.set_threshold(700)
+    gc.collect()
+    assert len(undone) == 450, len(undone)
+    top.release()
+    base.release()
+    gc.collect()
+    assert not live(), live()
+    print("done")
+    """
+    done = run_script(script)
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
+
+
+def test_i3_an_interrupt_neither_wedges_nor_disorders():
+    """Ctrl-C at random lines: it may leak, but nothing hangs, is undone twice, or before what stands on it."""
+    script = """
+    import random, signal, time
+    from vram.lifetime import own, live, _released
+    import vram.lifetime as lifetime, warnings, sys
+    warnings.simplefilter("ignore")
+    sys.unraisablehook = lambda args: None  # interrupts that hit a finalizer
+
+    class Interrupt(BaseException): pass
+    def interrupt(*_): raise Interrupt
+    signal.signal(signal.SIGALRM, interrupt)
+
+    undone = []
+    def round(n):
+        a = own(f"a{n}", lambda: undone.append(("a", n)))
+        b = own(f"b{n}", lambda: undone.append(("b", n)), depends=(a.handle,))
+        c = b.handle.claim("c")
+        a.release(); b.release()
+        c.release(strict=True)
+
+    hits, n, end = 0, 0, time.monotonic() + 2.0
+    while time.monotonic() < end:
+        n += 1
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-6, 60e-6))
+            round(n)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupt:
+            hits += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert lifetime._lock.acquire(blocking=False)
+    lifetime._lock.release()
+    import threading
+    free = []
+    thread = threading.Thread(target=lambda: free.append(lifetime._lock.acquire(timeout=5)))
+    thread.start(); thread.join()
+    assert free == [True]  # no recursion level of the main thread is left behind
+    position = {what: where for where, what in enumerate(undone)}
+    assert len(position) == len(undone)
+    assert all(("b", m) not in position or position["b", m] < position["a", m] for kind, m in undone if kind == "a")
+    print("hits" if hits > 20 else f"only {hits} hits")
+    """
+    done = run_script(script)
+    assert (done.stdout, done.stderr, done.returncode) == ("hits\n", "", 0)
+
+
+def test_i3_finalizers_never_wait_for_the_lock(log):
+    """While another thread holds it they append; what they appended is worked off by whoever comes next."""
+    things = [Thing(log, str(number)) for number in range(3)]
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lifetime._lock:
+            entered.set()
+            leave.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert entered.wait(10)
+    for thing in things:
+        thing.close()  # returns
+    assert log == []
+    leave.set()
+    holder.join(30)
+    live()
+    assert log == ["0", "1", "2"]
+
+
+def test_i3_undo_runs_without_the_lock():
+    free: list[bool] = []
+
+    def undo() -> None:
+        thread = threading.Thread(target=lambda: free.append(lifetime._lock.acquire(blocking=False)))
+        thread.start()
+        thread.join(10)
+        free.append(lifetime._lock._is_owned())
+
+    with lifetime._lock:
+        pass
+    own("x", undo).release()
+    assert free == [True, False]
+    lifetime._lock = type(lifetime._lock)()  # the thread that took it is gone
+
+
+# -- undo that fails (I4) -------------------------------------------------------------------------------------------
+
+
+def test_i4_a_failed_undo_keeps_what_it_stands_on(log, spills):
+    below = Thing(log, "below")
+    above = Thing(log, "above", below.handle, fail=OSError("no"))
+    handle = below.handle
+    below.close()
+    with pytest.warns(ReleaseWarning, match="could not take back above: no; it stays allocated"):
+        above.close()
+    assert log == []
+    assert handle.is_open
+    assert handle.holders() == ("above",)
+    assert [h.label for h in stuck()[-1:]] == ["above"]
+    assert "stuck" in repr(stuck()[-1])
+    assert handle in live()
+    above.close()  # still idempotent
+
+
+def test_i4_the_others_are_undone_all_the_same(log, spills):
+    things = [Thing(log, str(number), fail=OSError("no") if number == 1 else None) for number in range(3)]
+    with lifetime._lock:
+        for thing in things:
+            thing.close()
+    with pytest.warns(ReleaseWarning, match="could not take back 1"):
+        live()
+    assert log == ["0", "2"]
+
+
+def test_i4_while_unwinding_a_failed_undo_is_a_note(log, spills):
+    error = KeyError("the first")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with unwinding(error):
+            Thing(log, "x", fail=OSError("the second")).close()
+        with pytest.raises(KeyError) as caught, Thing(log, "y", fail=OSError("the third")):
+            raise error
+    assert caught.value is error
+    assert error.__notes__ == [
+        "could not take back x: the second; it stays allocated until the process ends",
+        "could not take back y: the third; it stays allocated until the process ends",
+    ]
+
+
+def test_i4_unwinding_ends_with_its_block(log, spills):
+    outer, inner = KeyError(), KeyError()
+    with unwinding(outer):
+        with unwinding(inner):
+            pass
+        Thing(log, "x", fail=OSError("no")).close()
+    assert len(outer.__notes__) == 1
+    assert not hasattr(inner, "__notes__")
+    with pytest.warns(ReleaseWarning):
+        Thing(log, "y", fail=OSError("no")).close()
+
+
+def test_i4_an_interrupt_in_an_undo_is_passed_on_and_the_others_are_still_owed(log, spills):
+    first, second = Thing(log, "first", fail=KeyboardInterrupt()), Thing(log, "second")
+    with lifetime._lock:
+        first.close()
+        second.close()
+    with pytest.raises(KeyboardInterrupt), pytest.warns(ReleaseWarning, match="first"):
+        live()
+    live()
+    assert log == ["second"]
+
+
+def test_i2_close_never_raises_where_warnings_are_errors():
+    """The warning then goes where exceptions of finalizers go; and the process lives on."""
+    script = """
+    from vram.lifetime import own, Owned
+    class Thing(Owned):
+        def __init__(self, name, undo):
+            self._claim = own(name, undo)
+    Thing("one", lambda: 1 / 0).close()
+    Thing("two", lambda: None)
+    import warnings
+    warnings.simplefilter("always")
+    def broken(*_, **__): raise LookupError("showwarning is broken")
+    warnings.showwarning = broken
+    Thing("three", lambda: 1 / 0).close()
+    print("lives")
+    """
+    done = run_script(script, "-W", "error")
+    assert (done.stdout, done.returncode) == ("lives\n", 0)
+    assert "ReleaseWarning: could not take back one: division by zero" in done.stderr
+    assert "LeakWarning: two was not closed" in done.stderr
+    assert "LookupError: showwarning is broken" in done.stderr
+
+
+# -- fork and exit (I7, I8) -----------------------------------------------------------------------------------------
+
+
+def test_i7_after_fork_the_child_undoes_nothing():
+    script = """
+    import gc, os, sys, threading
+    from vram import lifetime
+    from vram.errors import ForkedError
+    from vram.lifetime import own, Owned, live, FileDescriptor
+
+    class Thing(Owned):
+        def __init__(self, name, *depends):
+            self._claim = own(name, lambda: os.write(1, f"{os.getpid() == parent} {name}\\n".encode()), depends=depends)
+
+    parent = os.getpid()
+    below = Thing("below")
+    above = Thing("above", below.handle)
+    dropped = Thing("dropped")
+    fd = FileDescriptor.adopt(os.dup(1))
+    exiting = own("at exit", lambda: os.write(1, b"at exit\\n"), at_exit=True)
+
+    # The hard case: at the moment of the fork another thread holds the lock and something is queued.
+    entered, leave = threading.Event(), threading.Event()
+    def hold():
+        with lifetime._lock:
+            entered.set()
+            leave.wait()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    queued = Thing("queued")
+    queued.close()
+    pid = os.fork()
+    if pid == 0:
+        assert not live()
+        for use in (lambda: above.handle, lambda: fd.fileno(), lambda: fd.detach(), lambda: exiting.handle.check(),
+                    lambda: exiting.handle.claim("x"), lambda: own("y", None, depends=(exiting.handle,)),
+                    lambda: above.__enter__()):
+            try:
+                use()
+            except ForkedError as error:
+                assert "parent of this fork" in str(error)
+            else:
+                raise AssertionError
+        below.close(); above.close(strict=True); fd.close()
+        del dropped
+        gc.collect()
+        mine = own("mine", lambda: os.write(1, b"mine\\n"))
+        assert [h.label for h in live()] == ["mine"]
+        mine.release()
+        sys.exit(0)  # an ordinary exit: finalizers and atexit run
+    assert os.waitpid(pid, 0)[1] == 0
+    leave.set()
+    thread.join()
+    os.write(1, b"parent\\n")
+    below.close(); above.close(); dropped.close(); fd.close()
+    """
+    done = run_script(script)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "mine",
+        "parent",
+        "True queued",
+        "True above",
+        "True below",
+        "True dropped",
+        "at exit",
+    ]
+
+
+def test_i8_exit_takes_back_only_what_the_kernel_will_not():
+    script = """
+    import os
+    from vram.lifetime import own, Owned
+
+    class Thing(Owned):
+        def __init__(self, name, at_exit):
+            self._claim = own(name, lambda: print(name, flush=True), at_exit=at_exit)
+
+    ordinary, socket, later = Thing("ordinary", False), Thing("socket", True), Thing("later", True)
+    failing = own("failing", lambda: 1 / 0, at_exit=True)
+    closed = Thing("closed", True)
+    closed.close()
+    cycle = [Thing("in a cycle", False)]
+    cycle.append(cycle)
+    """
+    done = run_script(script, "-W", "error")
+    assert (done.stdout.splitlines(), done.stderr, done.returncode) == (["closed", "later", "socket"], "", 0)
+
+
+# -- file descriptors (I9) ------------------------------------------------------------------------------------------
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def test_i9_adopt_lend_close():
+    fd = os.memfd_create("x", os.MFD_CLOEXEC)
+    with FileDescriptor.adopt(fd, "a test's") as owner:
+        assert owner.fileno() == fd
+        assert owner.handle.label == "a test's"
+    assert not is_open(fd)
+    for use in (owner.fileno, owner.detach):
+        with pytest.raises(ClosedError):
+            use()
+    owner.close()
+
+
+def test_i9_detach_gives_away():
+    fd = os.memfd_create("x", os.MFD_CLOEXEC)
+    owner = FileDescriptor.adopt(fd)
+    assert owner.detach() == fd
+    assert owner.is_closed
+    owner.close()
+    assert is_open(fd)
+    os.close(fd)
+
+
+def test_i9_detach_under_another_claim_is_refused():
+    fd = os.memfd_create("x", os.MFD_CLOEXEC)
+    owner = FileDescriptor.adopt(fd)
+    claim = owner.handle.claim("a sender")
+    with pytest.raises(BusyError, match="a sender"):
+        owner.detach()
+    assert owner.fileno() == fd
+    claim.release()
+    owner.close()
+    assert not is_open(fd)
+
+
+def test_i9_one_that_is_dropped_is_closed():
+    """Silently: late is harmless here. Nothing that the handle keeps may keep its owner alive."""
+    fd = os.memfd_create("x", os.MFD_CLOEXEC)
+    FileDescriptor.adopt(fd)
+    assert not is_open(fd)
+
+
+def test_i9_stays_open_for_what_depends_on_it(log):
+    fd = os.memfd_create("x", os.MFD_CLOEXEC)
+    owner = FileDescriptor.adopt(fd)
+    user = Thing(log, "user", owner.handle)
+    owner.close()
+    assert is_open(fd)
+    user.close()
+    assert not is_open(fd)
