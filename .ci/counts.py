@@ -16,8 +16,8 @@ def main(directory: str) -> int:
         for case in ElementTree.parse(path).getroot().iter("testcase"):
             kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
             outcome = "failed" if kinds & {"failure", "error"} else "skipped" if kinds else "passed"
-            suite = (case.get("classname") or case.get("name") or "?").split(".")
-            suites.setdefault(suite[1] if suite[0] == "tests" and len(suite) > 1 else suite[0], Counter())[outcome] += 1
+            place = (case.get("classname") or case.get("name") or "?").removeprefix("tests.")
+            suites.setdefault(place.partition(".")[0], Counter())[outcome] += 1
         for suite, count in sorted(suites.items()):
             where = suite if path.stem == "main" else f"{suite}@{path.stem}"
             print(f"{where}: {count['passed']} passed, {count['failed']} failed, {count['skipped']} skipped")

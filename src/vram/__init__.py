@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from .exchange.create import asarray as asarray
     from .exchange.create import empty as empty
     from .exchange.create import zeros as zeros
-    from .keeper.session import Keeper as Keeper
-    from .keeper.session import keeper as keeper
-    from .exchange.keepers import list_entries as list
+    from .exchange.keepers import list_entries as list  # noqa: F401
     from .exchange.keepers import remove as remove
     from .exchange.keepers import show as show
     from .exchange.keepers import statistics as statistics
     from .exchange.publish import Published as Published
     from .exchange.publish import publish as publish
     from .exchange.weights import put as put
+    from .keeper.session import Keeper as Keeper
+    from .keeper.session import keeper as keeper
     from .memory import AddressReservation as AddressReservation
     from .memory import MemoryMapping as MemoryMapping
     from .memory import PhysicalAllocation as PhysicalAllocation
@@ -100,5 +100,5 @@ def __getattr__(name: str) -> object:
     return value
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+def __dir__() -> builtins.list[str]:
+    return __all__

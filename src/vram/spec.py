@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 import re
 from dataclasses import dataclass
 
@@ -112,8 +113,6 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     UsageError
         If it is negative, not a whole number of bytes, not a size at all, or 2**63 bytes or more.
     """
-    if isinstance(size, bool) or (not isinstance(size, (int, str)) and not hasattr(size, "__index__")):
-        raise UsageError(f'{what} must be an int of bytes or a string like "64MiB", not {size!r}')
     if isinstance(size, str):
         match = _SIZE.fullmatch(size) if len(size) <= 64 else None
         factor = _UNITS.get(match[2].lower()) if match else None
@@ -125,7 +124,10 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
         if rest:
             raise UsageError(f"{what} {size!r} is not a whole number of bytes")
     else:
-        nbytes = size.__index__()
+        try:
+            nbytes = operator.index(None if isinstance(size, bool) else size)  # type: ignore[arg-type]
+        except TypeError:
+            raise UsageError(f'{what} must be an int of bytes or a string like "64MiB", not {size!r}') from None
     if not 0 <= nbytes < 2**63:
         raise UsageError(f"{what} {size!r} is out of range: 0 to 2**63 - 1 bytes")
     return nbytes

@@ -31,7 +31,7 @@ def test_a_public_name_is_there_and_documented(name: str) -> None:
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
-        vram.no_such_name  # type: ignore[attr-defined]
+        vram.no_such_name
 
 
 def test_type_checkers_see_the_names_that_are_loaded_late() -> None:

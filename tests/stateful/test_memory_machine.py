@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vram import lifetime
@@ -32,6 +32,7 @@ from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, R
 from vram.spec import HOST, Access
 
 G = 2 << 20
+PAGE = 4096
 MOST = 8  # granules that a region or reservation can have
 RW, READ = Access.READ_WRITE, Access.READ
 
@@ -67,24 +68,27 @@ class Mapped:
     start: int  # bytes
     allocation: Allocation
     access: Access
-    overlay: dict[int, int] | None = None  # of a private mapping: what was written here and is seen here only
+    pages: dict[int, dict[int, int]] | None = None  # of a private mapping: the pages that were copied on write
 
     @property
     def stop(self) -> int:
         return self.start + self.allocation.nbytes
 
     def look(self, offset: int) -> int:
-        if self.overlay is not None and offset in self.overlay:
-            return self.overlay[offset]
-        return self.allocation.memory.written.get(offset, 0)
+        return (self.pages or {}).get(offset // PAGE, self.allocation.memory.written).get(offset, 0)
 
     def write(self, offset: int, value: int) -> None:
-        (self.allocation.memory.written if self.overlay is None else self.overlay)[offset] = value
+        shared = self.allocation.memory.written
+        if self.pages is None:
+            shared[offset] = value
+        else:
+            page = offset // PAGE
+            self.pages.setdefault(page, {at: v for at, v in shared.items() if at // PAGE == page})[offset] = value
 
 
 @dataclass(eq=False)
 class Mapping:
-    facade: MemoryMapping
+    facade: MemoryMapping | None
     reservation: Reservation
     mapped: Mapped
     address: int
@@ -170,7 +174,12 @@ class MemoryMachine(RuleBasedStateMachine):
             assert self.driver.mem_get_access(address, HOST) == mapped.access
             if mapped.access is Access.NONE:
                 continue
-            offsets = {0, mapped.allocation.nbytes - 1, *mapped.allocation.memory.written, *(mapped.overlay or ())}
+            offsets = {
+                0,
+                mapped.allocation.nbytes - 1,
+                *mapped.allocation.memory.written,
+                *(at for page in (mapped.pages or {}).values() for at in page),
+            }
             for offset in offsets:
                 found = bytearray(1)
                 self.driver.copy_out(memoryview(found), address + offset)
@@ -193,7 +202,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def seal_model(self, memory: Bytes) -> None:
         memory.sealed = True
         for mapped in self.living_mapped():
-            if mapped.allocation.memory is memory and mapped.overlay is None:
+            if mapped.allocation.memory is memory and mapped.pages is None:
                 mapped.access = min(mapped.access, READ)
 
     def put(self, address: int, mapped: Mapped, offset: int, value: int) -> None:
@@ -230,6 +239,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def map(self, data: st.DataObject, at: int, access: Access, private: bool) -> None:
         allocation = self.one(data, [a for a in self.allocations if a.facade])
         reservation = self.one(data, [r for r in self.reservations if r.facade])
+        at %= reservation.granules  # often it fits
         start, stop = at * G, at * G + allocation.nbytes
         taken = [m.mapped for m in self.mappings if m.reservation is reservation]
         if stop > reservation.granules * G or any(m.start < stop and start < m.stop for m in taken):
@@ -262,7 +272,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def set_access(self, data: st.DataObject, access: Access) -> None:
         mapping = self.one(data, self.mappings)
         mapped = mapping.mapped
-        denied = access is RW and mapped.allocation.memory.sealed and mapped.overlay is None
+        denied = access is RW and mapped.allocation.memory.sealed and mapped.pages is None
         self.expect(AccessDeniedError if denied else None, mapping.facade.set_access, access)
         if not denied:
             mapped.access = access
@@ -304,13 +314,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 loop: list[object] = [holder.facade]
                 loop.append(loop)
                 del loop
+            holder.facade = None
             if isinstance(holder, Mapping):
                 self.mappings.remove(holder)
-                del holder
-            else:
-                holder.facade = None
             if cycle:
-                gc.collect()
+                gc.collect(0)
         assert [w.category for w in caught] == [LeakWarning] * warns
 
     # -- regions ------------------------------------------------------------------------------------------------
@@ -374,6 +382,17 @@ class MemoryMachine(RuleBasedStateMachine):
         area.pins.append((area.facade.pin(start, stop, "the machine", full=full), stop))
 
     @precondition(lambda self: any(a.pins for a in self.regions))
+    @rule(data=st.data())
+    def pin_again(self, data: st.DataObject) -> None:
+        """A pin of a pin, also of a region whose object was closed."""
+        area = self.one(data, [a for a in self.regions if a.pins])
+        pin, last = self.one(data, area.pins)
+        start = data.draw(st.integers(pin.start, last))
+        stop = data.draw(st.integers(start, last))
+        self.expect(RangeError, pin.again, start, last + 1)
+        area.pins.append((pin.again(start, stop, "again"), stop))
+
+    @precondition(lambda self: any(a.pins for a in self.regions))
     @rule(data=st.data(), how=st.sampled_from(["release", "forget", "cycle"]))
     def unpin(self, data: st.DataObject, how: str) -> None:
         area = self.one(data, [a for a in self.regions if a.pins])
@@ -384,7 +403,7 @@ class MemoryMachine(RuleBasedStateMachine):
             loop: list[object] = [pin]
             loop.append(loop)
             del loop, pin
-            gc.collect()
+            gc.collect(0)
 
     @precondition(lambda self: any(a.alive and a.chunks for a in self.regions))
     @rule(data=st.data(), value=st.integers(1, 255))
@@ -490,4 +509,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemoryMachine = MemoryMachine.TestCase
-TestMemoryMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestMemoryMachine.settings = settings(
+    max_examples=400, stateful_step_count=40, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+)

@@ -340,7 +340,15 @@ class Array(Viewable):
             kept = home.region.pin(start, start + self._capacity * self._row_nbytes, holder, full=True)
         else:
             stop = start + (shape[0] if shape else 1) * self._row_nbytes
-            kept = home.region.pin(start, stop, holder) if pin is None else pin.again(start, stop, holder)
+            if pin is not None:
+                kept = pin.again(start, stop, holder)
+            else:
+                try:
+                    kept = home.region.pin(start, stop, holder)
+                except RangeError:
+                    if self._shape is shape:
+                        raise
+                    return self._view(holder, dtype)  # another thread shrank it meanwhile
         return home.view(kept, start, shape, dtype)
 
     # -- parts --------------------------------------------------------------------------------------------------

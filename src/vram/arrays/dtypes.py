@@ -29,7 +29,8 @@ _EXTENDED = (
     *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
     *("complex32", "bcomplex32", "int1", "int2", "int4", "uint1", "uint2", "uint4"),
 )
-_SIZED = re.compile(r"([SUV])([1-9]\d{0,7})")  # 10**8 characters of 4 bytes still fit the C int that numpy keeps
+_SIZED = re.compile(r"([SUV])([1-9][0-9]{0,7})")  # 10**8 characters of 4 bytes still fit the C int that numpy keeps
+TORCH_SHELL = re.compile("u?int[1-7]")  # names that torch keeps for its compiler: nothing can be done with such tensors
 _USER_DEFINED = 256  # NPY_USERDEF: numpy's own types are numbered below it
 # DLDataTypeCode and bits, DLPack 1.1, for what numpy's own exporter cannot say.
 _DLPACK = {
@@ -127,7 +128,8 @@ def from_torch_dtype(dtype: object) -> np.dtype[Any]:
     UsageError
         If numpy has none: quantized and packed types.
     """
-    found = _named(str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    found = None if TORCH_SHELL.fullmatch(name) else _named(name)
     if found is None:
         raise UsageError(f"numpy has no word for {dtype}; view the tensor as torch.uint8 and keep the type beside it")
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,23 +127,13 @@ def _of_any(value: object) -> NDArray:
                 return np.from_dlpack(value)  # type: ignore[arg-type]
             except (BufferError, RuntimeError, TypeError):
                 pass  # bfloat16, for one: the library may say it in numpy's own words
-        if _has_memory(value, kind):
-            found = np.asarray(value)
-            return found if isinstance(found, np.ndarray) else np.asarray(found)
+        if any(hasattr(kind, word) for word in ("__array_interface__", "__array_struct__", "__array__")):
+            return np.asarray(value)
+        with contextlib.suppress(TypeError):  # no buffer either
+            return np.asarray(memoryview(value))  # type: ignore[arg-type]
     except Exception as error:
         raise UsageError(f"the memory of a {name} cannot be seen: {error}") from error
     raise UsageError(
         f"a {name} is no array: give vram arrays, numpy arrays, torch tensors, or objects with DLPack, "
         f"__array_interface__ or the buffer protocol (numpy.asarray makes one of lists and numbers)"
     )
-
-
-def _has_memory(value: object, kind: type) -> bool:
-    if any(hasattr(kind, word) for word in ("__array_interface__", "__array_struct__", "__array__")):
-        return True
-    if sys.version_info < (3, 12) or not hasattr(kind, "__buffer__"):
-        try:
-            memoryview(value).release()  # type: ignore[arg-type]
-        except TypeError:
-            return False
-    return True

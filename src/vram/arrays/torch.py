@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import UnsupportedError, UsageError
 from .dlpack import capsule
-from .dtypes import as_dtype, from_torch_dtype, is_plain
+from .dtypes import TORCH_SHELL, as_dtype, from_torch_dtype, is_plain
 from .views import NDArray, claimed_writable
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
         If the installed torch has none, or torch is not installed.
     """
     torch = _import()
-    found = getattr(torch, dtype.name, None) if dtype.isnative else None
+    found = getattr(torch, dtype.name, None) if dtype.isnative and not TORCH_SHELL.fullmatch(dtype.name) else None
     if not isinstance(found, torch.dtype):
         raise UnsupportedError(
             f"a tensor of {dtype}", "a torch type of that name", f"torch {torch.__version__}, which has none",

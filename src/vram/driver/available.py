@@ -10,6 +10,7 @@ repeated when the last one is old or when what was asked for since is no longer 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -25,11 +26,21 @@ _LOOK_SECONDS = 0.5
 
 
 class AvailableMemory:
-    """Looks, and remembers its last look."""
+    """Looks, and remembers its last look.
 
-    __slots__ = ("_groups", "_left", "_stale_at")
+    Parameters
+    ----------
+    root : str
+        Where the control groups are mounted.
+    membership : str
+        The file that says which ones this process is in.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_groups", "_left", "_membership", "_root", "_stale_at")
+
+    def __init__(self, root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> None:
+        self._root = Path(root)
+        self._membership = Path(membership)
         self._groups: list[_Group] | None = None
         self._left = 0.0
         self._stale_at = 0.0
@@ -65,7 +76,7 @@ class AvailableMemory:
         available, total = _meminfo()
         limit = "MemAvailable"
         if self._groups is None:
-            self._groups = _groups()
+            self._groups = _groups(self._root, self._membership)
         for group in self._groups:
             room = group.room(wanted)
             if room is None:
@@ -94,18 +105,19 @@ class _Group:
             if limit >= 1 << 60:  # how v1 says that there is none
                 return None
             left = limit - int(_read(self._usage))
-            if left < wanted:  # only now is it worth knowing how much of the usage is page cache
-                left += _fields(_read(f"{self.folder}/memory.stat", 16384), self._reclaimable, b" ")
-            return min(left, limit), limit
         except (OSError, ValueError):
             return None
+        if left < wanted:  # only now is it worth knowing how much of the usage is page cache
+            with contextlib.suppress(OSError, ValueError):
+                left += _field(_read(f"{self.folder}/memory.stat", 16384), self._reclaimable, b" ")
+        return min(left, limit), limit
 
 
-def _groups() -> list[_Group]:
+def _groups(mounted: Path, membership: Path) -> list[_Group]:
     """Find the control groups that limit this process, innermost first."""
     found = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         return []
     for line in lines:
@@ -113,10 +125,10 @@ def _groups() -> list[_Group]:
         if controllers and "memory" not in controllers.split(","):
             continue
         if controllers:  # v1
-            root = Path("/sys/fs/cgroup/memory")
+            root = mounted / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file")
         else:
-            root = Path("/sys/fs/cgroup")
+            root = mounted
             names = ("memory.max", "memory.current", b"inactive_file")
         # In a container the path may be the host's and not exist here: then only its root can be read.
         folder = root / path.lstrip("/") if ".." not in path else root
@@ -130,11 +142,15 @@ def _groups() -> list[_Group]:
 
 
 def _meminfo() -> tuple[int, int]:
-    text = _read("/proc/meminfo", 512)
-    return _fields(text, b"MemAvailable", b":") * 1024, _fields(text, b"MemTotal", b":") * 1024
+    try:
+        text = _read("/proc/meminfo", 512)
+        return _field(text, b"MemAvailable", b":") * 1024, _field(text, b"MemTotal", b":") * 1024
+    except (OSError, ValueError):  # no /proc: what can be reclaimed is then not counted, so only the total is known
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total, total
 
 
-def _fields(text: bytes, name: bytes, separator: bytes) -> int:
+def _field(text: bytes, name: bytes, separator: bytes) -> int:
     """Return the number behind `name` in lines of ``name<separator> number``; ValueError if there is none."""
     for line in text.splitlines():
         key, _, rest = line.partition(separator)

@@ -10,6 +10,7 @@ its region depends on, so the moment the region is unmapped here the other end c
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -268,6 +269,9 @@ class Borrower:
             self.forget(number)
 
 
+_name = functools.cache(dtype_name)  # element types are few, and asked for in every message
+
+
 def refer(number: int, segments: int, array: Array) -> Reference:
     """Write an array down as a part of memory `number`."""
-    return Reference(number, segments, array.offset, dtype_name(array.dtype), array.shape)
+    return Reference(number, segments, array.offset, _name(array.dtype), array.shape)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..errors import VramError
 from ..spec import parse_size
-from .server import KeeperServer
+from .server import PATIENCE, KeeperServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-entries", metavar="N", type=int, help="most names to keep")
     parser.add_argument("--max-bytes-per-user", metavar="SIZE", help="the same for each user but this one")
     parser.add_argument("--max-entries-per-user", metavar="N", type=int, help="the same for each user but this one")
+    parser.add_argument(
+        "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
+    )
     parser.add_argument("--takeover", action="store_true", help="take over from the keeper that runs, if one does")
     parser.add_argument("--ready-fd", metavar="FD", type=int, default=-1, help="write the path here once it serves")
     parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 else parse_size(given.max_bytes_per_user, what="--max-bytes-per-user")
             ),
             max_entries_per_user=given.max_entries_per_user,
+            patience=given.patience,
         )
         if given.takeover:
             from .takeover import take_over

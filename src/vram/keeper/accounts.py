@@ -32,6 +32,7 @@ class Usage:
     handles: int = 0
 
     def add(self, nbytes: int, entries: int, handles: int) -> None:
+        """Add what came, or went where the numbers are negative."""
         self.nbytes += nbytes
         self.entries += entries
         self.handles += handles

@@ -6,11 +6,10 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from ..errors import UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
 from .conversation import GRACE, Conversation
@@ -27,9 +26,7 @@ from .reports import (
     version_info,
 )
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_prefix, check_ttl, clip_label
-
-if TYPE_CHECKING:
-    from typing import Self
+from .watch import Watch
 
 __all__ = [
     "Attachment",
@@ -47,11 +44,6 @@ __all__ = [
 
 class KeeperClient(Conversation):
     """What can be said to a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
-
-    def close(self) -> None:
-        if _clients.get(self.path) is self:
-            _clients.pop(self.path, None)
-        super().close()
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
@@ -366,66 +358,6 @@ class KeeperClient(Conversation):
             if isinstance(reply, m.Attached):
                 self.release_later(reply.lease)
             raise
-
-
-class Watch:
-    """News about one version, on a connection of its own.
-
-    ``fileno()`` becomes readable when there is news, or when the keeper is gone; :meth:`pump` reads it.
-
-    Attributes
-    ----------
-    reason : str or None
-        The newest: ``"replaced"``, ``"removed"``, ``"expired"``, ``"revoked"``, or ``"gone"`` if the keeper is.
-    current : int
-        The version that attaching by name gave when the news came; 0 is none.
-    """
-
-    def __init__(self, connection: KeeperClient, name: str, version: int) -> None:
-        self.name = name
-        self.version = version
-        self.reason: str | None = None
-        self.current = version
-        self._client = connection
-        self._channel = connection._channel
-        try:
-            # News follows the answer; nobody but pump() reads from then on.
-            connection._be(m.Done, connection._ask(m.Watch(1, name, version), 1))
-        except BaseException:
-            connection.close()
-            raise
-
-    def fileno(self) -> int:
-        """Lend the descriptor to wait on with select, poll or an event loop."""
-        return self._channel.fileno()
-
-    def pump(self) -> bool:
-        """Read what there is without waiting; return whether there is news, now or from before."""
-        while self.reason != "gone":
-            try:
-                payload, fds = self._channel.recv(timeout=0)
-            except WaitTimeoutError:
-                break
-            except (PeerGoneError, ProtocolError):
-                self.reason = "gone"
-                break
-            close_fds(fds)
-            self._note(m.decode_reply(payload))
-        return self.reason is not None
-
-    def close(self) -> None:
-        """End the connection. Idempotent."""
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _note(self, reply: m.Reply) -> None:
-        if isinstance(reply, m.Notice):
-            self.reason, self.current = reply.reason, reply.current
 
 
 _clients: dict[str, KeeperClient] = {}

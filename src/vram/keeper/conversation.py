@@ -288,8 +288,7 @@ class Conversation:
         return self._failure_again()
 
     def _failure_again(self) -> VramError:
-        failure = self._failure
-        assert failure is not None
+        failure = self._failure or PeerGoneError("no failure")
         try:
             return type(failure)(*failure.args)
         except TypeError:  # an exception of more arguments than its message

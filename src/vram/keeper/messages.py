@@ -489,12 +489,15 @@ _hello = msgspec.msgpack.Decoder(Hello)
 
 encode = _encoder.encode
 
+# A string that is not UTF-8 is no MsgspecError.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 def decode_hello(payload: bytes) -> Hello:
     """Read the first message of a connection. Raises :class:`ProtocolError` if it is something else."""
     try:
         return _hello.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise errors.ProtocolError(f"not a greeting: {error}") from None
 
 
@@ -502,7 +505,7 @@ def decode_request(payload: bytes) -> Request:
     """Read what a client said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
     try:
         request: Request = _requests.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise errors.ProtocolError(f"not a request: {error}") from None
     return request
 
@@ -511,7 +514,7 @@ def decode_reply(payload: bytes) -> Reply:
     """Read what a keeper said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
     try:
         reply: Reply = _replies.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise errors.ProtocolError(f"not an answer of a keeper: {error}") from None
     return reply
 
@@ -520,7 +523,7 @@ def decode_succession(payload: bytes) -> Succession:
     """Read what a keeper and its successor say. Raises :class:`ProtocolError` for anything else."""
     try:
         said: Succession = _succession.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise errors.ProtocolError(f"not a word of a takeover: {error}") from None
     return said
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 
-from ..errors import AccessDeniedError, PeerGoneError, UsageError
+from ..errors import AccessDeniedError, PeerGoneError, UnsupportedError, UsageError
 from ..sharing.channel import Credentials, check_path
 
-__all__ = ["check_server", "default_path", "find_path", "prepare_directory"]
+__all__ = ["check_platform", "check_server", "default_path", "find_path", "prepare_directory"]
 
 ENVIRONMENT = "VRAM_KEEPER"
 
@@ -33,13 +34,22 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
 
     Raises
     ------
+    UnsupportedError
+        On other systems than Linux.
     UsageError
         If it has more than the 107 bytes of a unix socket's path.
     """
+    check_platform()
     chosen = path is not None or bool(os.environ.get(ENVIRONMENT))
     found = os.path.abspath(os.fspath(path) if path is not None else default_path())
     check_path(found)
     return found, chosen
+
+
+def check_platform() -> None:
+    """Raise :class:`UnsupportedError` where there can be no keeper."""
+    if sys.platform != "linux":
+        raise UnsupportedError("a keeper", "Linux (memfd, and descriptors over unix sockets)", sys.platform)
 
 
 def check_directory(directory: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import PeerGoneError, UsageError, WaitTimeoutError
 from ..sharing.channel import MAX_PATH
+from .paths import check_platform
 
 __all__ = ["KeeperProcess", "private_keeper"]
 
@@ -36,6 +37,8 @@ class KeeperProcess:
         Seconds within which it has to serve.
     user : int, optional
         The uid to run as, for which this process has to be root.
+    launcher : sequence of str
+        A command to put in front, such as one that sets limits and then executes its arguments.
 
     Raises
     ------
@@ -46,15 +49,26 @@ class KeeperProcess:
     """
 
     def __init__(
-        self, path: str, options: Sequence[str] = (), *, timeout: float = _START, user: int | None = None
+        self,
+        path: str,
+        options: Sequence[str] = (),
+        *,
+        timeout: float = _START,
+        user: int | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
+        check_platform()
         self.path = path
+        self._said = ""
         ready, ready_child = os.pipe2(os.O_CLOEXEC)
         # Nothing is ever written here: it reads end of file when the last copy of our end is gone, however we end.
         parent_child, self._parent = os.pipe2(os.O_CLOEXEC)
+        # No pipe: nobody would read it, and a full one stops the keeper.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         try:
             self.process = subprocess.Popen(
                 [
+                    *launcher,
                     # -P: what lies in the current directory is no part of the library
                     *(sys.executable, "-P", "-m", "vram.keeper", "--socket", path),
                     *("--ready-fd", str(ready_child), "--parent-fd", str(parent_child)),
@@ -62,7 +76,7 @@ class KeeperProcess:
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=self._stderr,
                 pass_fds=(ready_child, parent_child),
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for us; we stop it
@@ -71,6 +85,7 @@ class KeeperProcess:
         except BaseException:
             os.close(self._parent)
             os.close(ready)
+            self._stderr.close()
             raise
         finally:
             os.close(ready_child)
@@ -96,9 +111,15 @@ class KeeperProcess:
             raise WaitTimeoutError(f"a keeper at {self.path} was not ready after {timeout:g} s")
         if not os.read(ready, 4096):
             self.process.wait()
-            assert self.process.stderr is not None
-            said = self.process.stderr.read().decode(errors="replace").strip()
-            raise PeerGoneError(f"a keeper at {self.path} ended with status {self.process.returncode}: {said[-2000:]}")
+            said = self.said().strip()[-2000:]
+            raise PeerGoneError(f"a keeper at {self.path} ended with status {self.process.returncode}: {said}")
+
+    def said(self) -> str:
+        """Return what it has written to its standard error, also after it ended."""
+        if not self._stderr.closed:
+            self._stderr.seek(0)
+            self._said = self._stderr.read().decode(errors="replace")
+        return self._said
 
     def stop(self, timeout: float = _STOP) -> int:
         """Tell it to stop, wait, and return its exit status. Idempotent. Kills it if it does not stop in time."""
@@ -118,8 +139,8 @@ class KeeperProcess:
 
     def _reap(self) -> int:
         status = self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        self.said()
+        self._stderr.close()
         self._let_go()
         return status
 

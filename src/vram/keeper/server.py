@@ -30,7 +30,7 @@ from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
 
-__all__ = ["KeeperServer"]
+__all__ = ["PATIENCE", "KeeperServer"]
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _MAX_CONNECTIONS = 8_192
@@ -56,6 +56,8 @@ class KeeperServer:
     patience : float
         Seconds that a peer may keep the keeper waiting before it is disconnected.
     """
+
+    listener: Listener
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class KeeperServer:
         self.paused = False
         self.closing = False
         self.successor = False  # another process serves on: leave the path to it
-        self.listener: Listener | None = None
+        self._bound = False
         self.service = Service(self)
         self.handle = self.service.handle
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
@@ -108,7 +110,12 @@ class KeeperServer:
     def listen(self) -> None:
         """Bind the socket; :meth:`serve` does it otherwise. Raises what :class:`Listener` raises."""
         prepare_directory(self.path, self._chosen)
-        self.listener = Listener(self.path, mode=self.mode, group=self.group)
+        self.listen_on(Listener(self.path, mode=self.mode, group=self.group))
+
+    def listen_on(self, listener: Listener) -> None:
+        """Serve on a socket that is there already."""
+        self.listener = listener
+        self._bound = True
 
     def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1) -> None:
         """Serve until SIGTERM or SIGINT, or until another keeper has taken over.
@@ -121,9 +128,8 @@ class KeeperServer:
             Lent; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
             wanted.
         """
-        if self.listener is None:
+        if not self._bound:
             self.listen()
-        assert self.listener is not None
         self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
@@ -147,7 +153,6 @@ class KeeperServer:
 
     def _start(self) -> None:
         """Accept, read and write."""
-        assert self.listener is not None
         self.loop.add_reader(self.listener.sock, self._accept)
         for connection in [*self.strangers, *self.connections.values()]:
             if connection.queue:
@@ -177,7 +182,6 @@ class KeeperServer:
             version.token.drop()
 
     def _shut_down(self) -> None:
-        assert self.listener is not None
         self.close_everything()
         self.listener.sock.close()
         os.close(self._spare_fd)
@@ -199,7 +203,6 @@ class KeeperServer:
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
-        assert self.listener is not None
         if self.paused:
             return
         for _ in range(64):  # then the others get their turn
@@ -233,7 +236,6 @@ class KeeperServer:
 
     def _refuse_without_descriptors(self) -> None:
         """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
-        assert self.listener is not None
         os.close(self._spare_fd)
         try:
             with contextlib.suppress(OSError):

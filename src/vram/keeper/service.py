@@ -12,20 +12,18 @@ import msgspec
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
 from . import messages as m
+from . import pages
 from .admission import InadmissibleError, admit
 from .connection import Connection, Held, Partial
 from .failures import failure
-from .records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Refused, Session, Version
-from .rules import check_prefix
+from .records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Refused, Session
 
 if TYPE_CHECKING:
     from .server import KeeperServer
 
 __all__ = ["Service"]
 
-_PAGE = 40 * 1024  # bytes of rows, about: a page has to fit into one message
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
-_entry = msgspec.msgpack.Decoder(m.Entry)
 
 
 class Service:
@@ -285,112 +283,21 @@ class Service:
         self.carry_out(effects)
 
     def _list(self, connection: Connection, session: Session, request: m.List, fds: list[int]) -> None:
-        check_prefix(request.prefix)
-        now = self.server.now()
-        rows: list[m.EntryRow] = []
-        room = _PAGE
-        more = False
-        for version, older in self.catalogue.current(request.prefix, request.after):
-            room -= 100 + len(version.name) + _weight(version.meta)
-            if room < 0 and rows:
-                more = True
-                break
-            rows.append(
-                m.EntryRow(
-                    version.name,
-                    version.number,
-                    version.owner,
-                    version.nbytes,
-                    version.handles,
-                    version.writable,
-                    len(version.leases),
-                    older,
-                    now - version.published,
-                    None if version.expires is None else version.expires - now,
-                    version.meta,
-                )
-            )
-        connection.send(m.encode(m.Listing(request.call, rows, more)))
+        connection.send(m.encode(pages.entries(self.catalogue, request, self.server.now())))
 
     def _versions(self, connection: Connection, session: Session, request: m.Versions, fds: list[int]) -> None:
-        now = self.server.now()
-        rows: list[m.VersionRow] = []
-        room = _PAGE
-        more = False
-        for version in self.catalogue.versions_of(request.name):
-            if version.number <= request.after:
-                continue
-            room -= 300 + 10 * version.handles + _weight(version.meta)
-            if room < 0 and rows:
-                more = True
-                break
-            rows.append(self._version_row(version, now))
-        connection.send(m.encode(m.VersionList(request.call, rows, more)))
-
-    def _version_row(self, version: Version, now: float) -> m.VersionRow:
-        entry = _entry.decode(version.body)
-        return m.VersionRow(
-            version.number,
-            version.owner,
-            self.catalogue.is_current(version),
-            version.writable,
-            version.nbytes,
-            [piece.size for piece in entry.segments],
-            entry.devices,
-            len(version.leases),
-            now - version.published,
-            None if version.expires is None else version.expires - now,
-            version.publisher_pid,
-            version.publisher_label,
-            version.meta,
-        )
+        connection.send(m.encode(pages.versions(self.catalogue, request, self.server.now())))
 
     def _holders(self, connection: Connection, session: Session, request: m.Holders, fds: list[int]) -> None:
-        now = self.server.now()
-        rows: list[m.HolderRow] = []
-        room = _PAGE
-        for version in self.catalogue.versions_of(request.name):
-            if version.number != request.version:
-                continue
-            # In order of their numbers: each lease's is higher than those before it.
-            for lease in version.leases.values():
-                if lease.id <= request.after:
-                    continue
-                who = lease.session
-                room -= 60 + 4 * len(who.label)
-                if room < 0:
-                    break
-                rows.append(
-                    m.HolderRow(lease.id, version.number, who.pid, who.uid, who.label, lease.access, now - lease.since)
-                )
-        connection.send(m.encode(m.HolderList(request.call, rows, room < 0)))
+        connection.send(m.encode(pages.holders(self.catalogue, request, self.server.now())))
+
+    def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
+        connection.send(m.encode(pages.statistics(self.server, request)))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(session, request.name, request.version, revoke=request.revoke)
         self._done(connection, request.call)
         self.carry_out(effects)
-
-    def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
-        books, server = self.catalogue, self.server
-        connection.send(
-            m.encode(
-                m.KeeperStatistics(
-                    request.call,
-                    server.pid,
-                    server.now() - server.started,
-                    books.entries,
-                    books.versions,
-                    len(books.leases),
-                    len(server.connections),
-                    books.waiting,
-                    books.accounts.total.nbytes,
-                    books.accounts.total.handles,
-                    books.accounts.quotas.max_bytes,
-                    books.accounts.quotas.max_entries,
-                    books.accounts.quotas.max_handles,
-                )
-            )
-        )
 
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
         self.server.hand_over(connection, request.call)
@@ -399,8 +306,3 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
-
-
-def _weight(meta: dict[str, str]) -> int:
-    """At most how many bytes the meta of an entry takes in a message."""
-    return sum(4 * (len(key) + len(value)) + 10 for key, value in meta.items()) if meta else 1

@@ -139,7 +139,6 @@ def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
     finally:
         channel.close()
     # Nothing was unregistered: the loop stood still, and goes on where it was.
-    assert server.listener is not None
     server.listener.sock.listen(1024)  # a successor that came this far had put its name on the socket
     server.paused = False
 
@@ -175,7 +174,6 @@ def _give(server: KeeperServer, channel: Channel, call: int) -> bool:
 
 
 def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
-    assert server.listener is not None
     numbers: dict[Held, int] = {}
 
     def number(held: Held) -> int:
@@ -360,7 +358,7 @@ def _commit(channel: Channel) -> None:
 
 
 def _settle_in(server: KeeperServer, listener: socket.socket) -> None:
-    server.listener = Listener.adopt(server.path, listener)
+    server.listen_on(Listener.adopt(server.path, listener))
 
 
 def _drop(server: KeeperServer, sockets: list[socket.socket]) -> None:

@@ -528,6 +528,8 @@ class Region(Owned):
         self._nbytes = nbytes
 
     def _shrink(self, nbytes: int) -> None:
+        if nbytes == self._nbytes:
+            return
         handle, mapped = self.handle, self._chunks
         with self._size_lock:
             before, self._nbytes = self._nbytes, nbytes

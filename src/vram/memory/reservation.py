@@ -108,7 +108,8 @@ class AddressReservation(Owned):
 
     def __repr__(self) -> str:
         where = self._range
-        state = ", closed" if self.is_closed else f", {len(where.spans)} mappings"
+        count = len(where.spans)
+        state = ", closed" if self.is_closed else f", {count} mapping{'s' * (count != 1)}"
         return f"<AddressReservation {where.driver.name} {where.address:#x} {format_size(where.nbytes)}{state}>"
 
 

@@ -53,10 +53,11 @@ MAX_MESSAGE = 64 * 1024
 MAX_FDS = 253
 MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
 
-_NOSIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-_DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_TRUNCATED = socket.MSG_TRUNC | socket.MSG_CTRUNC if hasattr(socket, "MSG_CTRUNC") else 0
+# As plain ints: the flags of the socket module are enums, and their | costs a microsecond in every message.
+_NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC) if hasattr(socket, "MSG_CTRUNC") else 0
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
@@ -261,7 +262,7 @@ class Channel(lifetime.Owned):
         Raises
         ------
         UsageError
-            For a size or number of descriptors that no message can have.
+            For a size or number of descriptors that no message can have, or a descriptor that is not open.
         WaitTimeoutError
             If the time passed. Nothing was sent.
         PeerGoneError
@@ -297,6 +298,8 @@ class Channel(lifetime.Owned):
                 if left is not None and left <= 0:
                     raise WaitTimeoutError(f"the peer read nothing for {timeout:g} s") from None
                 self._poll(select.POLLOUT, left)
+            elif error.errno == errno.EBADF and self._handle.is_open:
+                raise UsageError(f"one of the descriptors {list(fds)[:8]} is not open") from None
             else:
                 raise self._translate(error) from None
             self._check()

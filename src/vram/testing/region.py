@@ -206,6 +206,21 @@ class RegionContract:
         pin.release()
         assert driver.live() == before
 
+    def test_a_pin_can_be_taken_again_within_its_span(self, driver: Driver, location: Location, granule: int) -> None:
+        region = Region.create(driver, location, capacity=2 * granule, nbytes=2 * granule)
+        first = region.pin(10, 20, "first")
+        region.close()  # what is looked at stays, and can be looked at again
+        second = first.again(12, 15, "second")
+        assert (second.start, second.stop, second.handle) == (12, 15, first.handle)
+        assert first.others() == ("second [12:15]",)
+        with pytest.raises(RangeError, match="10 to 20"):
+            first.again(9, 20)
+        first.release()
+        with pytest.raises(ClosedError, match="first"):
+            first.again(12, 15)
+        store(driver, region.address + 12, b"yes")
+        second.release()
+
     def test_a_forgotten_pin_lets_go(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(driver, location, capacity=granule, nbytes=granule) as region:
             loop: list[object] = [region.pin(0, granule)]

@@ -1,0 +1,231 @@
+"""Drivers that break one rule each, and the test of the contract that must catch it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MUTANTS = '''
+"""The host driver with one bug per class."""
+import fcntl, os, threading
+import pytest
+from vram.driver import libc
+from vram.driver.host import HostDriver
+from vram.errors import UsageError
+from vram.spec import HOST, Access, HandleKind
+from vram.testing.driver import DriverContract
+
+class Mutant(DriverContract):
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity"})
+    kind = HostDriver
+
+    @pytest.fixture
+    def driver(self):
+        return self.kind()
+
+    @pytest.fixture
+    def location(self):
+        return HOST
+
+
+class TestFreesByAddressAlone(Mutant):
+    class kind(HostDriver):
+        def address_free(self, address, nbytes):
+            found = self._books.reservations.at.get(address)
+            super().address_free(address, found.nbytes if found else nbytes)
+
+
+class TestUnmapsHalves(Mutant):
+    class kind(HostDriver):
+        def mem_unmap(self, address, nbytes):
+            mapping = self._books.mappings.get(address)
+            super().mem_unmap(address, mapping.nbytes if mapping and nbytes < mapping.nbytes else nbytes)
+
+
+class TestAllowsAccessOverGaps(Mutant):
+    class kind(HostDriver):
+        def mem_set_access(self, address, nbytes, access, locations):
+            for mapping in self._books.whole("x", address, nbytes, gaps=True):
+                super().mem_set_access(mapping.address, mapping.nbytes, access, locations)
+
+
+class TestMapsReadableAtOnce(Mutant):
+    class kind(HostDriver):
+        def mem_map(self, address, nbytes, offset, handle):
+            super().mem_map(address, nbytes, offset, handle)
+            self.mem_set_access(address, nbytes, Access.READ, (HOST,))
+
+
+class TestMapsOverOthers(Mutant):
+    class kind(HostDriver):
+        def mem_map(self, address, nbytes, offset, handle):
+            while True:
+                try:
+                    return super().mem_map(address, nbytes, offset, handle)
+                except UsageError as error:
+                    if "mapped at" not in str(error):
+                        raise
+                    self.mem_unmap(address, self._books.mappings[address].nbytes)
+
+
+class TestReleasesWhatIsMapped(Mutant):
+    class kind(HostDriver):
+        def mem_release(self, handle):
+            memory = self._books.handles.get(handle)
+            super().mem_release(handle)
+            for mapping in tuple(self._books.mappings.values()):
+                if mapping.memory is memory:
+                    self.mem_unmap(mapping.address, mapping.nbytes)
+
+
+class TestKeepsReleasedMemory(Mutant):
+    class kind(HostDriver):
+        def mem_release(self, handle):
+            self.mem_properties(handle)
+
+
+class TestExportsOneDescriptorToAll(Mutant):
+    class kind(HostDriver):
+        def mem_export(self, handle, kind):
+            super().mem_export(handle, kind)
+            return self._books.memory("x", handle).fd()
+
+
+class TestExportsInheritable(Mutant):
+    class kind(HostDriver):
+        def mem_export(self, handle, kind):
+            fd = super().mem_export(handle, kind)
+            os.set_inheritable(fd, True)
+            return fd
+
+
+class TestExportsAnything(Mutant):
+    class kind(HostDriver):
+        def mem_export(self, handle, kind):
+            return fcntl.fcntl(self._books.memory("x", handle).fd(), fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+class TestBelievesWhatItIsTold(Mutant):
+    class kind(HostDriver):
+        def mem_import(self, fd, kind, nbytes):
+            from vram.driver.books import Memory
+            return self._books.new_handle(Memory(os.dup(fd), nbytes, kind, None))
+
+
+class TestTakesTheDescriptor(Mutant):
+    class kind(HostDriver):
+        def mem_import(self, fd, kind, nbytes):
+            handle = super().mem_import(fd, kind, nbytes)
+            os.close(fd)
+            return handle
+
+
+class TestLeaksWhenItRefuses(Mutant):
+    class kind(HostDriver):
+        def mem_map(self, address, nbytes, offset, handle):
+            memory = self._books.memory("x", handle)
+            try:
+                super().mem_map(address, nbytes, offset, handle)
+            except UsageError:
+                self._books.new_handle(memory)
+                raise
+
+
+class TestSealsOnlyTheFuture(Mutant):
+    class kind(HostDriver):
+        def mem_seal(self, handle):
+            fcntl.fcntl(self._books.memory("x", handle).fd(), libc.F_ADD_SEALS, libc.F_SEAL_FUTURE_WRITE)
+
+
+class TestCopiesNothingOnWrite(Mutant):
+    class kind(HostDriver):
+        mem_map_private = HostDriver.mem_map
+
+
+class TestOffersMoreThanItSays(Mutant):
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing"})
+
+
+class TestGivesOutDirtyMemory(Mutant):
+    class kind(HostDriver):
+        old = []
+        def mem_create(self, nbytes, location, kinds):
+            fresh = super().mem_create(nbytes, location, kinds)
+            memory = self._books.memory("x", fresh)
+            os.pwrite(memory.fd(), b"secret", 0)
+            return fresh
+
+
+class TestWaitsInAnUndo(Mutant):
+    """Deadlocks when a finalizer comes while the lock is held; the contract's own deadline ends it."""
+    class kind(HostDriver):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+        def mem_create(self, *args):
+            with self.lock:
+                [[] for _ in range(50)]
+                return super().mem_create(*args)
+        def mem_release(self, handle):
+            if not self.lock.acquire(timeout=0.2):
+                raise RuntimeError("would wait for ever")
+            self.lock.release()
+            super().mem_release(handle)
+
+
+class TestIsFine(Mutant):
+    pass
+'''
+
+CAUGHT_BY = {
+    "FreesByAddressAlone": "free_names_exactly_what_was_reserved",
+    "UnmapsHalves": "unmap_takes_whole_mappings",
+    "AllowsAccessOverGaps": "set_access_takes_whole_mappings_without_a_gap",
+    "MapsReadableAtOnce": "a_new_mapping_has_no_access",
+    "MapsOverOthers": "mappings_do_not_overlap",
+    "ReleasesWhatIsMapped": "release_while_mapped",
+    "KeepsReleasedMemory": "a_handle_is_released_once",
+    "ExportsOneDescriptorToAll": "export_and_import",
+    "ExportsInheritable": "export_and_import",
+    "ExportsAnything": "only_memory_made_for_it_is_exported",
+    "BelievesWhatItIsTold": "import_believes_nothing",
+    "TakesTheDescriptor": "export_and_import",
+    "LeaksWhenItRefuses": "an_allocation_is_mapped_whole",
+    "SealsOnlyTheFuture": "seal",
+    "CopiesNothingOnWrite": "copy_on_write",
+    "OffersMoreThanItSays": "offers_exactly_what_it_says",
+    "GivesOutDirtyMemory": "new_memory_is_zeroed",
+    "WaitsInAnUndo": "undo_calls_from_finalizers",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """Run each mutant against the test that should catch it; and the driver without a bug against all of these."""
+    folder: Path = tmp_path_factory.mktemp("mutants")
+    (folder / "test_mutants.py").write_text(MUTANTS)
+    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, test in CAUGHT_BY.items()]
+    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted(set(CAUGHT_BY.values()))]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, timeout=100, cwd=folder, check=False)
+    found: dict[tuple[str, str], str] = {}
+    for line in done.stdout.splitlines():
+        word, _, place = line.partition(" test_mutants.py::Test")
+        if word in ("PASSED", "FAILED", "ERROR") and place:
+            mutant, _, test = place.split(" ")[0].partition("::test_")
+            found[mutant, test] = word
+    assert found, done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
+def test_the_contract_catches(outcomes, mutant, test):
+    assert outcomes[mutant, test] in ("FAILED", "ERROR")
+
+
+def test_and_nothing_else(outcomes):
+    fine = {test: word for (mutant, test), word in outcomes.items() if mutant == "IsFine"}
+    assert fine == dict.fromkeys(CAUGHT_BY.values(), "PASSED")

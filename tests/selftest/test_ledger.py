@@ -1,0 +1,207 @@
+"""The ledger sees what a test leaves behind: every kind of thing is leaked here once, on purpose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from vram import driver, lifetime
+from vram.driver.host import HostDriver
+from vram.errors import ReleaseWarning
+from vram.lifetime import own
+from vram.spec import HOST, HandleKind
+from vram.testing.ledger import Ledger
+
+G = 2 << 20
+GRACE = 0.05  # seconds; what is planted here does not go away by itself
+
+
+@pytest.fixture
+def before() -> Ledger:
+    return Ledger.take()
+
+
+def kinds(before: Ledger) -> set[str]:
+    """Return the kinds of things that were left behind."""
+    return {line.partition(":")[0] for line in before.left_behind(grace=GRACE)}
+
+
+def test_nothing_left_is_nothing_found(before):
+    handle = own("thing", lambda: None)
+    handle.release()
+    os.close(os.memfd_create("x", os.MFD_CLOEXEC))
+    assert before.left_behind(grace=GRACE) == []
+
+
+def test_a_leaked_handle(before):
+    leaked = own("a lease nobody gave back", lambda: None)
+    found = before.left_behind(grace=GRACE)
+    assert len(found) == 1
+    assert found[0].startswith("handles: a lease nobody gave back #")
+    leaked.release()
+    assert kinds(before) == set()
+
+
+def test_a_missed_release_by_a_dependent(before):
+    """Closing the one below is not enough while something stands on it."""
+    below = own("below", lambda: None)
+    above = own("above", lambda: None, depends=(below.handle,))
+    below.release()
+    assert len(before.left_behind(grace=GRACE)) == 2
+    above.release()
+    assert kinds(before) == set()
+
+
+def test_an_undo_in_the_wrong_order(before):
+    """A mapping that does not say what it stands on: the addresses are freed under it, and the driver refuses."""
+    host = HostDriver()
+    address, handle = host.address_reserve(G), host.mem_create(G, HOST, HandleKind.POSIX_FD)
+    host.mem_map(address, G, 0, handle)
+    reservation = own("reservation", lambda: host.address_free(address, G))
+    allocation = own("allocation", lambda: host.mem_release(handle))
+    mapping = own("mapping", lambda: host.mem_unmap(address, G))  # depends=... forgotten
+    with pytest.warns(ReleaseWarning, match="could not take back reservation: .* 1 mappings are in it"):
+        reservation.release()
+    allocation.release()
+    mapping.release()
+    found = before.left_behind(grace=GRACE)
+    assert len(found) == 1
+    assert found[0].startswith("stuck: reservation #")
+    lifetime._stuck.pop()
+    host.address_free(address, G)
+    assert kinds(before) == set()
+
+
+def test_objects_of_a_loaded_driver(before):
+    host = driver.get(HOST)
+    handle = host.mem_create(G, HOST, HandleKind.POSIX_FD)
+    address = host.address_reserve(G)
+    assert {"objects", "fds"} <= kinds(before)
+    host.mem_release(handle)
+    found = before.left_behind(grace=GRACE)
+    assert [line.partition(":")[0] for line in found] == ["objects"]  # addresses alone: seen by nobody but the books
+    assert "reservations=1, handles=0" in found[0]
+    host.address_free(address, G)
+    assert kinds(before) == set()
+
+
+def test_a_leaked_descriptor(before):
+    fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    assert before.left_behind(grace=GRACE) == [f"fds: {fd} -> {os.devnull}"]
+    os.close(fd)
+    assert kinds(before) == set()
+
+
+def test_a_descriptor_closed_and_another_opened_in_its_place():
+    fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    before = Ledger.take()
+    os.close(fd)
+    other = os.memfd_create("other", os.MFD_CLOEXEC)
+    assert other == fd
+    assert kinds(before) == {"fds"}
+    os.close(other)
+
+
+def test_a_leaked_mapping(before):
+    host = HostDriver()
+    address, handle = host.address_reserve(G), host.mem_create(G, HOST, HandleKind.POSIX_FD)
+    host.mem_map(address, G, 0, handle)
+    host.mem_release(handle)
+    assert {"mappings", "fds"} == kinds(before)  # a mapped memfd stays open, to be retained
+    host.mem_unmap(address, G)
+    host.address_free(address, G)
+    assert kinds(before) == set()
+
+
+def test_a_leaked_child(before):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert any(line.startswith(f"children: pid {child.pid} (") for line in before.left_behind(grace=GRACE))
+    child.communicate()
+    assert kinds(before) == set()
+
+
+def test_a_child_that_nobody_waited_for(before):
+    """A zombie is a leak, too."""
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert any(line.startswith(f"children: pid {pid} ") for line in before.left_behind(grace=GRACE))
+    os.waitpid(pid, 0)
+    assert kinds(before) == set()
+
+
+def test_a_leaked_thread(before):
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="forgotten", daemon=True)
+    thread.start()
+    assert before.left_behind(grace=GRACE) == [f"threads: forgotten ({thread.ident})"]
+    stop.set()
+    thread.join(10)
+    assert kinds(before) == set()
+
+
+def test_what_ends_by_itself_is_waited_for(before):
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, daemon=True)
+    thread.start()
+    threading.Timer(0.1, stop.set).start()
+    assert before.left_behind(grace=10) == []
+
+
+def test_every_test_is_checked(tmp_path):
+    """The fixture of this project's conftest, in a session of its own, on tests that leak."""
+    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    (tmp_path / "test_leaks.py").write_text(
+        """
+import os, threading
+from vram.lifetime import own
+from vram.driver.host import HostDriver
+from vram.spec import HOST, HandleKind
+
+kept = []
+
+def test_leaks_a_descriptor():
+    os.open(os.devnull, os.O_RDONLY)
+
+def test_leaks_a_handle():
+    kept.append(own("forgotten", lambda: None))
+
+def test_leaks_a_thread():
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)
+    thread.start()
+
+def test_drops_what_collects_itself():
+    own("dropped", lambda: None)
+
+def test_warns():
+    import warnings
+    warnings.warn("something is off")
+
+def test_leaks_nothing():
+    pass
+"""
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "-W",
+        "error",
+    ]
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+    )
+    assert "1 failed, 5 passed, 3 errors" in done.stdout, done.stdout
+    for name in ("a_descriptor", "a_handle", "a_thread"):
+        assert f"ERROR test_leaks.py::test_leaks_{name}" in done.stdout
+    assert "handles: forgotten #" in done.stdout
+    assert "FAILED test_leaks.py::test_warns" in done.stdout

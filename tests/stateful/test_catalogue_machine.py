@@ -1,0 +1,493 @@
+"""Any order of calls, against a model that is too slow and too simple to be wrong in the same way.
+
+The model keeps lists and searches them. Now and then the catalogue is written down and restored, as in a takeover:
+nothing may come of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vram.errors import VramError
+from vram.keeper.accounts import Quotas
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Publication, Refused, Session
+from vram.keeper.snapshot import Books, restore, save
+
+KEEPER, ANN, NOBODY = 1, 2, 65_534
+QUOTAS = Quotas(max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_handles=12)
+NAMES = st.sampled_from(["a", "b", "c/d", "e"])
+METAS = st.sampled_from([{}, {"k": "1"}, {"k": "2"}, {"k": "1", "l": "x"}])
+EXPECTS = st.sampled_from([None, {}, {"k": "1"}, {"k": "2"}])
+PICK = st.integers(0, 1_000)
+
+
+@dataclass
+class MVersion:
+    name: str
+    number: int
+    owner: int
+    token: str
+    nbytes: int
+    handles: int
+    writable: bool
+    meta: dict[str, str]
+    expires: float | None
+    state: str = "current"  # current, superseded, withdrawn, freed
+    watchers: list[int] = field(default_factory=list)
+
+
+@dataclass
+class MWaiter:
+    session: int
+    call: int
+    name: str
+    wants: int
+    access: str
+    expect: dict[str, str] | None
+    claims: bool
+    deadline: float | None
+
+
+class Model:
+    """What the catalogue should do, said in the plainest way."""
+
+    def __init__(self) -> None:
+        self.uids: dict[int, int] = {}
+        self.versions: list[MVersion] = []
+        self.leases: list[tuple[int, MVersion]] = []  # session, version; identity by position is enough
+        self.waiters: list[MWaiter] = []
+        self.claims: dict[str, int] = {}
+        self.pending: dict[int, tuple[int, str, int, int, int]] = {}  # session, name, bytes, handles, entries
+
+    def current(self, name: str) -> MVersion | None:
+        found = [v for v in self.versions if v.name == name and v.state == "current"]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def used(self, uid: int | None) -> tuple[int, int, int]:
+        alive = [v for v in self.versions if v.state != "freed" and uid in (None, v.owner)]
+        under_way = [p for p in self.pending.values() if uid in (None, self.uids[p[0]])]
+        return (
+            sum(v.nbytes for v in alive) + sum(p[2] for p in under_way),
+            sum(v.state == "current" for v in alive) + sum(p[4] for p in under_way),
+            sum(v.handles for v in alive) + sum(p[3] for p in under_way),
+        )
+
+    def fits(self, uid: int, name: str, nbytes: int, handles: int) -> bool:
+        previous = self.current(name)
+        entries = int(previous is None)
+        minus_bytes = minus_handles = 0
+        if previous is not None and not any(v is previous for _, v in self.leases):
+            minus_bytes, minus_handles = previous.nbytes, previous.handles
+
+        def ok(limit: int | None, used: int) -> bool:
+            return limit is None or used <= limit
+
+        b, e, h = self.used(None)
+        fine = ok(QUOTAS.max_bytes, b + nbytes - minus_bytes) and (not entries or ok(QUOTAS.max_entries, e + 1))
+        if uid != KEEPER:
+            b, e, h = self.used(uid)
+            fine = fine and ok(QUOTAS.user_bytes, b + nbytes - minus_bytes)
+            fine = fine and (not entries or ok(QUOTAS.user_entries, e + 1))
+            fine = fine and ok(QUOTAS.user_handles, h + handles - minus_handles)
+        return fine
+
+    def may_publish(self, uid: int, name: str) -> str | None:
+        if uid == NOBODY:
+            return "AccessDeniedError"
+        current = self.current(name)
+        return "AccessDeniedError" if current is not None and current.owner != uid else None
+
+    def settle(self, version: MVersion) -> list[Any]:
+        if version.state in ("superseded", "withdrawn") and not any(v is version for _, v in self.leases):
+            version.state = "freed"
+            version.watchers.clear()
+            return [("free", version.token)]
+        return []
+
+    def notify(self, version: MVersion, reason: str) -> list[Any]:
+        current = self.current(version.name)
+        number = current.number if current else 0
+        return [("notify", s, version.name, version.number, reason, number) for s in version.watchers]
+
+    def attempt(self, waiter: MWaiter) -> Any:
+        """What an attach gets as things stand: an error's name, a version, "claim" or "wait"."""
+        current = self.current(waiter.name)
+        uid = self.uids[waiter.session]
+        version = current
+        if waiter.wants:
+            same = [v for v in self.versions if (v.name, v.number) == (waiter.name, waiter.wants)]
+            if same and same[0].state in ("current", "superseded"):
+                version = same[0]
+            elif same or waiter.wants <= max((v.number for v in self.versions if v.name == waiter.name), default=0):
+                return "NotFoundError"
+            else:
+                return "wait"
+        if version is not None:
+            if all(version.meta.get(k) == v for k, v in (waiter.expect or {}).items()):
+                return "AccessDeniedError" if waiter.access == "rw" and not version.writable else version
+            if not waiter.claims or version.owner != uid:
+                return "MismatchError"
+        if not waiter.claims or waiter.name in self.claims:
+            return "wait"
+        return "claim"
+
+    def serve(self, name: str) -> list[Any]:
+        effects: list[Any] = []
+        for waiter in [w for w in self.waiters if w.name == name]:
+            got = self.attempt(waiter)
+            if got == "wait":
+                continue
+            self.waiters.remove(waiter)
+            if got == "claim":
+                self.claims[name] = waiter.session
+                effects.append(("claimed", waiter.session, waiter.call, name))
+            elif isinstance(got, str):
+                effects.append(("refused", waiter.session, waiter.call, got))
+            else:
+                self.leases.append((waiter.session, got))
+                effects.append(("granted", waiter.session, waiter.call, got.number))
+        return effects
+
+    def withdraw(self, version: MVersion, reason: str) -> list[Any]:
+        version.state = "withdrawn"
+        version.expires = None
+        return self.notify(version, reason) + self.settle(version)
+
+
+def told(effects: list[Effect]) -> list[Any]:
+    """Effects as plain tuples."""
+    out: list[Any] = []
+    for effect in effects:
+        match effect:
+            case Free(token):
+                out.append(("free", token))
+            case Granted(session, call, lease):
+                out.append(("granted", session.id, call, lease.version.number))
+            case Claimed(session, call, claim):
+                out.append(("claimed", session.id, call, claim.name))
+            case Refused(session, call, error):
+                out.append(("refused", session.id, call, type(error).__name__))
+            case Notify(session, name, version, reason, current):
+                out.append(("notify", session.id, name, version, reason, current))
+    return out
+
+
+def same(real: list[Effect], expected: list[Any]) -> None:
+    """The same effects; each kind in the same order."""
+    for kind in ("granted", "claimed", "refused", "notify", "free"):
+        mine = [effect for effect in told(real) if effect[0] == kind]
+        theirs = [effect for effect in expected if effect[0] == kind]
+        if kind in ("free", "notify"):
+            mine.sort()
+            theirs.sort()
+        assert mine == theirs
+
+
+class CatalogueMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
+        self.model = Model()
+        self.now = 0.0
+        self.tokens = 0
+        self.calls = 0
+        self.publications: dict[int, Publication] = {}
+
+    # -- picking ------------------------------------------------------------------------------------------------
+    def session(self, pick: int) -> Session:
+        return list(self.real.sessions.values())[pick % len(self.real.sessions)]
+
+    def fails(self, expected: str, method: Any, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(VramError) as caught:
+            method(*arguments, **options)
+        assert type(caught.value).__name__ == expected
+
+    # -- connections --------------------------------------------------------------------------------------------
+    @rule(uid=st.sampled_from([KEEPER, KEEPER, ANN, ANN, NOBODY]))
+    def connect(self, uid: int) -> None:
+        session = self.real.connect(uid)
+        self.model.uids[session.id] = uid
+
+    @precondition(lambda self: self.real.sessions)
+    @rule(pick=PICK)
+    def disconnect(self, pick: int) -> None:
+        session = self.session(pick)
+        model = self.model
+        expected: list[Any] = []
+        model.waiters = [w for w in model.waiters if w.session != session.id]
+        for version in model.versions:
+            version.watchers = [s for s in version.watchers if s != session.id]
+        for key in [k for k, p in model.pending.items() if p[0] == session.id]:
+            del model.pending[key], self.publications[key]
+        for name in [n for n, s in model.claims.items() if s == session.id]:
+            del model.claims[name]
+            expected += model.serve(name)
+        held = [v for s, v in model.leases if s == session.id]
+        model.leases = [(s, v) for s, v in model.leases if s != session.id]
+        for version in held:
+            expected += model.settle(version)
+        same(self.real.disconnect(session, self.now), expected)
+        del model.uids[session.id]
+
+    # -- publishing ---------------------------------------------------------------------------------------------
+    @precondition(lambda self: self.real.sessions and len(self.publications) < 4)
+    @rule(
+        pick=PICK,
+        name=NAMES,
+        nbytes=st.integers(1, 20),
+        handles=st.integers(1, 6),
+        writable=st.booleans(),
+        meta=METAS,
+        ttl=st.sampled_from([None, None, 3.0, 10.0]),
+        use_claim=st.booleans(),
+        at_once=st.integers(0, 3),
+    )
+    def begin(
+        self,
+        pick: int,
+        name: str,
+        nbytes: int,
+        handles: int,
+        writable: bool,
+        meta: dict[str, str],
+        ttl: float | None,
+        use_claim: bool,
+        at_once: int,
+    ) -> None:
+        session = self.session(pick)
+        options: dict[str, Any] = {"nbytes": nbytes, "handles": handles, "writable": writable, "meta": meta, "ttl": ttl}
+        if use_claim:
+            options["claim"] = next((c.id for c in session.claims.values() if c.name == name), 0)
+        refused = self.model.may_publish(session.uid, name)
+        if refused is None and not self.model.fits(session.uid, name, nbytes, handles):
+            refused = "CapacityError"
+        if refused is not None:
+            self.fails(refused, self.real.begin, session, name, **options)
+            return
+        publication = self.real.begin(session, name, **options)
+        entries = int(self.model.current(name) is None)
+        self.model.pending[publication.id] = (session.id, name, nbytes, handles, entries)
+        self.publications[publication.id] = publication
+        if at_once:
+            self.finish(publication)
+
+    @precondition(lambda self: self.publications)
+    @rule(pick=PICK, give_up=st.booleans())
+    def end(self, pick: int, give_up: bool) -> None:
+        publication = list(self.publications.values())[pick % len(self.publications)]
+        if give_up:
+            self.real.abandon(publication)
+            del self.model.pending[publication.id], self.publications[publication.id]
+        else:
+            self.finish(publication)
+
+    def finish(self, publication: Publication) -> None:
+        model = self.model
+        session_id, name, nbytes, handles, _ = model.pending.pop(publication.id)
+        del self.publications[publication.id]
+        uid = model.uids[session_id]
+        self.tokens += 1
+        token = f"token {self.tokens}"
+        refused = model.may_publish(uid, name)
+        if refused is None and not model.fits(uid, name, nbytes, handles):
+            refused = "CapacityError"
+        if refused is not None:
+            self.fails(refused, self.real.commit, publication, token, self.now)
+            return
+        previous = model.current(name)
+        number = 1 + max((v.number for v in model.versions if v.name == name), default=0)
+        expires = None if publication.ttl is None else self.now + publication.ttl
+        made = MVersion(
+            name, number, uid, token, nbytes, handles, publication.writable, publication.meta, expires, "coming"
+        )
+        model.versions.append(made)
+        expected: list[Any] = []
+        if previous is not None:
+            previous.state, previous.expires = "superseded", None
+        made.state = "current"
+        if previous is not None:
+            expected += model.notify(previous, "replaced")
+            expected += model.settle(previous)
+        if publication.claim and model.claims.get(name) == session_id:
+            del model.claims[name]
+        expected += model.serve(name)
+        version, effects = self.real.commit(publication, token, self.now)
+        version.body = msgspec.Raw(b"\xc0")
+        assert version.number == number
+        same(effects, expected)
+
+    # -- attaching ----------------------------------------------------------------------------------------------
+    @precondition(lambda self: self.real.sessions)
+    @rule(
+        pick=PICK,
+        name=NAMES,
+        wants=st.integers(0, 3),
+        access=st.sampled_from(["r", "rw", "cow"]),
+        expect=EXPECTS,
+        wait=st.sampled_from([0.0, 0.0, 2.0, 6.0, None]),
+        claim=st.booleans(),
+    )
+    def attach(
+        self,
+        pick: int,
+        name: str,
+        wants: int,
+        access: str,
+        expect: dict[str, str] | None,
+        wait: float | None,
+        claim: bool,
+    ) -> None:
+        session = self.session(pick)
+        wants = 0 if claim else wants
+        self.calls += 1
+        model = self.model
+        waiter = MWaiter(
+            session.id, self.calls, name, wants, access, expect, claim, None if wait is None else self.now + wait
+        )
+        got = "AccessDeniedError" if claim and session.uid == NOBODY else model.attempt(waiter)
+        if got == "wait" and wait == 0.0:
+            got = "BusyError" if claim and name in model.claims else "NotFoundError"
+        options: dict[str, Any] = {"call": self.calls, "version": wants, "access": access}
+        options |= {"expect": expect, "wait": wait, "claim": claim}
+        if isinstance(got, str) and got not in ("wait", "claim"):
+            self.fails(got, self.real.attach, session, name, self.now, **options)
+            return
+        real = self.real.attach(session, name, self.now, **options)
+        if got == "wait":
+            model.waiters.append(waiter)
+            assert not isinstance(real, Lease | Claim)
+        elif got == "claim":
+            assert isinstance(real, Claim)
+            model.claims[name] = session.id
+        else:
+            assert isinstance(real, Lease)
+            assert real.version.token == got.token
+            model.leases.append((session.id, got))
+
+    @precondition(lambda self: self.real.leases)
+    @rule(pick=PICK)
+    def release(self, pick: int) -> None:
+        lease = list(self.real.leases.values())[pick % len(self.real.leases)]
+        model = self.model
+        version = next(v for v in model.versions if v.token == lease.version.token)
+        model.leases.remove((lease.session.id, version))
+        same(self.real.release(lease.session, lease.id), model.settle(version))
+
+    @precondition(lambda self: self.model.waiters)
+    @rule(pick=PICK)
+    def cancel(self, pick: int) -> None:
+        waiter = self.model.waiters.pop(pick % len(self.model.waiters))
+        self.real.cancel(self.real.sessions[waiter.session], waiter.call)
+
+    @precondition(lambda self: self.real.claims)
+    @rule(pick=PICK)
+    def drop_claim(self, pick: int) -> None:
+        claim = list(self.real.claims.values())[pick % len(self.real.claims)]
+        del self.model.claims[claim.name]
+        same(self.real.drop_claim(claim.session, claim.id, self.now), self.model.serve(claim.name))
+
+    # -- retiring -----------------------------------------------------------------------------------------------
+    @precondition(lambda self: self.real.sessions)
+    @rule(pick=PICK, name=NAMES, number=st.integers(0, 3), revoke=st.booleans())
+    def remove(self, pick: int, name: str, number: int, revoke: bool) -> None:
+        session = self.session(pick)
+        model = self.model
+        usable = [v for v in model.versions if v.name == name and v.state in ("current", "superseded")]
+        current = model.current(name)
+        if number:
+            doomed = [v for v in usable if v.number == number]
+        else:
+            doomed = [v for v in usable if current is None or v.owner == current.owner]
+        if not doomed:
+            self.fails("NotFoundError", self.real.remove, session, name, number, revoke=revoke)
+            return
+        if any(v.owner != session.uid for v in doomed):
+            self.fails("AccessDeniedError", self.real.remove, session, name, number, revoke=revoke)
+            return
+        expected: list[Any] = []
+        for version in doomed:  # oldest first, so what is current is told of the others as such
+            expected += model.withdraw(version, "revoked" if revoke else "removed")
+        same(self.real.remove(session, name, number, revoke=revoke), expected)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        model = self.model
+        due = [(w.deadline, i, w) for i, w in enumerate(model.waiters) if w.deadline is not None]
+        late = sorted(item for item in due if item[0] <= self.now)
+        expected: list[Any] = []
+        for _, _, waiter in late:
+            model.waiters.remove(waiter)
+            expected.append(("refused", waiter.session, waiter.call, "WaitTimeoutError"))
+        for version in model.versions:
+            if version.expires is not None and version.expires <= self.now:
+                expected += model.withdraw(version, "expired")
+        deadline = self.real.next_deadline
+        earliest = min(
+            [w.deadline for w in model.waiters if w.deadline is not None]
+            + [v.expires for v in model.versions if v.expires is not None],
+            default=None,
+        )
+        assert earliest is None or (deadline is not None and deadline <= earliest)
+        same(self.real.expire(self.now), expected)
+
+    # -- news ---------------------------------------------------------------------------------------------------
+    @precondition(lambda self: self.real.sessions)
+    @rule(pick=PICK, name=NAMES, number=st.integers(1, 3))
+    def watch(self, pick: int, name: str, number: int) -> None:
+        session = self.session(pick)
+        model = self.model
+        current = model.current(name)
+        version = next((v for v in model.versions if (v.name, v.number) == (name, number)), None)
+        expected: list[Any] = []
+        if version is None or version.state != "current":
+            reason = "replaced" if version is not None and version.state == "superseded" else "removed"
+            expected.append(("notify", session.id, name, number, reason, current.number if current else 0))
+        if version is not None and version.state != "freed" and session.id not in version.watchers:
+            version.watchers.append(session.id)
+        same(self.real.watch(session, name, number), expected)
+
+    # -- takeover -----------------------------------------------------------------------------------------------
+    @rule()
+    def write_down_and_restore(self) -> None:
+        tokens: list[Any] = []
+
+        def number(token: Any) -> int:
+            tokens.append(token)
+            return len(tokens) - 1
+
+        written = msgspec.msgpack.encode(save(self.real, number))
+        books = msgspec.msgpack.decode(written, type=Books)
+        self.real, self.publications = restore(books, tokens.__getitem__, QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
+
+    # -- always -------------------------------------------------------------------------------------------------
+    @invariant()
+    def the_books_agree(self) -> None:
+        real, model = self.real, self.model
+        total = real.accounts.total
+        assert (total.nbytes, total.entries, total.handles) == model.used(None)
+        for uid in (KEEPER, ANN, NOBODY):
+            used = real.accounts.of(uid)
+            assert (used.nbytes, used.entries, used.handles) == model.used(uid)
+        assert sorted(v.token for v in real.all_versions()) == sorted(
+            v.token for v in model.versions if v.state != "freed"
+        )
+        assert real.versions == sum(v.state != "freed" for v in model.versions)
+        assert [v.name for v, _ in real.current()] == sorted(v.name for v in model.versions if v.state == "current")
+        assert len(real.leases) == len(model.leases)
+        assert real.waiting == len(model.waiters)
+        assert {c.name: c.session.id for c in real.claims.values()} == model.claims
+        assert set(real.sessions) == set(model.uids)
+
+
+TestCatalogueMachine = CatalogueMachine.TestCase
+TestCatalogueMachine.settings = settings(stateful_step_count=60)

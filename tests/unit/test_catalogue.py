@@ -1,0 +1,560 @@
+"""The keeper's books, one promise at a time. What holds for any order of calls is in the state machine beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    CapacityError,
+    MismatchError,
+    NotFoundError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.keeper import catalogue as module
+from vram.keeper.accounts import Quotas, Usage
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.records import (
+    Claim,
+    Claimed,
+    Effect,
+    Free,
+    Granted,
+    Lease,
+    Notify,
+    Refused,
+    Session,
+    Version,
+    Waiter,
+)
+from vram.keeper.rules import MAX_META, MAX_NAME
+
+KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
+
+
+@pytest.fixture
+def books() -> Catalogue:
+    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+
+
+@pytest.fixture
+def ann(books: Catalogue) -> Session:
+    return books.connect(ANN, 11, "ann")
+
+
+@pytest.fixture
+def bob(books: Catalogue) -> Session:
+    return books.connect(BOB, 12, "bob")
+
+
+def publish(
+    books: Catalogue, session: Session, name: str = "w", token: str = "t1", now: float = 0.0, **options: object
+) -> tuple[Version, list[Effect]]:
+    options = {"nbytes": 100, "handles": 1, **options}
+    return books.commit(books.begin(session, name, **options), token, now)  # type: ignore[arg-type]
+
+
+def lease(books: Catalogue, session: Session, name: str = "w", **options: object) -> Lease:
+    got = books.attach(session, name, 0.0, **options)  # type: ignore[arg-type]
+    assert isinstance(got, Lease)
+    return got
+
+
+def waits(books: Catalogue, session: Session, call: int, name: str = "w", **options: object) -> Waiter:
+    got = books.attach(session, name, 0.0, call=call, **{"wait": None, **options})  # type: ignore[arg-type]
+    assert isinstance(got, Waiter)
+    return got
+
+
+# -- publishing -----------------------------------------------------------------------------------------------------
+
+
+def test_a_version_exists_from_commit_on_and_not_before(books: Catalogue, ann: Session, bob: Session) -> None:
+    publication = books.begin(ann, "w", nbytes=100, handles=1)
+    with pytest.raises(NotFoundError):
+        books.attach(bob, "w", 0.0)
+    version, effects = books.commit(publication, "t1", 5.0)
+    assert (version.number, effects) == (1, [])
+    assert lease(books, bob).version is version
+    with pytest.raises(UsageError, match="over"):
+        books.commit(publication, "t2", 5.0)
+
+
+def test_publishing_again_retires_the_version_before_which_goes_with_its_last_lease(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    publish(books, ann, token="t1")
+    one, other = lease(books, ann), lease(books, bob)
+    version, effects = publish(books, ann, token="t2")
+    assert (version.number, effects) == (2, [])
+    assert lease(books, bob).version is version
+    assert books.release(ann, one.id) == []
+    assert books.release(bob, other.id) == [Free("t1")]
+    assert books.release(bob, other.id) == []
+
+
+def test_publishing_again_frees_at_once_what_nobody_holds(books: Catalogue, ann: Session) -> None:
+    publish(books, ann, token="t1")
+    assert publish(books, ann, token="t2")[1] == [Free("t1")]
+
+
+def test_numbers_are_not_used_again(books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 2)
+    seen: dict[str, set[int]] = {}
+    for turn in range(40):
+        name = f"n{turn % 7}"
+        version, _ = publish(books, ann, name)
+        assert version.number not in seen.setdefault(name, set())
+        assert version.number > max(seen[name], default=0)
+        seen[name].add(version.number)
+        books.remove(ann, name)
+    assert len(books._numbers) <= 2, "the memory of removed names is bounded"
+
+
+def test_a_name_belongs_to_who_published_it(books: Catalogue, ann: Session, bob: Session) -> None:
+    root = books.connect(0)
+    publish(books, ann)
+    for stranger in (bob, root):
+        with pytest.raises(AccessDeniedError, match=f"uid {ANN}"):
+            publish(books, stranger)
+        with pytest.raises(AccessDeniedError, match=f"uid {ANN}"):
+            books.remove(stranger, "w")
+    books.remove(ann, "w")
+    publish(books, bob)
+
+
+def test_the_first_of_two_who_begin_wins_and_the_others_token_stays_theirs(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    mine, theirs = (books.begin(who, "w", nbytes=100, handles=1) for who in (ann, bob))
+    books.commit(theirs, "bobs", 0.0)
+    with pytest.raises(AccessDeniedError):
+        books.commit(mine, "anns", 0.0)
+    assert books.accounts.of(ANN) == Usage() or books.accounts.of(ANN).nbytes == 0
+
+
+def test_an_unmapped_user_reads_and_owns_nothing(books: Catalogue, ann: Session) -> None:
+    unmapped = books.connect(NOBODY)
+    with pytest.raises(AccessDeniedError, match="unmapped"):
+        publish(books, unmapped)
+    with pytest.raises(AccessDeniedError, match="unmapped"):
+        books.attach(unmapped, "w", 0.0, claim=True)
+    publish(books, ann)
+    lease(books, unmapped)
+    with pytest.raises(AccessDeniedError):
+        books.remove(unmapped, "w")
+
+
+def test_an_abandoned_publication_leaves_nothing(books: Catalogue, ann: Session) -> None:
+    publication = books.begin(ann, "w", nbytes=100, handles=3)
+    assert (books.accounts.total.nbytes, books.accounts.total.handles) == (100, 3)
+    books.abandon(publication)
+    books.abandon(publication)
+    assert vars_of(books.accounts.total) == (0, 0, 0)
+
+
+def vars_of(usage: Usage) -> tuple[int, int, int]:
+    return usage.nbytes, usage.entries, usage.handles
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a/.", "ä", "a b", "a\n", "a\0", "x" * (MAX_NAME + 1), "a\\b", "*"],
+)
+def test_names_that_cannot_be(books: Catalogue, ann: Session, name: str) -> None:
+    with pytest.raises(UsageError, match="characters"):
+        publish(books, ann, name)
+    with pytest.raises(UsageError, match="characters"):
+        books.attach(ann, name, 0.0)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "...", "a..b", "x" * MAX_NAME, "A-Z_0.9@host:8000/v1+2", "..a/b.."])
+def test_names_that_can_be(books: Catalogue, ann: Session, name: str) -> None:
+    publish(books, ann, name)
+    assert lease(books, ann, name).version.name == name
+
+
+@pytest.mark.parametrize("ttl", [0, -1, float("nan"), float("inf"), 1e12])
+def test_times_to_live_that_cannot_be(books: Catalogue, ann: Session, ttl: float) -> None:
+    with pytest.raises(UsageError, match="ttl"):
+        publish(books, ann, ttl=ttl)
+
+
+def test_meta_is_bounded(books: Catalogue, ann: Session) -> None:
+    publish(books, ann, meta={"k": "v" * (MAX_META - 1)})
+    with pytest.raises(UsageError, match=str(MAX_META)):
+        publish(books, ann, meta={"k": "v" * MAX_META})
+
+
+# -- quotas ---------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_bounded_and_count_until_the_last_lease_goes(ann: Session) -> None:
+    books = Catalogue(Quotas(max_bytes=250))
+    one = books.connect(0)
+    publish(books, one, "a")
+    publish(books, one, "b", token="t2")
+    with pytest.raises(CapacityError, match="300 B"):
+        publish(books, one, "c")
+    held = lease(books, one, "a")
+    books.remove(one, "a")
+    with pytest.raises(CapacityError):
+        publish(books, one, "c")
+    assert books.release(one, held.id) == [Free("t1")]
+    publish(books, one, "c")
+
+
+def test_a_full_keeper_can_replace_what_it_would_free(ann: Session) -> None:
+    books = Catalogue(Quotas(max_bytes=100, max_entries=1, max_handles=1))
+    one = books.connect(0)
+    publish(books, one)
+    assert publish(books, one, token="t2")[1] == [Free("t1")]
+    lease(books, one)
+    with pytest.raises(CapacityError, match="would hold"):
+        publish(books, one)
+
+
+def test_entries_and_descriptors_are_bounded() -> None:
+    books = Catalogue(Quotas(max_entries=1, max_handles=10))
+    one = books.connect(0)
+    with pytest.raises(CapacityError, match="descriptors"):
+        publish(books, one, handles=11)
+    publish(books, one, handles=10)
+    with pytest.raises(CapacityError, match="entries"):
+        publish(books, one, "other", handles=1)
+
+
+def test_what_is_under_way_counts_and_the_real_size_counts_in_the_end() -> None:
+    books = Catalogue(Quotas(max_bytes=250))
+    one = books.connect(0)
+    first = books.begin(one, "a", nbytes=100, handles=1)
+    with pytest.raises(CapacityError):
+        books.begin(one, "b", nbytes=200, handles=1)
+    with pytest.raises(CapacityError):
+        books.commit(first, "t1", 0.0, nbytes=251)
+    assert vars_of(books.accounts.total) == (0, 0, 0)
+
+
+def test_each_user_but_the_keepers_own_has_ceilings() -> None:
+    books = Catalogue(Quotas(user_bytes=150, user_entries=5, user_handles=5), keeper_uid=KEEPER)
+    own, one, other = (books.connect(uid) for uid in (KEEPER, ANN, BOB))
+    for number in range(10):
+        publish(books, own, f"own{number}")
+    publish(books, one, "a")
+    with pytest.raises(CapacityError, match=f"uid {ANN}"):
+        publish(books, one, "b")
+    publish(books, other, "c")
+
+
+# -- attaching ------------------------------------------------------------------------------------------------------
+
+
+def test_writing_needs_a_version_published_writable(books: Catalogue, ann: Session) -> None:
+    publish(books, ann, "ro")
+    publish(books, ann, "rw", writable=True)
+    assert lease(books, ann, "rw", access="rw").access == "rw"
+    lease(books, ann, "ro", access="cow")
+    with pytest.raises(AccessDeniedError, match="writable=True"):
+        lease(books, ann, "ro", access="rw")
+    with pytest.raises(UsageError, match="access"):
+        lease(books, ann, "ro", access="x")
+
+
+def test_expect_is_compared_with_meta(books: Catalogue, ann: Session) -> None:
+    publish(books, ann, meta={"config": "1", "more": "x"})
+    lease(books, ann, expect={"config": "1"})
+    lease(books, ann, expect={})
+    for wait in (0.0, None):
+        with pytest.raises(MismatchError, match="config is '1', expected '2'") as caught:
+            books.attach(ann, "w", 0.0, expect={"config": "2"}, wait=wait)
+        assert (caught.value.expected, caught.value.found) == ({"config": "2"}, {"config": "1", "more": "x"})
+    with pytest.raises(MismatchError, match="not set"):
+        books.attach(ann, "w", 0.0, expect={"other": "2"})
+
+
+def test_an_older_version_is_had_by_number_while_it_is_held(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, ann)
+    publish(books, ann, token="t2")
+    second = lease(books, bob, version=1)
+    assert second.version is held.version
+    books.release(ann, held.id)
+    assert books.release(bob, second.id) == [Free("t1")]
+    with pytest.raises(NotFoundError, match=r"version 1 is gone.*current one is 2"):
+        books.attach(bob, "w", 0.0, version=1)
+    for wait in (0.0, None):
+        with pytest.raises(NotFoundError):
+            books.attach(bob, "w", 0.0, version=1, wait=wait)
+
+
+def test_what_was_removed_cannot_be_attached_and_goes_with_its_last_lease(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    publish(books, ann)
+    held = lease(books, bob)
+    assert books.remove(ann, "w") == []
+    for version in (0, 1):
+        with pytest.raises(NotFoundError):
+            books.attach(bob, "w", 0.0, version=version)
+    with pytest.raises(NotFoundError):
+        books.remove(ann, "w")
+    assert books.release(bob, held.id) == [Free("t1")]
+
+
+def test_one_version_can_be_removed(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, bob)
+    publish(books, ann, token="t2")
+    assert books.remove(ann, "w", 1) == []
+    with pytest.raises(NotFoundError):
+        books.attach(bob, "w", 0.0, version=1)
+    assert lease(books, bob).version.number == 2
+    assert books.release(bob, held.id) == [Free("t1")]
+    for version in (1, 3):
+        with pytest.raises(NotFoundError):
+            books.remove(ann, "w", version)
+
+
+def test_a_new_owner_of_a_name_does_not_take_the_old_ones_versions(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    publish(books, ann)
+    held = lease(books, ann)
+    publish(books, ann, token="t2")
+    books.remove(ann, "w", 2)
+    publish(books, bob, token="bobs")
+    with pytest.raises(AccessDeniedError):
+        books.remove(bob, "w", 1)
+    assert books.remove(bob, "w") == [Free("bobs")]
+    assert lease(books, ann, version=1).version is held.version
+
+
+# -- waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_those_who_wait_are_served_in_their_order(books: Catalogue, ann: Session, bob: Session) -> None:
+    waits(books, bob, 1)
+    waits(books, ann, 7)
+    waits(books, bob, 2, expect={"k": "other"})
+    waits(books, bob, 3, access="rw")
+    version, effects = publish(books, ann, meta={"k": "this"})
+    assert [(effect.session, effect.call) for effect in effects] == [(bob, 1), (ann, 7), (bob, 2), (bob, 3)]  # type: ignore[union-attr]
+    assert [type(effect) for effect in effects] == [Granted, Granted, Refused, Refused]
+    assert [type(effect.error) for effect in effects if isinstance(effect, Refused)] == [
+        MismatchError,
+        AccessDeniedError,
+    ]
+    assert len(version.leases) == 2
+    assert books.waiting == 0
+
+
+def test_waiting_ends_in_time(books: Catalogue, ann: Session) -> None:
+    waits(books, ann, 1, wait=5.0)
+    waits(books, ann, 2, wait=3.0)
+    assert books.next_deadline == 3.0
+    assert books.expire(2.9) == []
+    (refused,) = books.expire(3.0)
+    assert isinstance(refused, Refused)
+    assert refused.call == 2
+    assert isinstance(refused.error, WaitTimeoutError)
+    assert len(books.expire(10.0)) == 1
+    assert (books.next_deadline, books.waiting) == (None, 0)
+
+
+def test_waiting_for_a_version_to_come(books: Catalogue, ann: Session) -> None:
+    waits(books, ann, 1, version=2)
+    assert publish(books, ann)[1] == []
+    _, effects = publish(books, ann, token="t2")
+    assert [type(effect) for effect in effects] == [Free, Granted]
+
+
+def test_who_cancels_or_goes_is_not_served(books: Catalogue, ann: Session, bob: Session) -> None:
+    waits(books, ann, 1)
+    waits(books, bob, 1)
+    books.cancel(ann, 1)
+    books.cancel(ann, 1)
+    books.disconnect(bob, 0.0)
+    assert publish(books, ann)[1] == []
+
+
+def test_giving_up_for_ever_does_not_pile_up(books: Catalogue, ann: Session) -> None:
+    for _ in range(10_000):
+        waits(books, ann, 1, wait=1e6)
+        books.cancel(ann, 1)
+    assert len(books._deadlines) < 500
+
+
+def test_who_waits_is_bounded(books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITERS", 3)
+    for call in range(1, 4):
+        waits(books, ann, call)
+    with pytest.raises(CapacityError):
+        waits(books, ann, 4)
+    with pytest.raises(UsageError):
+        waits(books, ann, 3, "other")
+
+
+# -- claims ---------------------------------------------------------------------------------------------------------
+
+
+def claim_of(got: object) -> Claim:
+    assert isinstance(got, Claim)
+    return got
+
+
+def test_one_gets_the_claim_and_the_others_its_version(books: Catalogue, ann: Session, bob: Session) -> None:
+    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, wait=None))
+    waits(books, bob, 1, claim=True)
+    waits(books, ann, 2, claim=True)
+    with pytest.raises(BusyError, match="pid 11"):
+        books.attach(bob, "w", 0.0, claim=True)
+    version, effects = publish(books, ann, claim=claim.id)
+    assert [type(effect) for effect in effects] == [Granted, Granted]
+    assert len(version.leases) == 2
+    assert books.claims == {}
+
+
+def test_a_claim_that_is_lost_passes_to_the_next_in_line(books: Catalogue, ann: Session, bob: Session) -> None:
+    carl = books.connect(ANN)
+    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, wait=None))
+    waits(books, bob, 1)  # it only reads: no claim for it
+    waits(books, carl, 1, claim=True)
+    waits(books, bob, 2, claim=True)
+    (passed,) = books.drop_claim(ann, claim.id, 0.0)
+    assert isinstance(passed, Claimed)
+    assert passed.session is carl
+    assert books.drop_claim(ann, claim.id, 0.0) == []
+    (again,) = books.disconnect(carl, 0.0)
+    assert isinstance(again, Claimed)
+    assert (again.session, again.call) == (bob, 2)
+
+
+def test_what_differs_from_what_is_expected_is_claimed_and_replaced(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    publish(books, ann, meta={"v": "old"})
+    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, expect={"v": "new"}, wait=None))
+    waits(books, ann, 1, claim=True, expect={"v": "new"})
+    waits(books, ann, 2, claim=True, expect={"v": "newest"})
+    with pytest.raises(MismatchError, match="may not replace"):
+        books.attach(bob, "w", 0.0, claim=True, expect={"v": "new"}, wait=None)
+    assert lease(books, bob).version.number == 1, "those who do not mind read on"
+    _, effects = publish(books, ann, token="t2", meta={"v": "new"}, claim=claim.id)
+    assert [type(effect) for effect in effects] == [Granted, Claimed]
+
+
+def test_a_failed_publication_keeps_the_claim(books: Catalogue, ann: Session) -> None:
+    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, wait=None))
+    books.abandon(books.begin(ann, "w", nbytes=1, handles=1, claim=claim.id))
+    assert books.claims == {claim.id: claim}
+    publish(books, ann, claim=claim.id)
+    with pytest.raises(UsageError, match="not held"):
+        publish(books, ann, claim=claim.id)
+
+
+def test_a_claim_is_for_its_holder_and_its_name(books: Catalogue, ann: Session, bob: Session) -> None:
+    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, wait=None))
+    for who, name in ((bob, "w"), (ann, "other")):
+        with pytest.raises(UsageError, match="not held"):
+            publish(books, who, name, claim=claim.id)
+
+
+# -- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_s5_the_end_of_a_connection_gives_back_everything(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    for _ in range(3):
+        lease(books, bob)
+    claim_of(books.attach(bob, "other", 0.0, claim=True, wait=None))
+    books.begin(bob, "half", nbytes=10, handles=1)
+    waits(books, bob, 1, "never")
+    books.watch(bob, "w", 1)
+    publish(books, ann, token="t2")
+    assert books.disconnect(bob, 0.0) == [Free("t1")]
+    assert books.disconnect(bob, 0.0) == []
+    assert (books.leases, books.claims, books.waiting) == ({}, {}, 0)
+    assert vars_of(books.accounts.total) == (100, 1, 1)
+
+
+def test_a_version_retires_when_its_time_is_over(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann, now=10.0, ttl=5.0)
+    held = lease(books, bob)
+    assert books.next_deadline == 15.0
+    assert books.expire(14.9) == []
+    assert books.expire(15.0) == []
+    with pytest.raises(NotFoundError):
+        books.attach(bob, "w", 15.0)
+    assert books.release(bob, held.id) == [Free("t1")]
+
+
+def test_a_replaced_version_does_not_expire_its_successor(books: Catalogue, ann: Session) -> None:
+    publish(books, ann, ttl=5.0)
+    publish(books, ann, token="t2")
+    assert books.expire(100.0) == []
+    lease(books, ann)
+
+
+# -- news -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_watches_is_told(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, bob)
+    assert books.watch(bob, "w", 1) == []
+    assert books.is_stale(bob, held.id) == (False, 1)
+    _, effects = publish(books, ann, token="t2")
+    assert effects == [Notify(bob, "w", 1, "replaced", 2)]
+    assert books.is_stale(bob, held.id) == (True, 2)
+    assert books.remove(ann, "w", 1, revoke=True) == [Notify(bob, "w", 1, "revoked", 2)]
+    assert books.remove(ann, "w") == [Free("t2")]
+    assert books.is_stale(bob, held.id) == (True, 0)
+
+
+def test_news_that_is_old_is_told_at_once(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    lease(books, ann)
+    publish(books, ann, token="t2")
+    assert books.watch(bob, "w", 1) == [Notify(bob, "w", 1, "replaced", 2)]
+    assert books.watch(bob, "w", 9) == [Notify(bob, "w", 9, "removed", 2)]
+    assert books.watch(bob, "none", 1) == [Notify(bob, "none", 1, "removed", 0)]
+
+
+def test_removing_and_expiring_are_news(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann, ttl=1.0)
+    books.watch(bob, "w", 1)
+    assert books.expire(1.0) == [Notify(bob, "w", 1, "expired", 0), Free("t1")]
+    publish(books, ann, token="t2")
+    books.watch(bob, "w", 2)
+    assert books.remove(ann, "w") == [Notify(bob, "w", 2, "removed", 0), Free("t2")]
+
+
+def test_staleness_is_asked_by_who_holds_the_lease(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, ann)
+    with pytest.raises(NotFoundError):
+        books.is_stale(bob, held.id)
+    assert books.release(bob, held.id) == []
+    assert held.id in books.leases
+
+
+# -- looking --------------------------------------------------------------------------------------------------------
+
+
+def test_listing_goes_by_prefix_and_goes_on_behind(books: Catalogue, ann: Session) -> None:
+    for name in ("b/2", "a", "b/1", "b/10", "c"):
+        publish(books, ann, name)
+    held = lease(books, ann, "b/1")
+    publish(books, ann, "b/1")
+    books.remove(ann, "b/2")
+    assert [version.name for version, _ in books.current()] == ["a", "b/1", "b/10", "c"]
+    assert [(version.name, older) for version, older in books.current("b/")] == [("b/1", 1), ("b/10", 0)]
+    assert [version.name for version, _ in books.current("b/", "b/1")] == ["b/10"]
+    assert [version.name for version, _ in books.current("", "b/10")] == ["c"]
+    assert [version.number for version in books.versions_of("b/1")] == [1, 2]
+    books.release(ann, held.id)
+    assert [version.number for version in books.versions_of("b/1")] == [2]
+    with pytest.raises(NotFoundError):
+        books.versions_of("nothing")

@@ -1,0 +1,242 @@
+"""What the contract of channels cannot see from outside: truncation, forks, limits, connecting to the wrong thing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vram.errors import (
+    AccessDeniedError,
+    ForkedError,
+    PeerGoneError,
+    ProtocolError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.keeper.private import short_directory
+from vram.sharing import channel as module
+from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, close_fds
+from vram.testing.keeper import memfds
+
+SOON = 10.0
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with short_directory() as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[socket.socket, Channel]]:
+    """A socket that can misbehave, connected to a channel."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, Channel(other) as channel:
+        yield one, channel
+
+
+def test_i9_a_message_that_is_too_long_is_refused_and_its_descriptors_closed(
+    raw: tuple[socket.socket, Channel],
+) -> None:
+    sock, channel = raw
+    with memfds(2) as fds:
+        socket.send_fds(sock, [b"x" * (MAX_MESSAGE + 1)], fds)
+        socket.send_fds(sock, [b"x" * (MAX_MESSAGE + 1000)], fds)
+    for _ in range(2):
+        with pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
+            channel.recv(timeout=SOON)
+    sock.send(b"and on")
+    assert channel.recv(timeout=SOON) == (b"and on", [])
+
+
+def test_i9_descriptors_without_room_are_an_error_and_all_are_closed(raw: tuple[socket.socket, Channel]) -> None:
+    sock, channel = raw
+    with memfds(8) as fds:
+        channel_first = max(*fds, channel.fileno(), sock.fileno()) + 1
+        socket.send_fds(sock, [b"eight"], fds)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (channel_first + 3, before[1]))
+        try:
+            with pytest.raises(ProtocolError, match="room for its descriptors"):
+                channel.recv(timeout=SOON)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_empty_message_reads_as_the_end(raw: tuple[socket.socket, Channel]) -> None:
+    sock, channel = raw
+    with memfds(1) as fds:
+        socket.send_fds(sock, [b""], fds)
+    with pytest.raises(PeerGoneError):
+        channel.recv(timeout=SOON)
+
+
+def test_descriptors_in_flight_beyond_the_users_limit_are_waited_for(
+    raw: tuple[socket.socket, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, channel = raw
+    tries = []
+    really = module.transmit
+
+    def transmit(*arguments: object) -> None:
+        tries.append(arguments)
+        if len(tries) < 3:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        really(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "transmit", transmit)
+    channel.send(b"at last", timeout=SOON)
+    assert len(tries) == 3
+
+
+def test_i7_a_channel_is_closed_in_a_forked_child_and_the_parents_is_not(
+    raw: tuple[socket.socket, Channel],
+) -> None:
+    sock, channel = raw
+    reader, writer = os.pipe()
+    go_on, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            os.close(told)
+            sock.close()
+            try:
+                channel.send(b"from the child")
+            except ForkedError:
+                status = 0
+            os.write(writer, b"%d" % status)
+            os.read(go_on, 1)  # stay while the parent closes
+        os._exit(status)
+    os.close(writer)
+    os.close(go_on)
+    try:
+        assert os.read(reader, 1) == b"0"
+        channel.send(b"from the parent")
+        assert sock.recv(100) == b"from the parent"
+        channel.close()
+        sock.settimeout(SOON)
+        assert sock.recv(100) == b"", "the child holds the parent's connection open"
+    finally:
+        os.close(told)
+        os.close(reader)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_one_that_is_dropped_is_closed_without_a_word() -> None:
+    one, other = Channel.pair()
+    del one
+    gc.collect()
+    with pytest.raises(PeerGoneError):
+        other.recv(timeout=SOON)
+    other.close()
+
+
+def test_only_sockets_of_the_right_kind_become_channels() -> None:
+    for family, kind in ((socket.AF_UNIX, socket.SOCK_STREAM), (socket.AF_INET, socket.SOCK_STREAM)):
+        with socket.socket(family, kind) as sock:
+            with pytest.raises(UsageError, match="SEQPACKET"):
+                Channel(sock)
+
+
+def test_nobody_there(place: Path) -> None:
+    with pytest.raises(PeerGoneError, match="nobody listens"):
+        Channel.connect(str(place / "nothing"), 1.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_behind:
+        left_behind.bind(str(place / "stale"))
+    with pytest.raises(PeerGoneError, match="nobody listens"):
+        Channel.connect(str(place / "stale"), 1.0)
+
+
+def test_another_kind_of_server(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(place / "s"))
+        listener.listen()
+        with pytest.raises(ProtocolError, match="another kind"):
+            Channel.connect(str(place / "s"), 1.0)
+
+
+def test_a_path_that_is_too_long_is_refused_by_name(place: Path) -> None:
+    path = str(place / ("x" * MAX_PATH))
+    with pytest.raises(UsageError, match="107"):
+        Channel.connect(path)
+    with pytest.raises(UsageError):
+        Channel.connect("")
+
+
+def test_a_listener_that_accepts_nobody_is_not_waited_for_for_ever(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(place / "s"))
+        listener.listen(0)
+        connected = []
+        try:
+            with contextlib.suppress(WaitTimeoutError):
+                while len(connected) < 10:
+                    connected.append(Channel.connect(str(place / "s"), 0.05))
+            assert len(connected) < 10
+        finally:
+            for channel in connected:
+                channel.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_a_path_that_keeps_this_user_out(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(place / "s"))
+        listener.listen()
+        os.chmod(place, 0o755)
+        os.chmod(place / "s", 0o600)
+        seen: list[BaseException] = []
+
+        def connect() -> None:
+            os.setegid(12345)
+            os.seteuid(12345)
+            try:
+                Channel.connect(str(place / "s"), 1.0)
+            except BaseException as error:
+                seen.append(error)
+
+        try:
+            connect()
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+        assert [type(error) for error in seen] == [AccessDeniedError]
+
+
+def test_closing_what_is_closed_closes_the_rest() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    close_fds([reader, writer])
+    with pytest.raises(OSError, match=r"[Bb]ad file"):
+        os.fstat(writer)
+
+
+def test_sending_and_receiving_at_the_same_time_from_many_threads(raw: tuple[socket.socket, Channel]) -> None:
+    sock, channel = raw
+    sock.settimeout(SOON)
+
+    def echo() -> None:
+        for _ in range(300):
+            sock.send(sock.recv(100))
+
+    def ask() -> None:
+        for _ in range(100):
+            channel.send(b"?", timeout=SOON)
+            channel.recv(timeout=SOON)
+
+    threads = [threading.Thread(target=echo)] + [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,472 @@
+"""The host driver where it goes beyond the contract: limits of the system, hostile descriptors, the kernel's word."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vram import driver as drivers
+from vram.driver import libc
+from vram.driver.available import AvailableMemory
+from vram.driver.host import HostDriver
+from vram.errors import (
+    AccessDeniedError,
+    DriverError,
+    OutOfMemoryError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+)
+from vram.spec import HOST, Access, HandleKind, Location
+from vram.testing.driver import Scene
+
+FD = HandleKind.POSIX_FD
+G = 2 << 20
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with Scene(HostDriver(), HOST) as scene:
+        yield scene
+
+
+@pytest.fixture
+def fds() -> Iterator[list[int]]:
+    """Descriptors that a test opens and that are closed in the end."""
+    opened: list[int] = []
+    yield opened
+    for fd in opened:
+        os.close(fd)
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter of its own, which must be done in a minute."""
+    prelude = """
+    import faulthandler, os
+    faulthandler.dump_traceback_later(50, exit=True)
+    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+    from vram.driver.host import HostDriver
+    from vram.driver import libc
+    from vram.errors import *
+    from vram.spec import HOST, Access, HandleKind
+    G, FD = 2 << 20, HandleKind.POSIX_FD
+    d = HostDriver()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_get_returns_one_driver_and_never_another_kind():
+    assert drivers.get(HOST) is drivers.get(Location("host"))
+    assert isinstance(drivers.get(HOST), HostDriver)
+    with pytest.raises(UnsupportedError, match="cuda:0"):
+        drivers.get(Location("cuda", 0))
+
+
+def test_i9_every_descriptor_is_close_on_exec_and_named(scene):
+    handle = scene.create()
+    exported = scene.driver.mem_export(handle, FD)
+    scene.keep(scene.driver.mem_import(exported, FD, G))
+    ours = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if target.startswith("/memfd:vram"):
+            ours.append(int(number))
+            assert not os.get_inheritable(int(number))
+            assert int(number) > 2
+    os.close(exported)
+    assert len(ours) == 3
+
+
+def test_memory_is_sealed_against_truncation_at_birth(scene, fds):
+    fds.append(fd := scene.driver.mem_export(scene.create(), FD))
+    for size in (0, G // 2, 2 * G):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        os.write(fd, bytes(G + 1)), os.write(fd, b"beyond the end")
+
+
+# -- read-only is the kernel's word (S8) ----------------------------------------------------------------------------
+
+
+def test_s8_nobody_makes_sealed_memory_writable(scene, fds):
+    address, handle = scene.memory()
+    scene.write(address, b"frozen")
+    fds.append(fd := scene.driver.mem_export(handle, FD))
+    scene.driver.mem_seal(handle)
+    # Not mprotect, around the books and in this very process; whoever we are, root included.
+    assert libc.mprotect(address, G, libc.PROT_READ | libc.PROT_WRITE) == -1
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, G, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    fds.append(again := os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, G, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"x", 0)
+    assert scene.read(address, 6) == b"frozen"
+
+
+def test_s8_sealing_leaves_no_gap_for_a_reader(scene):
+    """A view taken before reads on, at the same address, while the mapping under it is replaced."""
+    address, handle = scene.memory()
+    scene.write(address, b"still there")
+    view = scene.driver.buffer(address, 11, readonly=True)
+    scene.driver.mem_seal(handle)
+    assert bytes(view) == b"still there"
+    view.release()
+
+
+def test_a_read_only_descriptor_is_read_only_memory(scene, fds):
+    address, handle = scene.memory()
+    scene.write(address, b"look")
+    fds.append(fd := scene.driver.mem_export(handle, FD))
+    fds.append(reader := os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+    imported = scene.keep(scene.driver.mem_import(reader, FD, G))
+    mapped = scene.map(scene.reserve(1), imported, Access.READ)
+    assert scene.read(mapped, 4) == b"look"
+    with scene.refused(AccessDeniedError):
+        scene.driver.mem_set_access(mapped, G, Access.READ_WRITE, (HOST,))
+    with scene.refused(AccessDeniedError):
+        scene.driver.mem_seal(imported)
+    private = scene.map_private(scene.reserve(1), imported)
+    scene.write(private, b"mine")
+    assert scene.read(mapped, 4) == b"look"
+    scene.driver.populate(mapped, G)
+    scene.driver.populate(private, G)
+
+
+def test_memory_whose_seals_are_closed_cannot_be_frozen(scene, fds):
+    fds.append(fd := scene.driver.mem_export(handle := scene.create(), FD))
+    fcntl.fcntl(fd, libc.F_ADD_SEALS, 1)  # F_SEAL_SEAL, by a peer
+    with scene.refused(AccessDeniedError):
+        scene.driver.mem_seal(handle)
+    assert not scene.driver.mem_is_sealed(handle)
+
+
+# -- descriptors of strangers (S7) ----------------------------------------------------------------------------------
+
+
+def memfd(fds: list[int], nbytes: int = G, seals: int = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW, flags: int = 0) -> int:
+    fds.append(fd := os.memfd_create("stranger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags))
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, libc.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_s7_half_sealed_or_odd_memory_is_refused(scene, fds):
+    bad = {
+        "only against shrinking": memfd(fds, seals=libc.F_SEAL_SHRINK),
+        "only against growing": memfd(fds, seals=libc.F_SEAL_GROW),
+        "off the granularity": memfd(fds, G + 4096),
+        "empty": memfd(fds, 0),
+    }
+    fds.append(bad.setdefault("a path only", os.open(f"/proc/self/fd/{memfd(fds)}", os.O_PATH | os.O_CLOEXEC)))
+    fds.append(bad.setdefault("a directory", os.open("/", os.O_RDONLY | os.O_CLOEXEC)))
+    for fd in bad.values():
+        with scene.refused(ProtocolError):
+            scene.driver.mem_import(fd, FD, G)
+    for fine in (memfd(fds), memfd(fds, 4 * G)):  # larger than stated: the first bytes are what was asked for
+        imported = scene.keep(scene.driver.mem_import(fine, FD, G))
+        assert scene.read(scene.map(scene.reserve(1), imported), 4) == bytes(4)
+
+
+def test_s7_huge_pages_are_refused(scene, fds):
+    """A fault that finds their pool empty kills the reader."""
+    try:
+        fd = memfd(fds, flags=os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"no MFD_HUGETLB here: {error.strerror}")
+    with scene.refused(ProtocolError):
+        scene.driver.mem_import(fd, FD, G)
+
+
+def test_s7_memory_that_cannot_be_read_is_refused_when_mapped(scene, fds):
+    fds.append(fd := os.open(f"/proc/self/fd/{memfd(fds)}", os.O_WRONLY | os.O_CLOEXEC))
+    imported, address = scene.keep(scene.driver.mem_import(fd, FD, G)), scene.reserve(1)
+    with scene.refused(ProtocolError):
+        scene.driver.mem_map(address, G, 0, imported)
+    scene.map(address, scene.create())  # the place is as good as before
+
+
+# -- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_too_many_files_names_the_limit(scene):
+    handle = scene.create()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(number) for number in os.listdir("/proc/self/fd")) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+    fillers = []
+    try:
+        while True:
+            try:
+                fillers.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError:
+                break
+        for call in (
+            lambda: scene.driver.mem_create(G, HOST, FD),
+            lambda: scene.driver.mem_export(handle, FD),
+            lambda: scene.driver.mem_import(fillers[0], FD, G),
+        ):
+            with scene.refused(Exception):
+                call()
+        with pytest.raises(DriverError, match="RLIMIT_NOFILE") as caught:
+            scene.driver.mem_export(handle, FD)
+        assert (caught.value.code, caught.value.name) == (errno.EMFILE, "EMFILE")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+    os.close(scene.driver.mem_export(handle, FD))
+
+
+def test_i4_at_the_limit_of_mappings_all_can_still_be_taken_back():
+    """The kernel then refuses even to replace a mapping by another, which is what an unmap is."""
+    script = """
+    limit = int(open("/proc/sys/vm/max_map_count").read())
+    if limit > 200_000:
+        print("skip", limit)
+        raise SystemExit
+    spare = [bytearray(400) for _ in range(50_000)]
+    del spare[::2]  # for the interpreter itself, which will get no mapping either
+    def fill(count):
+        while count and libc.mmap(0, 4096, 1, 0x21, -1, 0) != -1:
+            count -= 1
+    fill(limit - 2000)
+    a, h = d.address_reserve(4000 * G), d.mem_create(G, HOST, FD)
+    places = []
+    try:
+        for n in range(2000):
+            d.mem_map(a + 2 * n * G, G, 0, h)
+            places.append(a + 2 * n * G)
+    except AddressSpaceError as error:
+        assert "vm.max_map_count" in str(error) and "mappings" in str(error), error
+    else:
+        raise AssertionError("no limit was met")
+    fill(limit)  # to the very last one
+    for n, place in enumerate(places):
+        d.mem_unmap(place, G)
+        if n == 10:
+            fill(limit)
+    d.mem_release(h)
+    d.address_free(a, 4000 * G)
+    print(d.live())
+    """
+    done = run_script(script)
+    if done.stdout.startswith("skip"):
+        pytest.skip(f"vm.max_map_count is {done.stdout.split()[1]} here: too many to fill up")
+    nothing = "LiveObjects(reservations=0, handles=0, mappings=0, nbytes=0)\n"
+    assert (done.stdout, done.stderr) == (nothing, "")
+
+
+def test_too_little_address_space_names_the_limit():
+    script = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+    try:
+        d.address_reserve(4 << 30)
+    except AddressSpaceError as error:
+        print(isinstance(error, MemoryError), error)
+    """
+    done = run_script(script)
+    assert done.stdout.startswith("True ")
+    assert "RLIMIT_AS" in done.stdout
+    assert "ENOMEM" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "words"),
+    [
+        (errno.ENFILE, DriverError, "fs.file-max"),
+        (errno.ENOSPC, OutOfMemoryError, "free some"),
+        (errno.ENOMEM, OutOfMemoryError, "free some"),
+        (errno.EIO, DriverError, "Input/output error"),
+        (99999, DriverError, "unknown"),
+    ],
+)
+def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
+    error = libc.failure("memfd_create for 5 bytes", code)
+    assert type(error) is kind
+    assert (error.call, error.code) == ("memfd_create for 5 bytes", code)
+    assert words in str(error)
+
+
+def test_flags_that_a_kernel_does_not_know_are_left_out():
+    driver = HostDriver()
+    driver._memfd_flags |= 1 << 12  # unknown to all kernels so far
+    with pytest.raises(DriverError, match="EINVAL"):
+        driver.mem_create(G, HOST, FD)
+    assert not driver._memfd_flags & libc.MFD_NOEXEC_SEAL  # it tried without
+    driver._memfd_flags &= ~(1 << 12)
+    driver.mem_release(driver.mem_create(G, HOST, FD))
+
+
+def test_populate_where_the_kernel_lacks_the_advice(scene, monkeypatch):
+    """The touching itself, which kernels before 5.14 get: memory is taken, contents stay."""
+    monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 0x7FFF)
+    monkeypatch.setattr(libc, "MADV_POPULATE_READ", 0x7FFF)
+    address, handle = scene.memory(2)
+    scene.write(address + G - 2, b"kept")
+    scene.driver.populate(address, 2 * G)
+    fd = scene.driver.mem_export(handle, FD)
+    assert os.fstat(fd).st_blocks * 512 == 2 * G
+    os.close(fd)
+    private = scene.map_private(scene.reserve(2), handle)
+    scene.driver.populate(private, 2 * G)
+    scene.driver.mem_set_access(address, 2 * G, Access.READ, (HOST,))
+    scene.driver.populate(address, 2 * G)
+    assert scene.read(address + G - 2, 4) == b"kept"
+
+
+def test_populate_takes_the_memory(scene):
+    address, handle = scene.memory(2)
+    fd = scene.driver.mem_export(handle, FD)
+    assert os.fstat(fd).st_blocks == 0
+    scene.driver.populate(address + G, 1)
+    assert os.fstat(fd).st_blocks * 512 == 4096
+    scene.driver.populate(address, 2 * G)
+    assert os.fstat(fd).st_blocks * 512 == 2 * G
+    os.close(fd)
+
+
+# -- what is available ----------------------------------------------------------------------------------------------
+
+
+class Groups:
+    """Control groups made of ordinary files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+        self.membership = root.parent / "membership"
+
+    def write(self, folder: str, **files: object) -> None:
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (self.root / folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+    def available(self, membership: str) -> AvailableMemory:
+        self.membership.write_text(membership)
+        return AvailableMemory(str(self.root), str(self.membership))
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Groups:
+    return Groups(tmp_path / "cgroup")
+
+
+MIB = 1 << 20
+
+
+def test_version_2_groups_limit_up_to_the_root(groups):
+    groups.write("a", memory__max=100 * MIB, memory__current=90 * MIB, memory__stat=f"anon 5\ninactive_file {20 * MIB}")
+    groups.write("a/b", memory__max=200 * MIB, memory__current=MIB, memory__stat="inactive_file 0")
+    groups.write("a/b/c", memory__max="max", memory__current=MIB)
+    memory = groups.available("0::/a/b/c\n")
+    assert memory.info() == (30 * MIB, 100 * MIB)
+    memory.check("mem_create(5)", 30 * MIB)
+    with pytest.raises(
+        OutOfMemoryError, match=r"31 MiB asked for, 30 MiB available \(limit of the control group .*/a\)"
+    ):
+        memory.check("mem_create(5)", 31 * MIB)
+    with pytest.raises(OutOfMemoryError, match="best effort"):
+        memory.check("mem_create(5)", 1 << 50)
+
+
+def test_version_1_groups(groups):
+    groups.write("memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=5 * MIB)
+    groups.write("memory/x", memory__limit_in_bytes=64 * MIB, memory__usage_in_bytes=60 * MIB, memory__stat="cache 1")
+    memory = groups.available("9:name=systemd:/\n4:cpu,memory:/x\n0::/\n")
+    assert memory.info() == (4 * MIB, 64 * MIB)
+
+
+def test_a_container_sees_only_the_root_of_its_groups(groups):
+    groups.write("", memory__max=50 * MIB, memory__current=0)
+    for membership in ("0::/docker/of/the/host\n", "0::/../..\n"):
+        assert groups.available(membership).info()[1] == 50 * MIB
+
+
+def test_no_groups_at_all(groups, tmp_path):
+    available, total = AvailableMemory(str(tmp_path / "no"), str(tmp_path / "no")).info()
+    assert 0 < available <= total
+    groups.write("a", memory__max="nonsense", memory__current="")
+    assert groups.available("0::/a\n").info()[1] == total
+
+
+def test_an_overdrawn_group_has_nothing_left(groups):
+    groups.write("a", memory__max=10 * MIB, memory__current=11 * MIB)
+    memory = groups.available("0::/a\n")
+    assert memory.info() == (0, 10 * MIB)
+    with pytest.raises(OutOfMemoryError):
+        memory.check("mem_create(5)", 2 * MIB)
+
+
+def test_small_requests_do_not_look_each_time(groups):
+    """Until what was asked for since the last look is no longer small beside what was left then."""
+    groups.write("a", memory__max=1000 * MIB, memory__current=0)
+    memory = groups.available("0::/a\n")
+    memory.check("mem_create(5)", MIB)
+    memory._stale_at = float("inf")  # time plays no part here
+    groups.write("a", memory__max=0)
+    for _ in range(100):
+        memory.check("mem_create(5)", MIB)
+    with pytest.raises(OutOfMemoryError):
+        memory.check("mem_create(5)", 500 * MIB)
+
+
+# -- fork (I7) ------------------------------------------------------------------------------------------------------
+
+
+def test_i7_views_stay_readable_in_a_forked_child():
+    script = """
+    import gc, os, sys
+    a, h = d.address_reserve(G), d.mem_create(G, HOST, FD)
+    d.mem_map(a, G, 0, h)
+    d.mem_set_access(a, G, Access.READ_WRITE, (HOST,))
+    view = d.buffer(a, G, readonly=False)
+    view[:6] = b"before"
+    readable, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        assert os.read(readable, 1) == b"x"
+        assert bytes(view[:5]) == b"after"  # shared, not copied
+        view[:5] = b"child"
+        sys.exit(0)
+    view[:6] = b"after "
+    os.write(told, b"x")
+    assert os.waitpid(pid, 0)[1] == 0
+    assert bytes(view[:5]) == b"child"
+    view.release()
+    d.mem_unmap(a, G)
+    d.mem_release(h)
+    d.address_free(a, G)
+    print(d.live().mappings)
+    """
+    done = run_script(script)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_closed_descriptor_behind_our_back_is_an_error_not_a_crash():
+    driver = HostDriver()
+    handle = driver.mem_create(G, HOST, FD)
+    os.close(driver._books.handles[handle].fd())
+    with pytest.raises(DriverError, match="EBADF"):
+        driver.mem_release(handle)
+    with pytest.raises(UsageError):
+        driver.mem_release(handle)

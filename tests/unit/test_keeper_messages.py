@@ -1,0 +1,199 @@
+"""What goes over the wire: golden bytes, tolerance for what is newer, none for what is wrong (S7, S9)."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from vram import errors
+from vram.keeper import messages as m
+from vram.keeper.failures import failure, raised
+
+PIECE = m.Piece(2 << 20, 1, 0)
+ENTRY = m.Entry("a/b", 3, 1000, False, [PIECE], ["host"], b"m", False, {"k": "v"})
+
+# Frozen: a keeper that runs today has to understand a client of next year, and the other way round. A change here is
+# a new protocol version.
+GOLDEN = [
+    (m.Hello(1, 1, "me"), "94a568656c6c6f0101a26d65"),
+    (
+        m.Publish(5, "a/b", [PIECE], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7),
+        "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007",
+    ),
+    (m.Offer(5, "a/b", 100, 2, {}, None, 0), "98a56f6666657205a3612f62640280c000"),
+    (m.Part(6, 5, 253), "94a4706172740605ccfd"),
+    (
+        m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True),
+        "98a661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3",
+    ),
+    (m.More(8, 9, 253), "94a46d6f72650809ccfd"),
+    (m.Release(9, [1, 2]), "93a772656c6561736509920102"),
+    (m.Abandon(10, 1), "93a76162616e646f6e0a01"),
+    (m.Cancel(0, 7), "93a663616e63656c0007"),
+    (m.Stale(11, 1), "93a57374616c650b01"),
+    (m.Watch(12, "a", 1), "94a577617463680ca16101"),
+    (m.List(13, "a", "ab"), "94a46c6973740da161a26162"),
+    (m.Versions(14, "a", 1), "94a876657273696f6e730ea16101"),
+    (m.Holders(15, "a", 1, 2), "95a7686f6c646572730fa1610102"),
+    (m.Remove(16, "a", 1, True), "95a672656d6f766510a16101c3"),
+    (m.Statistics(17), "92aa7374617469737469637311"),
+    (m.Takeover(18), "92a874616b656f76657212"),
+    (m.Welcome(1, 99, "k"), "94a777656c636f6d650163a16b"),
+    (m.Published(5, 3), "93a97075626c69736865640503"),
+    (m.Continue(5, 253), "93a8636f6e74696e756505ccfd"),
+    (
+        m.Attached(7, 4, 1, ENTRY),
+        "95a8617474616368656407040199a3612f6203cd03e8c29193ce00200000010091a4686f7374c4016dc281a16ba176",
+    ),
+    (m.Descriptors(8, 253), "93ab64657363726970746f727308ccfd"),
+    (m.Claimed(7, 4), "93a7636c61696d65640704"),
+    (m.Done(9), "92a4646f6e6509"),
+    (m.IsStale(11, True, 4), "94a869735f7374616c650bc304"),
+    (m.Notice(0, "a", 1, "replaced", 2), "96a66e6f7469636500a16101a87265706c6163656402"),
+    (m.Error(7, "BusyError", "x", ["y"], {}, {}), "97a56572726f7207a9427573794572726f72a17891a1798080"),
+]
+REQUESTS = [message for message, _ in GOLDEN if isinstance(message, m.Request)]
+REPLIES = [message for message, _ in GOLDEN if isinstance(message, m.Reply)]
+
+
+def name(message: object) -> str:
+    return "" if isinstance(message, str) else type(message).__name__
+
+
+@pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=name)
+def test_s9_golden_bytes(message: msgspec.Struct, golden: str) -> None:
+    assert m.encode(message).hex() == golden
+
+
+def test_every_message_has_golden_bytes() -> None:
+    golden = {type(message) for message, _ in GOLDEN}
+    assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == golden | {
+        # their rows are for people; they change with what is shown
+        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics),
+    }
+
+
+@pytest.mark.parametrize("message", REQUESTS, ids=name)
+def test_s9_requests_come_back_and_unknown_items_are_ignored(message: msgspec.Struct) -> None:
+    payload = m.encode(message)
+    assert m.decode_request(payload) == message
+    newer = [*msgspec.msgpack.decode(payload), "from the future", {"x": [1]}]
+    assert m.decode_request(msgspec.msgpack.encode(newer)) == message
+
+
+@pytest.mark.parametrize("message", REPLIES, ids=name)
+def test_s9_replies_come_back_and_unknown_items_are_ignored(message: msgspec.Struct) -> None:
+    payload = m.encode(message)
+    assert m.decode_reply(payload) == message
+    newer = [*msgspec.msgpack.decode(payload), "from the future"]
+    assert m.decode_reply(msgspec.msgpack.encode(newer)) == message
+
+
+def test_s9_items_that_an_older_peer_does_not_send_have_defaults() -> None:
+    assert m.decode_request(msgspec.msgpack.encode(["attach", 1, "a"])) == m.Attach(1, "a")
+    assert m.decode_hello(msgspec.msgpack.encode(["hello", 1, 2])) == m.Hello(1, 2)
+
+
+def test_the_keeper_writes_a_lease_as_the_client_reads_it() -> None:
+    raw = m.AttachedRaw(7, 4, 1, msgspec.Raw(m.encode(ENTRY)))
+    assert m.encode(raw) == m.encode(m.Attached(7, 4, 1, ENTRY))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        b"\x00",
+        b"garbage",
+        b"\x91" * 5_000,
+        b"\x92\xa6attach",
+        m.encode(m.Attach(1, "a"))[:-1],
+        m.encode(m.Attach(1, "a")) + b"\x00",
+        m.encode(["attach", -1, "a"]),
+        m.encode(["attach", 2**60, "a"]),
+        m.encode(["attach", 1, "x" * 300]),
+        m.encode(["attach", 1, b"a"]),
+        m.encode(["attach", 1, "a", 0, "r", {"k": 1}]),
+        m.encode(["attach", 1, "a", 0, "r", None, -1.0]),
+        m.encode(["publish", 1, "a", [[0, 1, 0]], ["host"]]),
+        m.encode(["publish", 1, "a", [[2**63, 1, 0]], ["host"]]),
+        m.encode(["publish", 1, "a", [[1, 1, 0]] * 1025, ["host"]]),
+        m.encode(["publish", 1, "a", [[1, 1, 0]], ["host"], bytes(40_000)]),
+        m.encode(["publish", 1, "a", [[1, 1, 0]], ["x" * 65]]),
+        m.encode(["release", 1, [1] * 5_000]),
+        m.encode(["hello", 1, 1]),
+        m.encode(["nothing", 1]),
+        m.encode({"attach": 1}),
+        m.encode(m.Done(1)),
+        b"\x93\xa6attach\x01\xa2\xff\xfe",
+    ],
+)
+def test_s7_what_is_wrong_is_refused(payload: bytes) -> None:
+    with pytest.raises(errors.ProtocolError, match="not a request"):
+        m.decode_request(payload)
+    with pytest.raises(errors.ProtocolError):
+        m.decode_succession(payload)
+
+
+def test_s7_an_answer_that_is_wrong_is_refused() -> None:
+    for payload in (b"", m.encode(m.Attach(1, "a")), m.encode(["attached", 1, 1, 1, ["a"]])):
+        with pytest.raises(errors.ProtocolError, match="not an answer"):
+            m.decode_reply(payload)
+    with pytest.raises(errors.ProtocolError, match="not a greeting"):
+        m.decode_hello(m.encode(m.Attach(1, "a")))
+
+
+@pytest.mark.parametrize(
+    ("client", "keeper", "spoken"),
+    [((1, 1), (1, 1), 1), ((1, 5), (2, 3), 3), ((3, 9), (2, 3), 3), ((1, 2), (2, 3), 2), ((2, 2), (1, 3), 2)],
+)
+def test_s9_the_newest_common_version_is_spoken(client: tuple[int, int], keeper: tuple[int, int], spoken: int) -> None:
+    assert m.negotiate(m.Hello(*client), oldest=keeper[0], newest=keeper[1]) == spoken
+
+
+@pytest.mark.parametrize(("client", "keeper"), [((4, 9), (2, 3)), ((1, 1), (2, 3)), ((3, 1), (1, 9))])
+def test_s9_without_a_common_version_both_ranges_are_named(client: tuple[int, int], keeper: tuple[int, int]) -> None:
+    with pytest.raises(errors.UnsupportedError) as caught:
+        m.negotiate(m.Hello(*client), oldest=keeper[0], newest=keeper[1])
+    assert f"{keeper[0]} to {keeper[1]}" in str(caught.value)
+    assert f"{client[0]} to {client[1]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.UsageError("u"),
+        errors.CapacityError("c"),
+        errors.BusyError("b", ("pid 1", "pid 2")),
+        errors.ProtocolError("p"),
+        errors.AccessDeniedError("a"),
+        errors.NotFoundError("n"),
+        errors.MismatchError("m", {"k": "1"}, {"k": "2"}),
+        errors.WaitTimeoutError("w"),
+        errors.UnsupportedError("this", "that", "nothing", "do it"),
+    ],
+    ids=name,
+)
+def test_errors_cross_as_what_they_are(error: errors.VramError) -> None:
+    sent = m.decode_reply(m.encode(failure(9, error)))
+    assert isinstance(sent, m.Error)
+    assert sent.call == 9
+    came = raised(sent)
+    assert type(came) is type(error)
+    assert str(came) == str(error)
+    for attribute in ("holders", "expected", "found", "capability", "needs", "have", "remedy"):
+        assert getattr(came, attribute, None) == getattr(error, attribute, None)
+
+
+def test_errors_of_the_keepers_own_say_no_more_than_that() -> None:
+    came = raised(failure(1, RuntimeError("a secret path")))
+    assert type(came) is errors.InternalError
+    assert "secret" not in str(came)
+    assert type(raised(m.Error(1, "SystemExit", "no"))) is errors.InternalError
+    assert type(raised(m.Error(1, "UnsupportedError", "no", []))) is errors.UnsupportedError
+
+
+def test_a_long_error_still_fits() -> None:
+    error = errors.BusyError("x" * 10_000, tuple("y" * 1_000 for _ in range(100)))
+    assert isinstance(m.decode_reply(m.encode(failure(1, error))), m.Error)

@@ -1,0 +1,112 @@
+"""Where a keeper is looked for, and who is believed there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vram.errors import AccessDeniedError, PeerGoneError, UsageError
+from vram.keeper.paths import check_directory, check_server, default_path, find_path, prepare_directory
+from vram.keeper.private import short_directory
+from vram.sharing.channel import Credentials
+
+ME = os.geteuid()
+OTHER = 4242
+ROOT = pytest.mark.skipif(ME != 0, reason="giving files away takes root")
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for variable in ("VRAM_KEEPER", "XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.delenv(variable, raising=False)
+    with short_directory() as directory:
+        yield Path(directory)
+
+
+def test_the_default_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_path() == f"/tmp/vram-{ME}/keeper.sock"
+    monkeypatch.setenv("TMPDIR", str(place))
+    assert default_path() == f"{place}/vram-{ME}/keeper.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place / "nowhere"))
+    assert default_path() == f"{place}/vram-{ME}/keeper.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    assert default_path() == f"{place}/vram/keeper.sock"
+    assert find_path(None) == (f"{place}/vram/keeper.sock", False)
+    monkeypatch.setenv("VRAM_KEEPER", "/somewhere/k")
+    assert find_path(None) == ("/somewhere/k", True)
+    assert find_path("/else/../other") == ("/other", True)
+
+
+def test_a_path_that_is_too_long_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/tmp/" + "x" * 103
+    for given, variable in ((path, ""), (None, path)):
+        monkeypatch.setenv("VRAM_KEEPER", variable)
+        with pytest.raises(UsageError, match=r"108 bytes.*107"):
+            find_path(given)
+
+
+def test_the_directory_of_a_default_path_is_made_for_this_user_alone(place: Path) -> None:
+    prepare_directory(str(place / "vram" / "k"), chosen=False)
+    assert os.stat(place / "vram").st_mode & 0o777 == 0o700
+    prepare_directory(str(place / "vram" / "k"), chosen=False)
+    with pytest.raises(UsageError, match="no directory"):
+        prepare_directory(str(place / "other" / "k"), chosen=True)
+    with pytest.raises(UsageError, match="--socket"):
+        prepare_directory(str(place / "a" / "b" / "k"), chosen=False)
+
+
+def test_a_directory_that_others_may_enter_is_refused(place: Path) -> None:
+    for mode in (0o755, 0o770, 0o701):
+        os.chmod(place, mode)
+        with pytest.raises(AccessDeniedError, match=f"{mode:04o}"):
+            check_directory(str(place))
+    os.chmod(place, 0o700)
+    check_directory(str(place))
+
+
+def test_a_link_or_a_file_is_no_directory_to_trust(place: Path) -> None:
+    (place / "real").mkdir(0o700)
+    (place / "link").symlink_to(place / "real")
+    (place / "file").touch()
+    for name in ("link", "file"):
+        with pytest.raises(AccessDeniedError, match="not a directory"):
+            check_directory(str(place / name))
+    with pytest.raises(PeerGoneError, match="vram keep"):
+        check_directory(str(place / "nothing"))
+
+
+@ROOT
+def test_somebody_elses_directory_is_refused(place: Path) -> None:
+    (place / "theirs").mkdir(0o700)
+    os.chown(place / "theirs", OTHER, OTHER)
+    with pytest.raises(AccessDeniedError, match=str(OTHER)):
+        check_directory(str(place / "theirs"))
+    with pytest.raises(AccessDeniedError, match=str(OTHER)):
+        prepare_directory(str(place / "theirs" / "k"), chosen=False)
+
+
+def test_this_user_and_root_are_trusted_anywhere(place: Path) -> None:
+    for uid in (ME, 0):
+        for chosen in (True, False):
+            check_server("/tmp/k", chosen, Credentials(1, uid, 0))
+
+
+@ROOT
+def test_another_user_is_trusted_where_only_they_can_listen_and_they_were_chosen(place: Path) -> None:
+    theirs = place / "theirs"
+    theirs.mkdir(0o755)
+    os.chown(theirs, OTHER, OTHER)
+    server = Credentials(1, OTHER, OTHER)
+    check_server(str(theirs / "k"), True, server)
+    with pytest.raises(AccessDeniedError, match=f"uid {OTHER}"):
+        check_server(str(theirs / "k"), False, server)
+    with pytest.raises(AccessDeniedError):
+        check_server(str(theirs / "k"), True, Credentials(1, OTHER + 1, 0))
+    os.chmod(theirs, 0o777)
+    with pytest.raises(AccessDeniedError):
+        check_server(str(theirs / "k"), True, server)
+    with pytest.raises(AccessDeniedError):
+        check_server("/tmp/k", True, server)

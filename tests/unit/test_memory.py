@@ -1,0 +1,374 @@
+"""What the contract suite cannot say for every driver: words, chunk arithmetic, races, interrupts, forks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vram import lifetime
+from vram.driver.host import HostDriver
+from vram.errors import BusyError, ClosedError, RangeError, UsageError
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
+from vram.memory.chunks import plan
+from vram.spec import HOST, Access, HandleKind, round_up
+
+G = 2 << 20
+MiB = 1 << 20
+
+
+class HookedDriver(HostDriver):
+    """The host driver, with something that happens just before a call: what a signal, a finalizer or a thread does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooks: dict[str, Callable[[], object]] = {}
+
+    def _happen(self, call: str) -> None:
+        self.hooks.pop(call, lambda: None)()
+
+    def mem_create(self, *args: Any) -> int:
+        self._happen("mem_create")
+        return super().mem_create(*args)
+
+    def mem_map(self, *args: Any) -> None:
+        self._happen("mem_map")
+        super().mem_map(*args)
+
+    def mem_set_access(self, *args: Any) -> None:
+        self._happen("mem_set_access")
+        super().mem_set_access(*args)
+
+    def populate(self, *args: Any) -> None:
+        self._happen("populate")
+        super().populate(*args)
+
+
+@pytest.fixture
+def driver() -> HookedDriver:
+    return HookedDriver()
+
+
+@pytest.fixture
+def region(driver: HookedDriver) -> Iterator[Region]:
+    region = Region.create(driver, HOST, capacity=32 * G, chunk=G, nbytes=3 * G)
+    yield region
+    region.close()
+
+
+def fill(driver: HostDriver, address: int, data: bytes) -> None:
+    driver.copy_in(address, memoryview(data))
+
+
+# -- words ------------------------------------------------------------------------------------------------------
+def test_a_region_is_summed_up_in_its_repr(driver: HookedDriver) -> None:
+    region = Region.create(driver, "host", capacity="64MiB", nbytes="6MiB")
+    where = f"{region.address:#x}"
+    assert repr(region) == f"<Region host {where} 6/64 MiB, 1 chunk, rw>"
+    region.grow("8MiB")
+    segment = region.segments(0, 1)[0][0]
+    assert repr(segment) == "<PhysicalAllocation host 6 MiB, posix_fd>"
+    segment.export()
+    assert repr(segment) == "<PhysicalAllocation host 6 MiB, posix_fd, exported>"
+    assert repr(region) == f"<Region host {where} 8/64 MiB, 2 chunks, rw, shared>"
+    region.shrink(1)
+    region.freeze()
+    assert repr(region) == f"<Region host {where} 1 B/64 MiB, 1 chunk, r, frozen, shared>"
+    with Region.from_allocations(driver, [segment], access=Access.READ_WRITE, private=True, nbytes=384) as private:
+        assert (
+            repr(private) == f"<Region host {private.address:#x} 384 B/6 MiB, 1 chunk, rw, private, imported, shared>"
+        )
+    segment.close()
+    assert repr(segment) == "<PhysicalAllocation host 6 MiB, posix_fd, closed>"
+    region.close()
+    assert repr(region) == f"<Region host {where} 1 B/64 MiB, closed>"
+
+
+def test_the_parts_are_summed_up_in_their_reprs(driver: HookedDriver) -> None:
+    with AddressReservation.reserve(driver, 2 * G) as reservation:
+        where = f"{reservation.address:#x}"
+        assert repr(reservation) == f"<AddressReservation host {where} 4 MiB, 0 mappings>"
+        with PhysicalAllocation.create(driver, G, HOST, handle_kinds=HandleKind.NONE) as allocation:
+            assert repr(allocation) == "<PhysicalAllocation host 2 MiB, none>"
+            with MemoryMapping.map(reservation, 0, allocation, access=Access.NONE) as mapping:
+                assert repr(mapping) == f"<MemoryMapping host {where} 2 MiB, ->"
+                assert repr(reservation) == f"<AddressReservation host {where} 4 MiB, 1 mapping>"
+            assert repr(mapping) == f"<MemoryMapping host {where} 2 MiB, closed>"
+    assert repr(reservation) == f"<AddressReservation host {where} 4 MiB, closed>"
+
+
+def test_labels_say_what_and_how_much(region: Region) -> None:
+    with region.pin(5, 7, "rows 0:2") as pin:
+        assert repr(pin) == "<Pin rows 0:2 [5:7]>"
+        assert (pin.start, pin.stop, pin.handle) == (5, 7, region.handle)
+        with pytest.raises(BusyError) as caught:
+            region.shrink(6)
+    assert repr(pin) == "<Pin rows 0:2 [5:7], released>"
+    assert str(caught.value) == (
+        f"cannot shrink region of 64 MiB on host at {region.address:#x} from {3 * G} to 6 bytes: something looks at "
+        f"what is beyond (held by: rows 0:2 [5:7])"
+    )
+    labels = {handle.label for handle in lifetime.live()}
+    assert f"reservation of 64 MiB at {region.address:#x}" in labels
+    assert f"mapping of 2 MiB at {region.address + G:#x}" in labels
+    assert "allocation of 2 MiB on host" in labels
+
+
+def test_parts_of_different_drivers_do_not_mix(driver: HookedDriver) -> None:
+    with PhysicalAllocation.create(HostDriver(), G, HOST) as foreign, AddressReservation.reserve(driver, G) as here:
+        with pytest.raises(UsageError, match="different drivers"):
+            MemoryMapping.map(here, 0, foreign)
+        with pytest.raises(UsageError, match="another driver"):
+            Region.from_allocations(driver, [foreign])
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------
+@given(
+    granules=st.integers(1, 1 << 15),
+    mapped=st.integers(0, 1 << 15),
+    more=st.integers(1, 1 << 36),
+    least=st.integers(1, 1 << 8),
+    exact=st.booleans(),
+)
+def test_a_plan_covers_what_was_asked_for_within_the_ceiling(
+    granules: int, mapped: int, more: int, least: int, exact: bool
+) -> None:
+    capacity, present = granules * G, min(mapped, granules - 1) * G
+    wanted = min(present + more, capacity)
+    sizes = plan(wanted, present, capacity, G, least * G, exact)
+    assert wanted <= present + sum(sizes) <= capacity
+    assert all(size > 0 and size % G == 0 for size in sizes)
+    if exact:
+        assert set(sizes[:-1]) <= {least * G}
+        assert sizes[-1] == min(least * G, capacity - present - sum(sizes[:-1]))
+    else:
+        (size,) = sizes
+        assert size == min(max(round_up(wanted - present, G), least * G), capacity - present)
+
+
+@pytest.mark.parametrize("capacity", [1, G, 100 * G, 256 * G, 257 * G, 1000 * G + 1, 64 << 30, 1 << 40])
+def test_no_way_of_growing_needs_many_more_than_256_chunks(capacity: int) -> None:
+    ceiling = round_up(capacity, G)
+    least = round_up(-(-ceiling // 256), G)
+    mapped = count = 0
+    while mapped < ceiling:
+        mapped += sum(plan(mapped + 1, mapped, ceiling, G, least, False))
+        count += 1
+    assert count <= 256
+
+
+def test_a_huge_ceiling_makes_large_chunks(driver: HookedDriver) -> None:
+    with Region.create(driver, HOST, capacity="64GiB", nbytes=1) as region:
+        assert region.chunks == (256 * MiB,)
+    with Region.create(driver, HOST, capacity="64GiB", nbytes=1, chunk=1) as region:
+        assert region.chunks == (G,)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------
+def test_a_pin_does_not_keep_the_region_object(driver: HookedDriver) -> None:
+    """I6."""
+    region = Region.create(driver, HOST, capacity=G, nbytes=G, managed=True)
+    pin, ghost, address = region.pin(0, 1), weakref.ref(region), region.address
+    del region
+    assert ghost() is None
+    fill(driver, address, b"alive")
+    pin.release()
+    assert driver.live() == HostDriver().live()
+
+
+def test_everything_in_one_collected_cycle_is_undone_in_order(driver: HookedDriver) -> None:
+    """I1, I2: whatever order the collector finalizes in; a driver that was freed in a wrong one would refuse."""
+
+    class Node:
+        pass
+
+    for rotation in range(6):
+        region = Region.create(driver, HOST, capacity=8 * G, chunk=G, nbytes=4 * G, managed=True)
+        segments = region.segments(0, 4 * G)[0]
+        parts: list[object] = [region, *segments, region.pin(0, 3 * G), region.pin(5, 6)]
+        nodes = [Node() for _ in parts]
+        for number, node in enumerate(nodes):
+            node.part = parts[(number + rotation) % len(parts)]  # type: ignore[attr-defined]
+            node.next = nodes[(number + 1) % len(nodes)]  # type: ignore[attr-defined]
+        del region, segments, parts, nodes, node
+        gc.collect()
+        assert driver.live() == HostDriver().live()
+    assert not lifetime.stuck()
+
+
+# -- code that interrupts ---------------------------------------------------------------------------------------
+def test_code_that_interrupts_a_growth_cannot_change_the_region(driver: HookedDriver, region: Region) -> None:
+    """A signal handler, say: it gets an error, not a deadlock."""
+    seen: list[object] = []
+
+    def handler() -> None:
+        for change in (lambda: region.grow(4 * G), lambda: region.shrink(1), region.freeze):
+            with pytest.raises(BusyError, match="interrupted"):
+                change()
+        with region.pin(0, 3 * G, "taken in the middle"):
+            seen.append(region.nbytes)
+
+    driver.hooks["mem_create"] = handler
+    region.grow(5 * G)
+    assert seen == [3 * G]
+    assert region.chunks == (G,) * 5
+
+
+@pytest.mark.parametrize("call", ["mem_create", "mem_map", "mem_set_access"])
+def test_a_region_closed_while_it_grows_leaves_nothing_i4(driver: HookedDriver, call: str) -> None:
+    region = Region.create(driver, HOST, capacity=8 * G, nbytes=G)
+    driver.hooks[call] = region.close
+    with pytest.raises(ClosedError, match=r"of 16 MiB (on host )?at .* is closed"):
+        region.grow(2 * G)
+    assert driver.live() == HostDriver().live()
+    with pytest.raises(ClosedError):
+        region.grow(2 * G)
+
+
+def test_a_region_closed_while_it_is_populated_goes_afterwards(driver: HookedDriver, region: Region) -> None:
+    driver.hooks["populate"] = region.close
+    region.populate()
+    assert driver.live() == HostDriver().live()
+
+
+def test_a_collection_in_the_middle_of_a_growth_does_not_hang(driver: HookedDriver, region: Region) -> None:
+    """I3: the finalizers of another region, of this one's pins and of its segments run while its lock is held."""
+    other = Region.create(driver, HOST, capacity=G, nbytes=G, managed=True)
+    loop: list[object] = [other, region.pin(0, 1), region.segments(0, G)]
+    loop.append(loop)
+    del other, loop
+    driver.hooks["mem_create"] = gc.collect
+    region.grow(4 * G)
+    region.shrink(0)
+    assert driver.live().nbytes == 0
+
+
+# -- threads ----------------------------------------------------------------------------------------------------
+def race(*jobs: Callable[[], object]) -> None:
+    """Run each in a thread of its own, starting together; raise what one of them raised."""
+    failures: list[BaseException] = []
+    start = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], object]) -> None:
+        try:
+            start.wait(30)
+            job()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_what_a_pin_was_given_for_stays_mapped_while_others_shrink(driver: HookedDriver, region: Region) -> None:
+    """I6: a pin comes before the shrink, which is then refused, or after it, and is then refused itself."""
+    taken = refused = 0
+
+    def look() -> None:
+        nonlocal taken, refused
+        byte = bytearray(1)
+        for _ in range(600):
+            try:
+                pin = region.pin(2 * G, 3 * G, "looker")
+            except RangeError:
+                refused += 1
+                continue
+            taken += 1
+            driver.copy_out(memoryview(byte), region.address + 3 * G - 1)  # refuses what is not mapped
+            del pin
+
+    def resize() -> None:
+        for _ in range(300):
+            with contextlib.suppress(BusyError):
+                region.shrink(G)
+            region.resize(3 * G)
+
+    race(look, resize, look)
+    assert taken + refused == 1200
+    assert region.chunks == (G,) * 3
+
+
+def test_what_was_shrunk_is_unmapped_when_shrink_returns() -> None:
+    """Also when another thread took the mapping off the queue of released claims."""
+
+    def work() -> None:
+        driver = HostDriver()
+        with Region.create(driver, HOST, capacity=8 * G, chunk=G) as region:
+            for _ in range(100):
+                region.grow(4 * G)
+                region.shrink(G)
+                assert driver.live().mappings == 1
+                pin = region.pin(0, G)
+                del pin
+                region.shrink(0)  # a pin that is gone is no reason to refuse, queue or no queue
+
+    race(work, work, work)
+
+
+def test_threads_that_export_at_once_get_one_descriptor(driver: HookedDriver) -> None:
+    with PhysicalAllocation.create(driver, G, HOST) as allocation:
+        found: list[int] = []
+        race(*(lambda: found.append(allocation.export()) for _ in range(4)))
+        assert len(set(found)) == 1
+
+
+# -- forks ------------------------------------------------------------------------------------------------------
+def test_in_a_forked_child_memory_is_readable_and_handles_are_inert_i7() -> None:
+    script = """
+    import gc, os, sys
+    from vram.driver.host import HostDriver
+    from vram.errors import ForkedError
+    from vram.memory import PhysicalAllocation, Region
+    from vram.spec import HOST
+    G = 2 << 20
+    driver = HostDriver()
+    region = Region.create(driver, HOST, capacity=8 * G, chunk=G, nbytes=2 * G)
+    alone = PhysicalAllocation.create(driver, G, HOST)
+    pin = region.pin(0, G)
+    driver.copy_in(region.address, memoryview(b"inherited"))
+    child = os.fork()
+    if not child:
+        seen = bytearray(9)
+        driver.copy_out(memoryview(seen), region.address)
+        refused = 0
+        for use in (lambda: region.grow(3 * G), lambda: region.shrink(1), lambda: region.pin(0, 1), region.populate,
+                    lambda: region.segments(0, 1), region.freeze, alone.export, lambda: alone.is_sealed):
+            try:
+                use()
+            except ForkedError:
+                refused += 1
+        repr(region), region.nbytes, region.chunks
+        region.close()
+        pin.release()
+        del pin, region, alone
+        gc.collect()
+        os._exit(0 if (bytes(seen), refused) == (b"inherited", 8) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    driver.copy_in(region.address, memoryview(b"still here"))
+    region.grow(3 * G)
+    pin.release()
+    region.close()
+    alone.close()
+    assert driver.live() == HostDriver().live()
+    print("fine")
+    """
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.stdout, ran.stderr) == ("fine\n", "")
