@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 import hypothesis
 import pytest
 
-from vram.testing.ledger import Ledger
+pytest.register_assert_rewrite("vram.testing")  # before anything imports the suites, or their asserts say nothing
+
+from vram.testing.ledger import Ledger  # noqa: E402
 
 # No deadline per example: the machine may be busy, and what can hang has a deadline of its own.
 _bounded = hypothesis.settings(deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])

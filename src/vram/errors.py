@@ -37,6 +37,18 @@ __all__ = [
 class VramError(Exception):
     """Root of every exception this library raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Worker processes send exceptions home by pickle, which by default calls the class with the finished message
+        # as its only argument; several of ours take others, and a pool would hang on the failure.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[VramError], args: tuple[object, ...], state: dict[str, object]) -> VramError:
+    # Past __init__, and past MemoryError's own __new__, which refuses classes that have another base as well.
+    error: VramError = (OSError if issubclass(kind, OSError) else Exception).__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class UsageError(VramError, ValueError):
     """A mistake the caller could have known about: a wrong name, type, size or order of calls."""

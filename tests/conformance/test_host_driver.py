@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("vram.testing.driver")
-
-from vram.driver.host import HostDriver  # noqa: E402
-from vram.spec import HOST, Location  # noqa: E402
-from vram.testing.driver import DriverContract  # noqa: E402
+from vram.driver.host import HostDriver
+from vram.spec import HOST, Location
+from vram.testing.driver import DriverContract
 
 
 class TestHostDriver(DriverContract):

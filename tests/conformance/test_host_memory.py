@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region")
+pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region", "vram.testing.shared_region")
 
 from vram.driver.host import HostDriver  # noqa: E402
 from vram.driver.protocol import Driver  # noqa: E402

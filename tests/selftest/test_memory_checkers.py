@@ -31,7 +31,9 @@ SUITE = """
 import pytest, sys
 raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {0!r}, "-k", {1!r}]))
 """
-CONTRACT = SUITE.format("tests/conformance/test_host_memory.py", "TestHostMemory")
+CONTRACT = SUITE.format(
+    "tests/conformance/test_host_memory.py", "TestHostMemory and (0123 or lends or zeroed or below)"
+)
 FAULTS = SUITE.format("tests/faults/test_memory_faults.py", "grow or resize or freeze or budget or chunk")
 
 HEAD = "from vram import lifetime\nfrom vram.memory import allocation, chunks, pin, region, reservation\n"

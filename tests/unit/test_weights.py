@@ -211,6 +211,20 @@ def test_across_chunks(host: Driver, large: Path) -> None:
         close(arrays)
 
 
+def test_moved_tensors_across_chunks(host: Driver, tmp_path: Path) -> None:
+    """A run that begins in the middle of one chunk and ends in another."""
+    first, second = np.arange(251, dtype="uint8"), np.arange(MIB, dtype="float64")
+    ends = (first.nbytes, first.nbytes + second.nbytes)
+    header = {"first": entry("U8", [251], 0, ends[0]), "second": entry("F64", [MIB], *ends)}
+    path = write(tmp_path / "x", header, first.tobytes() + second.tobytes())
+    plan = weights.plan(path)
+    with Region.create(host, HOST, capacity="16MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
+        arrays = weights.load(plan, host, HOST, region=region)
+        np.testing.assert_array_equal(arrays["first"].numpy(), first)
+        np.testing.assert_array_equal(arrays["second"].numpy(), second)
+        close(arrays)
+
+
 def test_through_the_mapping_where_the_kernel_gives_no_descriptor(
     host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

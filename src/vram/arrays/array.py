@@ -7,21 +7,21 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from ..driver.protocol import Driver
-from ..errors import AccessDeniedError, BusyError, CapacityError, ClosedError, RangeError, UsageError
+from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
 from ..lifetime import unwinding
 from ..memory import Pin, Region
-from ..spec import Access, Location, format_size
+from ..spec import Location, format_size
 from .dtypes import as_dtype
 from .protocols import Viewable
-from .shapes import as_length, as_shape, capacity_rows, nbytes_of
-from .views import Home, NDArray, buffer, let_go
+from .shapes import as_length, as_shape, capacity_rows, nbytes_of, part_of
+from .views import Home, NDArray, let_go
 
 if TYPE_CHECKING:
-    from types import EllipsisType, TracebackType
+    from types import TracebackType
     from typing import Self
+
+    import numpy as np
 
 
 __all__ = ["Array"]
@@ -185,45 +185,9 @@ class Array(Viewable):
 
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The lengths of the dimensions."""
-        return self._shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The type of the elements: numpy's, or `ml_dtypes`' for bfloat16 and the 8-bit floats."""
-        return self._dtype
-
-    @property
-    def ndim(self) -> int:
-        """How many dimensions it has."""
-        return len(self._shape)
-
-    @property
-    def size(self) -> int:
-        """How many elements it has."""
-        return self.nbytes // self._dtype.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self._dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        shape = self._shape
-        return shape[0] * self._row_nbytes if shape else self._row_nbytes
-
-    @property
     def capacity(self) -> tuple[int, ...]:
         """The shape that it may grow to without moving."""
         return (self._capacity, *self._shape[1:]) if self._shape else ()
-
-    @property
-    def device(self) -> Location:
-        """Where the memory is."""
-        return self._here().region.location
 
     @property
     def region(self) -> Region:
@@ -244,11 +208,6 @@ class Array(Viewable):
     def pin(self) -> Pin | None:
         """What keeps the memory; None if the region belongs to this array."""
         return self._pin
-
-    @property
-    def readonly(self) -> bool:
-        """Whether it cannot be written to here."""
-        return self._here().region.access is not Access.READ_WRITE
 
     @property
     def is_closed(self) -> bool:
@@ -354,28 +313,8 @@ class Array(Viewable):
     # -- parts --------------------------------------------------------------------------------------------------
     def __getitem__(self, key: int | slice) -> Array:
         """Return a row, or a run of rows, as an array over the same memory."""
-        shape = self._shape
-        if not shape:
-            raise _no_such_part(key)
-        if isinstance(key, slice):
-            try:
-                start, stop, step = key.indices(shape[0])
-            except (TypeError, ValueError):
-                raise _no_such_part(key) from None
-            if step != 1:
-                raise _no_such_part(key)
-            part = (max(stop - start, 0), *shape[1:])
-        else:
-            try:
-                start = operator.index(key)
-            except TypeError:
-                raise _no_such_part(key) from None
-            if not -shape[0] <= start < shape[0]:
-                raise RangeError(f"row {start} is out of range: there are {shape[0]}")
-            start %= shape[0]
-            part = shape[1:]
-        at = self._offset + start * self._row_nbytes
-        return self._part(at, part)
+        row, shape = part_of(key, self._shape)
+        return self._part(self._offset + row * self._row_nbytes, shape)
 
     def _part(self, offset: int, shape: tuple[int, ...]) -> Array:
         home, pin = self._here(), self._pin
@@ -394,39 +333,6 @@ class Array(Viewable):
 
     def __iter__(self) -> Iterator[Array]:
         return (self[row] for row in range(len(self)))
-
-    def __setitem__(self, key: int | slice | tuple[Any, ...] | EllipsisType, value: object) -> None:
-        """Write through numpy, with all its indexing."""
-        self._check_writable()
-        self.numpy()[key] = value
-
-    def fill(self, value: object) -> None:
-        """Set every element to `value`, as numpy would convert it."""
-        self._check_writable()
-        self.numpy().fill(value)
-
-    def copy(self) -> NDArray:
-        """Return a copy as a numpy array of the host."""
-        home = self._here()
-        if home.addressable:
-            return self.numpy().copy()
-        shape = self._shape
-        made = np.empty(shape, self._dtype)
-        if made.nbytes:
-            kept = home.region.pin(self._offset, self._offset + made.nbytes, "copy")
-            flat = buffer(made.reshape(-1).view(np.uint8))
-            home.region.driver.copy_out(flat, home.region.address + self._offset)
-            kept.release()
-        return made
-
-    to_host = copy
-
-    def _check_writable(self) -> None:
-        if self.readonly:
-            raise AccessDeniedError(
-                'the array is read-only here; attach with access="cow" for changes of your own, with access="rw" if '
-                "it was published writable, or take a .copy()"
-            )
 
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self, *, strict: bool = False) -> None:
@@ -491,10 +397,3 @@ class Array(Viewable):
                 ".copy() gives a numpy array that pickles with its contents"
             )
         return made
-
-
-def _no_such_part(key: object) -> UsageError:
-    return UsageError(
-        f"[{key!r}] is not a row or a run of rows without steps; for anything else use .numpy()[...], which copies "
-        f"nothing either"
-    )

@@ -1,4 +1,4 @@
-"""The protocols by which others see an array: numpy's, torch's, DLPack, the buffer protocol."""
+"""What an array shows of itself: shape and type, and the protocols by which others see its memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import AccessDeniedError, UsageError
+from ..spec import Access, Location
 from . import dlpack
 from .dtypes import carrier, is_plain
 from .views import Home, NDArray, buffer
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     import torch
 
 __all__ = ["Viewable"]
@@ -21,11 +24,13 @@ Buffer: TypeAlias = memoryview  # which in the class is a method
 
 
 class Viewable:
-    """What an array gives out. Each view has a pin of its own (invariant I6)."""
+    """What an array shows of itself; the base of :class:`Array`. Each view has a pin of its own (invariant I6)."""
 
     __slots__ = ()
 
     _dtype: np.dtype[Any]
+    _offset: int
+    _row_nbytes: int
     _shape: tuple[int, ...]
 
     def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False) -> NDArray:
@@ -34,6 +39,49 @@ class Viewable:
     def _here(self) -> Home:
         raise NotImplementedError
 
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of the dimensions."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the elements: numpy's, or `ml_dtypes`' for bfloat16 and the 8-bit floats."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions it has."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return self.nbytes // self._dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self._dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        shape = self._shape
+        return shape[0] * self._row_nbytes if shape else self._row_nbytes
+
+    @property
+    def device(self) -> Location:
+        """Where the memory is."""
+        return self._here().region.location
+
+    @property
+    def readonly(self) -> bool:
+        """Whether it cannot be written to here."""
+        return self._here().region.access is not Access.READ_WRITE
+
+    # -- views --------------------------------------------------------------------------------------------------
     def numpy(self, *, full: bool = False) -> NDArray:
         """Return a numpy array over the same memory.
 
@@ -141,6 +189,40 @@ class Viewable:
         if not self._here().addressable:
             raise BufferError(f"memory on {self._here().region.location} is not exported by DLPack")
         return (1, 0)
+
+    # -- values -------------------------------------------------------------------------------------------------
+    def __setitem__(self, key: int | slice | tuple[Any, ...] | EllipsisType, value: object) -> None:
+        """Write through numpy, with all its indexing."""
+        self._check_writable()
+        self.numpy()[key] = value
+
+    def fill(self, value: object) -> None:
+        """Set every element to `value`, as numpy would convert it."""
+        self._check_writable()
+        self.numpy().fill(value)
+
+    def copy(self) -> NDArray:
+        """Return a copy as a numpy array of the host."""
+        home = self._here()
+        if home.addressable:
+            return self.numpy().copy()
+        shape = self._shape
+        made = np.empty(shape, self._dtype)
+        if made.nbytes:
+            kept = home.region.pin(self._offset, self._offset + made.nbytes, "copy")
+            flat = buffer(made.reshape(-1).view(np.uint8))
+            home.region.driver.copy_out(flat, home.region.address + self._offset)
+            kept.release()
+        return made
+
+    to_host = copy
+
+    def _check_writable(self) -> None:
+        if self.readonly:
+            raise AccessDeniedError(
+                'the array is read-only here; attach with access="cow" for changes of your own, with access="rw" if '
+                "it was published writable, or take a .copy()"
+            )
 
 
 if sys.version_info < (3, 12):

@@ -1,7 +1,8 @@
-"""Shapes as users write them, and the bytes they come to."""
+"""Shapes and keys as users write them, and the bytes they come to."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..errors import CapacityError, RangeError, UsageError
 
-__all__ = ["as_length", "as_shape", "capacity_rows", "nbytes_of"]
+__all__ = ["as_length", "as_shape", "capacity_rows", "nbytes_of", "part_of"]
 
 _MAX_NDIM = 32  # numpy 1's; version 2 allows 64
 _MAX_BYTES = 2**63 - 1
@@ -24,6 +25,8 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     UsageError
         If it is not an int or a sequence of ints that are not negative.
     """
+    if type(shape) is tuple and len(shape) <= _MAX_NDIM and all(type(n) is int and n >= 0 for n in shape):
+        return shape  # as nearly always
     try:
         lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
     except TypeError:
@@ -72,3 +75,32 @@ def nbytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     if nbytes > _MAX_BYTES:
         raise RangeError(f"shape {shape} of {dtype} is {nbytes} bytes; addresses end at {_MAX_BYTES}")
     return nbytes
+
+
+def part_of(key: object, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return the first row and the shape of what ``array[key]`` means: a row, or a run of rows.
+
+    Raises
+    ------
+    RangeError
+        For a row that is not there.
+    UsageError
+        For any other key: numpy has words for those.
+    """
+    if isinstance(key, slice) and shape:
+        try:
+            start, stop, step = key.indices(shape[0])
+        except (TypeError, ValueError):
+            step = 0
+        if step == 1:
+            return start, (max(stop - start, 0), *shape[1:])
+    elif hasattr(key, "__index__") and shape:
+        with contextlib.suppress(TypeError):  # an array of several
+            row = operator.index(key)
+            if not -shape[0] <= row < shape[0]:
+                raise RangeError(f"row {row} is out of range: there are {shape[0]}")
+            return row % shape[0], shape[1:]
+    raise UsageError(
+        f"[{repr(key)[:80]}] is not a row or a run of rows without steps; for anything else use .numpy()[...], which "
+        f"copies nothing either"
+    )

@@ -10,6 +10,7 @@ recognized (:func:`find`).
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -47,7 +48,7 @@ class Home:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.addressable = isinstance(region.driver, HostAddressable)
+        self.addressable = _is_addressable(cast("Any", region.driver))
         self.arrays: set[int] = set()
         self.is_owned = False
         self.views: set[_ViewRef] = set()
@@ -99,6 +100,11 @@ class Home:
                 view.flags.writeable = False
 
 
+@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
+def _is_addressable(driver: Any) -> bool:
+    return isinstance(driver, HostAddressable)
+
+
 class Exporter:
     """What a view's chain of bases ends at: holds the pin, and says where the bytes are.
 
@@ -117,15 +123,21 @@ class Exporter:
 
 def _show(exporter: Exporter, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], readonly: bool) -> NDArray:
     """Return a numpy array over an address, with the exporter as its base."""
-    plain = is_plain(dtype)
+    typestr = _typestr(dtype)
     exporter.__array_interface__ = {
         "version": 3,
         "data": (address, readonly),
         "shape": shape,
-        "typestr": dtype.str if plain else f"|V{dtype.itemsize}",  # has no letters for bfloat16 and structures
+        "typestr": typestr or f"|V{dtype.itemsize}",
     }
     view: NDArray = _asarray(exporter)
-    return view if plain else view.view(dtype)
+    return view if typestr else view.view(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _typestr(dtype: np.dtype[Any]) -> str | None:
+    """Return the array interface's word for a type; it has none for bfloat16 and structures."""
+    return dtype.str if is_plain(dtype) else None
 
 
 def buffer(view: NDArray) -> memoryview:

@@ -2,17 +2,24 @@
 
 These machines are shared and noisy. A figure on its own says little, so each case is timed together with what it is
 held against, round by round (ours, theirs, ours, theirs, ...), and the ratio is taken of the medians of one run.
+
+Where two processes talk, most of the time is the scheduler's: waking a process on the same core takes a microsecond or
+two, on an idle other core of a virtual machine ten times as long, and which of them happens is luck. So those cases
+are run twice, with the processes tied to one core and to two (:func:`places`). On one core the difference between
+ours and theirs is all code, on two cores it is what a user sees.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Figure", "Result", "Row", "in_turns", "timed"]
+__all__ = ["Figure", "Place", "Result", "Row", "in_turns", "places", "timed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +43,9 @@ class Figure:
     rounds: int
 
     @classmethod
-    def of(cls, values: Sequence[float], unit: str) -> Figure:
-        """Summarize values that are in `unit` already."""
-        ordered = sorted(values)
+    def of(cls, values: Sequence[float], unit: str, *, scale: float = 1.0) -> Figure:
+        """Summarize values, which times `scale` are in `unit`."""
+        ordered = sorted(value * scale for value in values)
         edge = len(ordered) // 10
         return cls(statistics.median(ordered), ordered[edge], ordered[-1 - edge], unit, len(ordered))
 
@@ -59,7 +66,7 @@ class Row:
     figure : Figure
         What it took.
     ratio : float or None
-        Against the row that `against` names; how it is formed is said there.
+        This median over that of the row that `against` names.
     against : str
         What the ratio is taken to; empty for a row that others are held against.
     target : str
@@ -75,6 +82,29 @@ class Row:
     target: str = ""
     reached: bool | None = None
 
+    @classmethod
+    def held(
+        cls, case: str, figure: Figure, rival: Row, *, at_most: float | None = None, at_least: float | None = None
+    ) -> Row:
+        """Hold a figure against a rival's.
+
+        Parameters
+        ----------
+        at_most, at_least : float, optional
+            The target for the ratio, if there is one.
+        """
+        ratio = figure.median / rival.figure.median
+        if at_most is not None:
+            return cls(case, figure, ratio, rival.case, f"at most {at_most:g}x", ratio <= at_most)
+        if at_least is not None:
+            return cls(case, figure, ratio, rival.case, f"at least {at_least:g}x", ratio >= at_least)
+        return cls(case, figure, ratio, rival.case)
+
+    @classmethod
+    def limited(cls, case: str, figure: Figure, *, at_most: float) -> Row:
+        """Hold a figure against a number."""
+        return cls(case, figure, None, "", f"at most {at_most:g} {figure.unit}", figure.median <= at_most)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -86,8 +116,40 @@ class Result:
     notes: list[str]
 
 
-def in_turns(cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 2) -> dict[str, list[float]]:
-    """Run each case once a round, in turns, and return what each returned: seconds, or whatever it measures.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where two processes that talk are to run."""
+
+    name: str
+    ours: int
+    theirs: int
+
+    @contextlib.contextmanager
+    def hold(self, *pids: int) -> Iterator[None]:
+        """Tie the calling thread, and the main threads of the processes it talks to, to their cores."""
+        cores = {0: self.ours, **dict.fromkeys(pids, self.theirs)}
+        before = {pid: os.sched_getaffinity(pid) for pid in cores}
+        try:
+            for pid, core in cores.items():
+                os.sched_setaffinity(pid, {core})
+            yield
+        finally:
+            for pid, allowed in before.items():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(pid, allowed)
+
+
+def places() -> list[Place]:
+    """Return both ways to run two processes: on one core and, where there are two, each on its own."""
+    allowed = sorted(os.sched_getaffinity(0))
+    one = Place("one core", allowed[-1], allowed[-1])  # the first core is where interrupts are handled
+    return [one] if len(allowed) < 2 else [one, Place("two cores", allowed[-1], allowed[-2])]
+
+
+def in_turns(
+    cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 2, burst: int = 0
+) -> dict[str, list[float]]:
+    """Run each case in every round, in turns, and return what each returned: seconds, or whatever it measures.
 
     Parameters
     ----------
@@ -97,6 +159,9 @@ def in_turns(cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 
         How many values to take of each.
     warm : int
         Rounds to run first and not count.
+    burst : int
+        Run a case, when it is its turn, once for nothing and then this often, and take the median. What takes
+        microseconds would otherwise pay for the caches that the case before it has emptied.
     """
     values: dict[str, list[float]] = {name: [] for name in cases}
     enabled = gc.isenabled()
@@ -105,6 +170,8 @@ def in_turns(cases: dict[str, Callable[[], float]], rounds: int, *, warm: int = 
         for number in range(warm + rounds):
             for name, case in cases.items():
                 value = case()
+                if burst:
+                    value = statistics.median(case() for _ in range(burst))
                 if number >= warm:
                     values[name].append(value)
             gc.collect(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,14 +34,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 
 def run() -> None:
-    """Run the command line. An error of the library is one line on stderr and exit status 1."""
+    """Run the command line. An error of the library, or of the system, is one line on stderr and exit status 1."""
     try:
         app()
-    except VramError as error:
-        print(f"vram: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(f"      {note}", file=sys.stderr)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except (VramError, OSError, MemoryError) as error:
+        what = str(error) or type(error).__name__
+        print("vram:", "; ".join(_one_line(line) for line in (what, *getattr(error, "__notes__", ()))), file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _one_line(text: str) -> str:
+    """What others wrote may be in it: no line breaks, and nothing that a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 @app.command()
@@ -53,7 +62,12 @@ def keep(
     takeover: Annotated[bool, typer.Option("--takeover", help="Take everything over from the running keeper.")] = False,
 ) -> None:
     """Run a keeper in the foreground, until SIGTERM or Ctrl-C."""
-    command = [sys.executable, "-m", "vram.keeper", "--mode", mode]
+    if not re.fullmatch(r"0?[0-7]{1,3}", mode):
+        raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
+    if max_entries is not None and max_entries < 0:
+        raise UsageError(f"--max-entries {max_entries} is less than none")
+    # -P: what lies in the current directory is no part of the library
+    command = [sys.executable, "-P", "-m", "vram.keeper", "--mode", mode]
     if socket is not None:
         command += ["--socket", socket]
     if group is not None:
@@ -138,7 +152,7 @@ def rm(
     from .. import exchange
 
     exchange.remove(name, version=version, keeper=socket)
-    which = f" version {version}" if version else ""
+    which = "" if version is None else f" version {version}"
     _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
 
 
@@ -185,4 +199,4 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 
 
 def _print(value: Any, as_json: bool, text: str) -> None:
-    print(json.dumps(msgspec.to_builtins(value), indent=2, sort_keys=False) if as_json else text)
+    print(json.dumps(msgspec.to_builtins(value), indent=2) if as_json else text)

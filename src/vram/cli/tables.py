@@ -16,9 +16,10 @@ __all__ = ["bench_tables", "detail_tables", "entry_table", "show_table"]
 
 def show_table(table: Table) -> None:
     """Print a table, as wide as it needs to be where nobody looks at a terminal."""
-    console = Console()
+    # What is in the cells was written by whoever may publish: words, not markup.
+    console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
-        console = Console(width=200)
+        console.width = 200
     console.print(table)
 
 
@@ -100,4 +101,5 @@ def _seconds(seconds: float) -> str:
 
 def _pairs(meta: dict[str, str]) -> str:
     text = " ".join(f"{key}={value}" for key, value in meta.items())
-    return text if len(text) <= 60 else text[:57] + "..."
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return "".join(c if c.isprintable() else "?" for c in shown)  # nothing that a terminal would obey

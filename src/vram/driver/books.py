@@ -32,11 +32,12 @@ __all__ = ["Books", "Mapping", "Memory", "Reservation"]
 class Memory:
     """A memfd and who uses it: handles by their number, mappings by themselves."""
 
-    __slots__ = ("_fds", "_identity", "kinds", "nbytes", "users")
+    __slots__ = ("_fds", "identity", "kinds", "nbytes", "users")
 
     def __init__(self, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None) -> None:
         self._fds = [fd]
-        self._identity = identity
+        # Device and inode. None: it never left or entered the process, so it cannot be in the books a second time.
+        self.identity = identity
         self.nbytes = nbytes
         self.kinds = kinds
         self.users: dict[object, None] = {}
@@ -73,11 +74,11 @@ class Memory:
         except IndexError:
             raise UsageError("the memory was released") from None
 
-    def identity(self) -> tuple[int, int]:
-        if self._identity is None:
+    def identify(self) -> None:
+        """Find out its identity, before it leaves the process and can come back as another memory in these books."""
+        if self.identity is None:
             stat = os.fstat(self.fd())
-            self._identity = (stat.st_dev, stat.st_ino)
-        return self._identity
+            self.identity = (stat.st_dev, stat.st_ino)
 
 
 class _Spanned(Protocol):
@@ -133,6 +134,8 @@ class _Spans(Generic[_S]):
 
 
 class Reservation:
+    """A range of addresses, and what is mapped in it."""
+
     __slots__ = ("address", "end", "mappings", "nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
@@ -154,6 +157,8 @@ class Reservation:
 
 
 class Mapping:
+    """A memory at an address, and what may be done there."""
+
     __slots__ = ("_token", "access", "address", "end", "is_settled", "memory", "nbytes", "private", "reservation")
 
     def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool) -> None:

@@ -1,12 +1,11 @@
 """Memory of the host: memfd and mmap, under the rules of a GPU.
 
-An address range is a ``PROT_NONE`` mapping. Physical memory is a memfd, sealed against shrinking and growing at once
-(a peer that truncates it would kill a mapped reader). Mapping puts the memfd over a part of the range, unmapping puts
-``PROT_NONE`` back over it. It is never ``munmap``: another thread could take the hole.
+Physical memory is a memfd, sealed against shrinking and growing at once (a peer that truncates it would kill a mapped
+reader). Mapping puts it over a part of a reserved range, unmapping puts ``PROT_NONE`` back (:mod:`.addresses`).
 
-What is out is written down in :mod:`vram.driver.books`, without locks, because finalizers reach the undo calls
-(invariant I3). The order in every call: what could refuse first; then the books, which have one winner; then the
-system call; and if that fails the books are set right again (I4).
+What is out is written down in :mod:`.books`, without locks, because finalizers reach the undo calls (invariant I3).
+The order in every call: what could refuse first; then the books, which have one winner; then the system call; and if
+that fails the books are set right again (I4).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import ctypes
 import errno
 import fcntl
 import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import AccessDeniedError, AlignmentError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Access, HandleKind, Location, round_up
 from . import libc
+from .addresses import RESERVED, Ballast, populate, put_back, reserve
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
@@ -29,13 +28,10 @@ from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 __all__ = ["HostDriver"]
 
 GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
-_PAGE = 4096
-_RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 _READ_ONLY = libc.F_SEAL_FUTURE_WRITE | libc.F_SEAL_WRITE
 _PROTECTION = {Access.NONE: 0, Access.READ: libc.PROT_READ, Access.READ_WRITE: libc.PROT_READ | libc.PROT_WRITE}
-_POPULATE_STEP = 256 << 20  # bytes between two chances for a signal handler to run
 
 
 class HostDriver:
@@ -52,7 +48,7 @@ class HostDriver:
         self._books = Books()
         self._available = AvailableMemory()
         self._memfd_flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING | libc.MFD_NOEXEC_SEAL
-        self._ballast: list[int] = []
+        self._ballast = Ballast()
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
@@ -62,7 +58,7 @@ class HostDriver:
         _check_location(location)
         # Memory can be shared within one running kernel: that is the identity of this "device".
         uuid = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return DeviceInfo(f"HOST-{uuid}", f"host memory ({platform.machine()})", self._available.info()[1])
+        return DeviceInfo(f"HOST-{uuid}", f"host memory ({os.uname().machine})", self._available.info()[1])
 
     def mem_info(self, location: Location) -> tuple[int, int]:
         _check_location(location)
@@ -87,15 +83,11 @@ class HostDriver:
                 f"address_reserve: address {address:#x} is not a multiple of {alignment:#x}; "
                 f"the next is {round_up(max(address, 0), alignment):#x}"
             )
-        # Recent kernels align large mappings on their own: one call, most of the time.
-        base = libc.mmap(address, nbytes, 0, _RESERVED, -1, 0)
-        if base != -1 and base % alignment:
-            libc.munmap(base, nbytes)
-            base = _reserve_aligned(nbytes, alignment)
+        base = reserve(nbytes, alignment, address)
         if base == -1:
             raise libc.failure(f"mmap of {nbytes} bytes of addresses")
         self._books.reservations.add(Reservation(base, nbytes))
-        return int(base)
+        return base
 
     def address_free(self, address: int, nbytes: int) -> None:
         reservations = self._books.reservations
@@ -107,8 +99,7 @@ class HostDriver:
             # Out of the books before it is out of the kernel: the next reservation may get this very address.
             if not reservations.remove(reservation):
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
-            inside = len(reservation.mappings.at)
-            if inside:  # mapped meanwhile
+            if inside := len(reservation.mappings.at):  # mapped meanwhile
                 reservations.add(reservation)
         if inside:
             raise UsageError(f"address_free({address:#x}, {nbytes}): {inside} mappings are in it; unmap them first")
@@ -157,7 +148,7 @@ class HostDriver:
         taken = [mapping for mapping in due if mapping.take()]
         if len(taken) < len(due):
             error: Exception = UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
-        elif self._put_back(address, nbytes):
+        elif put_back(address, nbytes, self._ballast):
             for mapping in taken:
                 self._books.strike(mapping)
                 mapping.memory.drop(mapping)
@@ -204,6 +195,7 @@ class HostDriver:
                 f"mem_export({handle}, {kind!r}): this memory was created to leave the process as {memory.kinds!r}; "
                 f"ask for POSIX_FD at mem_create"
             )
+        memory.identify()
         return _duplicate(memory.fd())
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
@@ -235,8 +227,7 @@ class HostDriver:
         return self._books.new_handle(memory)
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
-        stat = _stat("mem_identity", fd)
-        return stat.st_dev, stat.st_ino
+        return (stat := _stat("mem_identity", fd)).st_dev, stat.st_ino
 
     def mem_seal(self, handle: int) -> None:
         memory = self._books.memory("mem_seal", handle)
@@ -245,7 +236,7 @@ class HostDriver:
         except OSError as error:
             if error.errno == errno.EINVAL:
                 raise UnsupportedError(
-                    "sealing memory read-only", "Linux 5.1 (F_SEAL_FUTURE_WRITE)", f"Linux {platform.release()}"
+                    "sealing memory read-only", "Linux 5.1 (F_SEAL_FUTURE_WRITE)", f"Linux {os.uname().release}"
                 ) from None
             if error.errno != errno.EPERM:
                 raise libc.failure(f"sealing handle {handle}", error.errno) from None
@@ -257,14 +248,16 @@ class HostDriver:
         # Now nobody can make a writable mapping, but those that exist remain, and so does one that mprotect could
         # open again. Mapping anew over them takes that away, at the same address and without a gap for readers.
         # Unmapping one of them right now would be the caller's mistake, as with any two calls on the same object.
-        identity = memory.identity()
-        for mapping in tuple(self._books.mappings.values()):
-            if mapping.private or mapping.memory.identity() != identity:
+        if memory.identity is None:
+            ours = [user for user in tuple(memory.users) if isinstance(user, Mapping)]
+        else:
+            ours = [m for m in tuple(self._books.mappings.values()) if m.memory.identity == memory.identity]
+        flags = libc.MAP_SHARED | libc.MAP_FIXED
+        for mapping in ours:
+            if mapping.private or not mapping.is_settled:
                 continue
             access = min(mapping.access, Access.READ)
-            fd = mapping.memory.fd()
-            flags = libc.MAP_SHARED | libc.MAP_FIXED
-            if libc.mmap(mapping.address, mapping.nbytes, _PROTECTION[access], flags, fd, 0) == -1:
+            if libc.mmap(mapping.address, mapping.nbytes, _PROTECTION[access], flags, memory.fd(), 0) == -1:
                 # The seal stands, and sealing again goes on from here.
                 raise libc.failure(f"mmap of sealed memory at {mapping.address:#x}")
             mapping.access = access
@@ -309,20 +302,7 @@ class HostDriver:
 
     def populate(self, address: int, nbytes: int) -> None:
         for mapping in self._books.accessible("populate", address, nbytes, Access.READ):
-            start = max(address, mapping.address)
-            start -= start % _PAGE
-            end = min(round_up(address + nbytes, _PAGE), mapping.end)
-            writable = mapping.access == Access.READ_WRITE
-            while start < end:
-                step = min(_POPULATE_STEP, end - start)
-                if libc.madvise(start, step, libc.MADV_POPULATE_WRITE if writable else libc.MADV_POPULATE_READ):
-                    code = ctypes.get_errno()
-                    if code in (errno.EINTR, errno.EAGAIN):
-                        continue
-                    if code != errno.EINVAL:
-                        raise libc.failure(f"madvise({start:#x}, {step}) to populate", code)
-                    _touch(mapping, start, step)
-                start += step
+            populate(mapping, max(address, mapping.address), min(address + nbytes, mapping.end))
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
@@ -356,8 +336,7 @@ class HostDriver:
                 f"the next is {round_up(address, GRANULARITY):#x}"
             )
         reservation = self._books.reservation_at(call, address, nbytes)
-        if not self._ballast:
-            self._take_ballast()
+        self._ballast.take()
         mapping = Mapping(address, memory, reservation, private)
         fd = memory.hold(mapping)
         if not self._books.write_down(mapping):
@@ -379,38 +358,12 @@ class HostDriver:
         code = ctypes.get_errno()
         error = libc.failure(f"mmap of {nbytes} bytes at {address:#x}", code)
         # Kernels before 6.12 can leave a hole behind a mapping that failed late. Mend it, if there is one.
-        libc.mmap(address, nbytes, 0, _RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
+        libc.mmap(address, nbytes, 0, RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
         self._books.strike(mapping)
         memory.drop(mapping)
         if code in (errno.EACCES, errno.EPERM):
             raise ProtocolError(f"{call}: the descriptor behind handle {handle} does not allow reading")
         raise error
-
-    def _put_back(self, address: int, nbytes: int) -> bool:
-        """Whether ``PROT_NONE`` is back over a span."""
-        flags = _RESERVED | libc.MAP_FIXED
-        if libc.mmap(address, nbytes, 0, flags, -1, 0) != -1:
-            return True
-        if ctypes.get_errno() != errno.ENOMEM:
-            return False
-        # At the limit of mappings the kernel refuses even to replace one by one, and an undo that fails is a leak for
-        # good. So give it the mapping that we hold for this case.
-        try:
-            libc.munmap(self._ballast.pop(), _PAGE)
-        except IndexError:
-            return False
-        done: bool = libc.mmap(address, nbytes, 0, flags, -1, 0) != -1
-        code = ctypes.get_errno()
-        self._take_ballast()
-        ctypes.set_errno(code)
-        return done
-
-    def _take_ballast(self) -> None:
-        """Hold one mapping that can be given up. Not worth an error where there is none to be had."""
-        page = libc.mmap(0, _PAGE, 0, _RESERVED, -1, 0)
-        if page != -1:
-            libc.madvise(page, _PAGE, libc.MADV_DONTDUMP)  # a flag of its own keeps it from merging with neighbours
-            self._ballast.append(page)
 
 
 def _check_location(location: Location) -> None:
@@ -445,27 +398,3 @@ def _duplicate(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a closed standard stream
     except OSError as error:
         raise libc.failure(f"dup({fd})", error.errno) from None
-
-
-def _reserve_aligned(nbytes: int, alignment: int) -> int:
-    """Reserve more, give back both ends. Returns -1 with errno set."""
-    wide: int = libc.mmap(0, nbytes + alignment, 0, _RESERVED, -1, 0)
-    if wide == -1:
-        return -1
-    base = round_up(wide, alignment)
-    if base > wide:
-        libc.munmap(wide, base - wide)
-    if wide + alignment > base:
-        libc.munmap(base + nbytes, wide + alignment - base)
-    return base
-
-
-def _touch(mapping: Mapping, start: int, nbytes: int) -> None:
-    """Populate without the advice (before Linux 5.14): fallocate takes the memory and keeps what is there."""
-    if mapping.access == Access.READ_WRITE and not mapping.private:
-        try:
-            os.posix_fallocate(mapping.memory.fd(), start - mapping.address, nbytes)
-        except OSError as error:
-            raise libc.failure(f"fallocate of {nbytes} bytes", error.errno) from None
-    with libc.view(start, nbytes, readonly=True) as view:
-        bytes(view[::_PAGE])

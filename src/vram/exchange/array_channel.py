@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ..arrays import Array
-from ..errors import ClosedError, ProtocolError, UsageError, VramError, WaitTimeoutError
+from ..errors import ClosedError, PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
 from ..lifetime import Owned
 from ..sharing.channel import Channel, close_fds
 from .handover import Borrower, Lender, MemoryPart, Reference, Size, refer
@@ -54,6 +53,17 @@ class _Value(Struct, frozen=True, array_like=True, tag="x"):
     value: Any
 
 
+class _Failure:
+    """In the inbox in place of a value: what was wrong with a message that a sending thread took off the socket."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: VramError) -> None:
+        self.error = error
+
+
+_PATIENCE = 10.0  # seconds to wait until an answer can be sent
+_SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Shared | _Returned | _Memory | _GoOn | _Forget | _Value).decode
 
@@ -78,7 +88,17 @@ class ArrayChannel(Owned):
     receiver's own arrays over it stay valid until they are dropped.
     """
 
-    __slots__ = ("_borrower", "_channel", "_inbox", "_lender", "_receiving", "_retired", "_sending", "_went_on")
+    __slots__ = (
+        "_borrower",
+        "_channel",
+        "_inbox",
+        "_lender",
+        "_receiving",
+        "_retired",
+        "_sending",
+        "_unanswered",
+        "_went_on",
+    )
 
     _warn_on_leak = False
 
@@ -90,8 +110,10 @@ class ArrayChannel(Owned):
         self._inbox: deque[object] = deque()
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
+        self._unanswered = 0  # parts of memory that the other end has not asked to go on from; the sender's
         self._went_on = threading.Semaphore(0)
-        self._claim = channel.handle.claim("array channel")
+        channel.handle  # noqa: B018  (the check)
+        self._claim = channel._claim  # taken over: one claim, whichever of the two is closed
 
     @classmethod
     def pair(cls) -> tuple[ArrayChannel, ArrayChannel]:
@@ -125,15 +147,21 @@ class ArrayChannel(Owned):
         WaitTimeoutError
             If the time passed.
         """
-        with self._sender():
-            if isinstance(value, Array):
-                message = self._refer(value, timeout)
-            else:
-                try:
-                    message = _encode(_Value(value))
-                except (TypeError, ValueError, OverflowError) as error:
-                    raise UsageError(f"a channel carries vram arrays and plain values: {error}") from None
-            self._channel.send(message, timeout=timeout)
+        self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
+        try:
+            with self._sending:
+                if self._retired:
+                    self._flush()
+                if isinstance(value, Array):
+                    message = self._refer(value, timeout)
+                else:
+                    try:
+                        message = _encode(_Value(value))
+                    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                        raise UsageError(f"a channel carries vram arrays and plain values: {error}") from None
+                self._channel.send(message, timeout=timeout)
+        finally:
+            self._tell_retired()
 
     def recv(self, *, timeout: float | None = None) -> Any:
         """Receive what the other end sent next.
@@ -156,17 +184,25 @@ class ArrayChannel(Owned):
         ProtocolError
             If what came is not what this end understands.
         """
+        self.handle  # noqa: B018  (before the lock, as above)
+        deadline = time.monotonic() + timeout if timeout else None
+        left = timeout
+        inbox = self._inbox
         with self._receiving:
-            while not self._inbox:
-                self._take(timeout)
-            return self._inbox.popleft()
+            while not inbox:
+                if deadline is not None:
+                    left = max(0.0, deadline - time.monotonic())
+                self._take(left)
+            value = inbox.popleft()
+        if type(value) is _Failure:
+            raise value.error
+        return value
 
     def close(self, *, strict: bool = False) -> None:
         """Close the connection and let go of what the other end shared; arrays that are alive keep their memory."""
         if self.is_closed:
             return
         super().close(strict=strict)
-        self._channel.close()
         self._lender.close()
         self._borrower.close()
 
@@ -179,40 +215,55 @@ class ArrayChannel(Owned):
         if number is not None:
             return _encode(_Returned(refer(number, 0, array)))
         lent = self._lender.lend(array)
-        for part, fds in lent.parts(lent.sent):
-            self._channel.send(_encode(_Memory(part)), fds, timeout=timeout)
-            if not part.last:  # a peer that does not read must not cost more than one part of descriptors (S4)
-                self._wait_until_taken(timeout)
-            lent.sent = part.first + len(fds)
+        if lent.sent < len(lent.fds):
+            kept = lent.keep()
+            try:
+                for part, fds in lent.parts(max(lent.sent, 0)):
+                    # A peer that does not read must not cost more than one part of descriptors (S4).
+                    self._wait_until_taken(timeout)
+                    self._channel.send(_encode(_Memory(part)), fds, timeout=timeout)
+                    self._unanswered += not part.last
+                    lent.sent = part.first + len(fds)
+            finally:
+                kept.release()
         return _encode(_Shared(refer(lent.id, lent.sent, array)))
 
     def _wait_until_taken(self, timeout: float | None) -> None:
-        while not self._went_on.acquire(timeout=0.0):
+        """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        expired = False
+        while self._unanswered:
+            if self._went_on.acquire(blocking=False):
+                self._unanswered -= 1
+                continue
+            if expired:
+                raise WaitTimeoutError(f"the other end took no part of the memory sent to it for {timeout:g} s")
+            left = _SLICE if deadline is None else max(0.0, min(_SLICE, deadline - time.monotonic()))
+            expired = not left  # then one more look
             # Whoever receives may be another thread, which then takes the answer; look again soon.
-            if self._receiving.acquire(timeout=0.01):
+            if self._receiving.acquire(timeout=min(left, 0.01)):
                 try:
-                    self._take(timeout)
+                    self._take(left)
+                except WaitTimeoutError:
+                    pass
+                except (PeerGoneError, ClosedError):
+                    raise
+                except VramError as error:  # somebody else's message: its receiver is to hear of it
+                    self._inbox.append(_Failure(error))
                 finally:
                     self._receiving.release()
-
-    @contextmanager
-    def _sender(self) -> Iterator[None]:
-        with self._sending:
-            self._flush()
-            yield
-        while self._retired and self._sending.acquire(blocking=False):
-            try:
-                if not self._flush():
-                    return
-            finally:
-                self._sending.release()
 
     def _retire(self, number: int) -> None:
         """A memory that was lent is unmapped here. Reached from finalizers: never waits."""
         self._retired.append(number)
-        if self._sending.acquire(blocking=False):
+        self._tell_retired()
+
+    def _tell_retired(self) -> None:
+        """Tell the other end what to forget, unless somebody is sending: they look again when they are done."""
+        while self._retired and self._sending.acquire(blocking=False):
             try:
-                self._flush()
+                if not self._flush():
+                    return
             finally:
                 self._sending.release()
 
@@ -246,18 +297,23 @@ class ArrayChannel(Owned):
             elif isinstance(message, _Returned):
                 array = self._lender.at_home(message.reference)
                 if array is None:
-                    raise ClosedError(
-                        f"an array of memory {message.reference.memory} came back after it was closed here"
-                    )
-                self._inbox.append(array)
+                    number = message.reference.memory
+                    gone = ClosedError(f"an array of memory {number} came back after it was closed here")
+                    self._inbox.append(_Failure(gone))
+                else:
+                    self._inbox.append(array)
             elif isinstance(message, _Memory):
-                self._borrower.learn(message.part, fds)
-                if not message.part.last:
-                    self._channel.send(_encode(_GoOn()), timeout=timeout)
+                try:
+                    self._borrower.learn(message.part, fds)
+                finally:
+                    if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
+                        patience = None if timeout is None else max(timeout, _PATIENCE)
+                        self._channel.send(_encode(_GoOn()), timeout=patience)
             elif isinstance(message, _Forget):
                 for number in message.memories:
                     self._borrower.forget(number)
             else:
                 self._went_on.release()
         finally:
-            close_fds(fds)
+            if fds:
+                close_fds(fds)

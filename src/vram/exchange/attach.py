@@ -5,29 +5,30 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
-from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError, UsageError
-from ..keeper.client import Attachment, KeeperClient, Watch
+from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
+from ..keeper.client import Attachment, KeeperClient, PublishClaim, Watch
 from ..keeper.session import Keeper
-from ..lifetime import Owned
+from ..lifetime import Owned, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest, decode_manifest
 from ..sharing.lease import LeaseReturn
-from .keepers import connect
+from .keepers import as_notes, check_version, connect
 from .mapping import map_memory, read_sealed
 from .provenance import Provenance
-from .publish import publish
+from .publish import publish_to
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Lease", "attach", "attach_array", "attach_or_publish"]
+__all__ = ["Lease", "array_on", "attach", "attach_or_publish", "wire_access"]
 
 _ACCESS = ("r", "rw", "cow")
 
@@ -39,7 +40,7 @@ class Lease(Owned, Mapping[str, Array]):
     memory, and the keeper is told when the last of them is gone. Losing the keeper does not disturb what is mapped.
     """
 
-    __slots__ = ("_arrays", "_attachment", "_client", "_manifest", "_regions", "_return", "_watch", "access")
+    __slots__ = ("_arrays", "_attachment", "_client", "_regions", "_return", "_watch", "access", "manifest")
 
     def __init__(self, client: KeeperClient, attachment: Attachment, access: str) -> None:
         self.access = access
@@ -52,18 +53,20 @@ class Lease(Owned, Mapping[str, Array]):
         fds = attachment.fds
         regions: list[Region] = []
         try:
-            self._manifest = _read_manifest(attachment)
+            self.manifest = _read_manifest(attachment)
             at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
-            for memory in self._manifest.memories:
+            named = at + sum(len(memory.segments) for memory in self.manifest.memories)
+            if named != len(fds):
+                raise ProtocolError(f"{len(fds)} file descriptors came, and the manifest names {named}")
+            for memory in self.manifest.memories:
                 count = len(memory.segments)
                 regions.append(map_memory(memory, fds[at : at + count], access=access, depends=(claim.handle,)))
                 at += count
-            if at != len(fds):
-                raise ProtocolError(f"{len(fds)} file descriptors came, and the manifest names {at}")
-        except BaseException:
-            for region in reversed(regions):
-                region.close()
-            claim.release()
+        except BaseException as error:
+            with unwinding(error):
+                for region in reversed(regions):
+                    region.close()
+                claim.release()
             raise
         finally:
             close_fds(fds)  # what is mapped holds descriptors of its own
@@ -101,24 +104,18 @@ class Lease(Owned, Mapping[str, Array]):
         return array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._manifest.arrays)
+        return iter(self.manifest.arrays)
 
     def __len__(self) -> int:
-        return len(self._manifest.arrays)
+        return len(self.manifest.arrays)
 
     def _make(self, name: str) -> Array:
-        entry = self._manifest.arrays.get(name)
+        entry = self.manifest.arrays.get(name)
         if entry is None:
-            raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r}; it has {_some(tuple(self))}")
-        dtype = dtype_of(entry.dtype)
-        if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
-            raise ProtocolError(
-                f"array {name!r} is said to be {entry.nbytes} bytes, but {entry.shape} of {entry.dtype} are not"
-            )
-        memory = self._manifest.memories[entry.memory]
-        offset = memory.offset + entry.offset
-        provenance = Provenance(self._client.path, self.name, self.version, name, self.access, offset, entry.nbytes)
-        return Array(self._regions[entry.memory], dtype, entry.shape, offset=offset, provenance=provenance)
+            shown = _some(tuple(self))
+            raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r:.80}; it has {shown}")
+        where = Provenance(self._client.path, self.name, self.version, name, self.access, 0, 0)
+        return array_on(self._regions[entry.memory], self.manifest, where)
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return all arrays as numpy arrays over the same memory."""
@@ -160,12 +157,15 @@ class Lease(Owned, Mapping[str, Array]):
 
         Raises
         ------
-        NotFoundError
-            If the entry was removed and did not come back within `timeout` seconds.
+        NotFoundError, WaitTimeoutError
+            If the entry was removed, and did not come back within `timeout` seconds.
+        PeerGoneError
+            If there is no keeper.
         """
         self.handle  # noqa: B018
+        client = connect(self._client.path)  # another keeper may be there by now
         return Lease(
-            self._client, self._client.attach(self.name, access=_wire(self.access), timeout=timeout), self.access
+            client, client.attach(self.name, access=wire_access(self.access), timeout=_seconds(timeout)), self.access
         )
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ class Lease(Owned, Mapping[str, Array]):
         if self._watch is not None:
             self._watch.close()
         self._return.keep_back()
-        for array in self._arrays.values():
+        for array in tuple(self._arrays.values()):
             array.close()
         self._arrays.clear()
         for region in reversed(self._regions):
             region.close()
         super().close()
-        if self._return.is_due:
-            with contextlib.suppress(PeerGoneError):  # then it has nothing to be told
+        if self._return.take():
+            with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
                 self._client.release([self._return.lease_id])
         else:
             self._return.send_on()
@@ -206,7 +206,7 @@ class Lease(Owned, Mapping[str, Array]):
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []
         for region in self._regions:
-            others += region.pinned_by(excluding=[array.pin for array in self._arrays.values()])
+            others += region.pinned_by(excluding=[array.pin for array in tuple(self._arrays.values())])
         if others:
             raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
 
@@ -218,6 +218,12 @@ class Lease(Owned, Mapping[str, Array]):
             let_go(region)
         super().close()
         return array
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # a thing to close, not a value, though it is a mapping
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{len(self)} arrays, {self.nbytes} bytes"
@@ -270,9 +276,12 @@ def attach(
         If the keeper went away.
     """
     _check_access(access)
+    check_version(version)
+    wanted = as_notes(expect, what="expect")
+    seconds = _seconds(timeout)
     client = connect(keeper)
     attachment = client.attach(
-        name, version=version, access=_wire(access), expect=dict(expect) if expect else None, timeout=timeout
+        name, version=version, access=wire_access(access), expect=wanted or None, timeout=seconds
     )
     return Lease(client, attachment, access)
 
@@ -296,7 +305,9 @@ def attach_or_publish(
     Parameters
     ----------
     load : callable
-        Returns the mapping to publish; its `meta` will be `expect`.
+        Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are; the
+        others are copied, one by one, and let go of, so that a mapping that nothing else refers to costs no second
+        copy.
     timeout : float or None
         Seconds to wait for another process to load; None waits for ever.
 
@@ -306,44 +317,86 @@ def attach_or_publish(
     ------
     WaitTimeoutError
         If another process was still loading after `timeout` seconds.
+    PeerGoneError
+        If the keeper went away meanwhile.
     """
     _check_access(access)
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
+    if not callable(load):
+        raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
+    meta = as_notes(expect, what="expect")
+    seconds = _seconds(timeout)
     client = connect(keeper)
-    meta = dict(expect or {})
-    got = client.attach_or_claim(name, expect=meta or None, access=_wire(access), timeout=timeout)
-    if not isinstance(got, Attachment):
+    while True:
+        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=seconds)
+        if isinstance(got, Attachment):
+            return Lease(client, got, access)
         try:
-            source = load()
-            publish(name, source, meta=meta, writable=writable, ttl=ttl, keeper=client.path, claim=got)
+            version = _load_and_publish(client, name, load, meta, writable, ttl, got)
         except BaseException:
-            with contextlib.suppress(PeerGoneError):
+            with contextlib.suppress(VramError):
                 client.abandon(got)
             raise
-        got = client.attach(name, access=_wire(access), expect=meta or None)
-    return Lease(client, got, access)
+        with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
+            return Lease(client, client.attach(name, version=version, access=wire_access(access)), access)
 
 
-def attach_array(
-    path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...]
-) -> Array:
-    """Attach one array of one version, or a slice of it: what a pickled published array turns into."""
-    client = connect(path)
-    lease = Lease(client, client.attach(name, version=version, access=_wire(access)), access)
+def array_on(region: Region, manifest: Manifest, where: Provenance) -> Array:
+    """Make the array that `where` names, on the region that its memory was mapped as.
+
+    Raises
+    ------
+    ProtocolError
+        If the publisher described it in a way that no array is.
+    """
+    entry = manifest.arrays[where.entry]
+    offset = manifest.memories[entry.memory].offset + entry.offset
     try:
-        whole = lease.keep_only(array)
-    except BaseException:
-        lease.close()
-        raise
-    if (start, shape) == (0, whole.shape):
-        return whole
-    return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
+        dtype = dtype_of(entry.dtype)
+        if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
+            raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
+        provenance = replace(where, offset=offset, nbytes=entry.nbytes)
+        return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
+    except UsageError as error:  # not this caller's mistake, but the publisher's
+        raise ProtocolError(
+            f"{where.name!r} version {where.version} describes {where.entry!r:.80} wrongly: {error}"
+        ) from None
 
 
-def _check_access(access: str) -> None:
+def _load_and_publish(
+    client: KeeperClient,
+    name: str,
+    load: Callable[[], Mapping[str, object]],
+    meta: dict[str, str],
+    writable: bool,
+    ttl: float | None,
+    claim: PublishClaim,
+) -> int:
+    loaded = load()
+    if not isinstance(loaded, Mapping):
+        raise UsageError(f"load() returned a {type(loaded).__name__}; it has to return a mapping of names to arrays")
+    # A mapping of our own, to take out of what is copied. What is shared in place stays the loader's to close.
+    arrays = dict(loaded)
+    del loaded
+    published = publish_to(
+        client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, close=False, claim=claim
+    )
+    return published.version
+
+
+def _check_access(access: object) -> None:
     if access not in _ACCESS:
-        raise UsageError(f'access {access!r} is not one of "r", "rw", "cow"')
+        raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')
+
+
+def _seconds(timeout: object) -> float | None:
+    """What a caller is willing to wait."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds, or None for ever")
+    return float(timeout)
 
 
 def _some(names: tuple[str, ...]) -> str:
@@ -351,7 +404,7 @@ def _some(names: tuple[str, ...]) -> str:
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _wire(access: str) -> str:
+def wire_access(access: str) -> str:
     """What the keeper is asked for: a private copy only reads what is shared."""
     return "rw" if access == "rw" else "r"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import as_dtype
 from ..arrays.sources import as_source
+from ..errors import UsageError, VramError
 from ..spec import Location
 
 __all__ = ["asarray", "empty", "zeros"]
@@ -100,23 +102,41 @@ def asarray(
         Convert to this element type; by default that of `source`.
     device, capacity, chunk
         As of :func:`empty`.
+
+    Raises
+    ------
+    UsageError
+        If it is no array, or its numbers do not make one.
     """
     location = Location.parse(device)
     kind = None if dtype is None else as_dtype(dtype)
     if (
         isinstance(source, Array)
         and source.device == location
-        and kind in (None, source.dtype)
+        and (kind is None or kind == source.dtype)
         and capacity is None
         and chunk is None
     ):
         return source
-    numbers = isinstance(source, (list, tuple, int, float, complex, bool))
-    view = np.asarray(source, kind) if numbers else as_source(source).view
-    array = empty(view.shape, kind or view.dtype, device=location, capacity=capacity, chunk=chunk)
+    view = _view(source, kind)
+    array = empty(view.shape, view.dtype if kind is None else kind, device=location, capacity=capacity, chunk=chunk)
     try:
         array.numpy()[...] = view
-    except BaseException:
+    except BaseException as error:
         array.close()
+        if isinstance(error, (TypeError, ValueError)) and not isinstance(error, VramError):
+            raise UsageError(f"{view.dtype} does not convert to {array.dtype}: {error}") from None
         raise
     return array
+
+
+def _view(source: object, kind: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
+    """Look at the contents of anything as numpy does."""
+    if not isinstance(source, (list, tuple, int, float, complex, bool, np.generic)):
+        return as_source(source).view
+    try:
+        return np.asarray(source, kind)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"numpy makes no array of that: {error}; give rows of one length, of numbers that fit"
+        ) from None

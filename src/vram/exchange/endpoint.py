@@ -20,177 +20,81 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections import deque
-from queue import Empty, SimpleQueue
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
-from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..lifetime import Handle
+from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..lifetime import Claim, Handle
 from ..memory import Pin
 from ..sharing.channel import Channel, close_fds, peer_credentials
-from .handover import Borrower, Count, Lender, MemoryPart, Reference, Size, UnknownMemoryError
+from . import flights
+from .fetching import FETCH_SECONDS, Fetch, Forget, Gone, Part, Source, Took, decode_request, encode
+from .flights import Flights
+from .handover import Lender, Lent, Reference
 
-__all__ = ["FLIGHT_SECONDS", "Endpoint", "endpoint", "shut_down"]
+__all__ = ["Endpoint", "endpoint", "shut_down"]
 
-FLIGHT_SECONDS = 600.0
-FETCH_SECONDS = 30.0
-
-
-class _Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
-    """Send the descriptors of a memory from the `first` segment on, one part an answer."""
-
-    memory: Size
-    first: Count
+_SOON = 0.01  # seconds until what a peer had no room for is tried again
+_MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 
 
-class _Took(Struct, frozen=True, array_like=True, tag="took"):
-    """So many pickled arrays on this memory were unpickled."""
+class _Reader:
+    """A process that uses our arrays: what it asked for and is owed, while its socket has no room."""
 
-    memory: Size
-    times: Size
-
-
-class _Part(Struct, frozen=True, array_like=True, tag="part"):
-    """The answer to a fetch, with descriptors."""
-
-    part: MemoryPart
-
-
-class _Gone(Struct, frozen=True, array_like=True, tag="gone"):
-    """The answer to a fetch of what is not there any more."""
-
-    memory: Size
-
-
-class _Forget(Struct, frozen=True, array_like=True, tag="forget"):
-    """These were unmapped by their lender: let go of them."""
-
-    memories: Annotated[tuple[Size, ...], Meta(max_length=4096)]
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(_Fetch | _Took).decode
-_decode_reply = msgspec.msgpack.Decoder(_Part | _Gone | _Forget).decode
-
-
-class _Flight:
-    """The pin of a memory that was pickled more often than it was unpickled."""
-
-    __slots__ = ("count", "pin", "since")
-
-    def __init__(self, pin: Pin) -> None:
-        self.pin = pin
-        self.count = 0
-        self.since = time.monotonic()
-
-
-class _Lending:
-    """The connection to one process whose arrays this one uses."""
+    __slots__ = ("asked", "channel", "fd", "forgets")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.borrower = Borrower()
-        self.lock = threading.Lock()  # the borrower's
-        self.answers: SimpleQueue[tuple[_Part | _Gone, list[int]] | None] = SimpleQueue()
+        self.fd = channel.fileno()
+        self.asked: deque[tuple[Fetch, float]] = deque()
         self.forgets: deque[int] = deque()
-        self.is_gone = False
-
-    def array(self, reference: Reference) -> Array:
-        """Return the array, fetching what is not known of its memory."""
-        self.tidy()
-        with self.lock:
-            while True:
-                try:
-                    return self.borrower.array(reference)
-                except UnknownMemoryError as unknown:
-                    self._fetch(unknown.memory, unknown.known)
-
-    def _fetch(self, memory: int, first: int) -> None:
-        gone = PeerGoneError(f"the process that sent memory {memory} is gone, and with it what was not fetched yet")
-        if self.is_gone:
-            raise gone
-        self.channel.send(_encode(_Fetch(memory, first)), timeout=FETCH_SECONDS)
-        try:
-            answer = self.answers.get(timeout=FETCH_SECONDS)
-        except Empty:
-            raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
-        if answer is None:
-            raise gone
-        message, fds = answer
-        try:
-            if isinstance(message, _Gone):
-                raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
-            self.borrower.learn(message.part, fds)
-        finally:
-            close_fds(fds)
-
-    def tidy(self) -> None:
-        """Do what the lender asked for, unless somebody is at it."""
-        while self.forgets and self.lock.acquire(blocking=False):
-            try:
-                with contextlib.suppress(IndexError):
-                    while True:
-                        self.borrower.forget(self.forgets.popleft())
-            finally:
-                self.lock.release()
-
-    def end(self) -> None:
-        """The lender is gone. Arrays that are alive keep their memory."""
-        self.is_gone = True
-        self.answers.put(None)
-        self.forgets.extend(self.borrower.numbers())
-        self.tidy()
 
 
 class Endpoint:
     """This process's side of all hand-overs by pickle. Use :func:`endpoint`."""
 
     def __init__(self) -> None:
-        token = secrets.token_hex(12)
-        self.address = f"\0vram-{token}"
+        self.address = f"\0vram-{secrets.token_hex(12)}"
         self.lender = Lender(self._retire)
-        self._flights: dict[int, _Flight] = {}
-        self._lendings: dict[str, _Lending] = {}
+        self.flights = Flights(self._retire, lambda lent: self.lender.find(lent.id) is lent)
+        self._sources: dict[str, Source] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
-        self._lock = threading.Lock()  # of the three above; never taken by a finalizer
+        self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
         self._retired: deque[int] = deque()
-        self._borrowers: set[Channel] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._readers: dict[int, _Reader] = {}
+        self._stopping = False
         self._wake = -1
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(self.address)
             self._listener.listen(128)
             self._listener.setblocking(False)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
+            self._thread.start()
         except BaseException:
             self._close_sockets()
             raise
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, ("accept", None))
-        self._selector.register(self._wake, selectors.EVENT_READ, ("wake", None))
-        self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
-        self._thread.start()
 
     # -- pickling -----------------------------------------------------------------------------------------------
     def write_down(self, array: Array) -> tuple[object, ...]:
         """Return what a pickle says of an array, and keep its memory until that is unpickled."""
+        region = array.region
         with self._lock:
+            self._check()
             lent = self.lender.lend(array)
-            flight = self._flights.get(lent.id)
-            if flight is None:
-                region = array.region
-                pin = region.pin(0, region.nbytes, "in flight to another process")
-                flight = self._flights[lent.id] = _Flight(pin)
-            flight.count += 1
-            origin, number = self._origins.get(array.region.handle, ("", 0))
+            self.flights.begin(lent, region)
+            origin, number = self._origins.get(region.handle, ("", 0))
         segments = len(lent.fds) if array.nbytes else 0
         return (self.address, lent.id, segments, array.offset, dtype_name(array.dtype), array.shape, origin, number)
 
@@ -212,198 +116,214 @@ class Endpoint:
         PeerGoneError
             If the memory is not known here and its sender is gone.
         ClosedError
-            If it was dropped by its sender, and nobody unpickled it for :data:`FLIGHT_SECONDS`.
+            If it was dropped by its sender, and nobody unpickled it for :data:`~vram.exchange.flights.FLIGHT_SECONDS`.
         """
-        if origin == self.address or address == self.address:
-            number = origin_memory if origin == self.address else memory
-            array = self.lender.at_home(Reference(number, segments, offset, dtype, shape))
-            if array is not None:
-                self._took(address, memory)
-                return array
-        lending = self._lending(address)
-        array = lending.array(Reference(memory, segments, offset, dtype, shape))
-        handle = array.region.handle
-        if handle not in self._origins:
-            with self._lock:
-                self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+        reference = Reference(memory, segments, offset, dtype, shape)
+        # Where it came from, before it came from the process that pickled it.
+        first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
+        array = self._known(origin or address, first)
+        if array is None:
+            array = self._source(address).array(reference)
+            handle = array.region.handle
+            if handle not in self._origins:
+                with self._lock:
+                    self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
         self._took(address, memory)
         return array
 
+    def _known(self, address: str, reference: Reference) -> Array | None:
+        """Return an array on memory that is mapped here already, as its owner or as a borrower."""
+        if address == self.address:
+            lent = self._lent(reference.memory)
+            return None if lent is None else lent.at_home(reference)
+        source = self._sources.get(address)
+        return None if source is None else source.known(reference)
+
+    def _lent(self, memory: int) -> Lent | None:
+        """Return what was lent under an id. In flight it outlives its being lent anew, as after a freeze."""
+        return self.lender.find(memory) or self.flights.find(memory)
+
     def _took(self, address: str, memory: int) -> None:
         if address == self.address:
-            self._land(memory, 1)
+            self.flights.land(memory, 1)
             return
         # The sender only needs it to end the flight: a queue that is full, or an end, is no reason to fail here.
-        with contextlib.suppress(WaitTimeoutError, PeerGoneError):
-            self._lending(address).channel.send(_encode(_Took(memory, 1)), timeout=1.0)
+        with contextlib.suppress(VramError, OSError):
+            self._source(address).channel.send(encode(Took(memory, 1)), timeout=1.0)
 
-    def _lending(self, address: str) -> _Lending:
-        lending = self._lendings.get(address)
-        if lending is not None:
-            return lending
-        with self._lock:
-            lending = self._lendings.get(address)
-            if lending is not None:
-                return lending
-            try:
-                channel = Channel.connect(address, FETCH_SECONDS)
-            except PeerGoneError:
-                raise PeerGoneError(
-                    "the process that sent this array is gone; publish arrays that must outlive their maker"
-                ) from None
+    def _source(self, address: str) -> Source:
+        source = self._sources.get(address)
+        if source is not None:
+            return source
+        try:
+            channel = Channel.connect(address, FETCH_SECONDS)
+        except PeerGoneError:
+            raise PeerGoneError(
+                "the process that sent this array is gone; publish arrays that must outlive their maker"
+            ) from None
+        try:
             if channel.peer().uid != os.geteuid():
-                channel.close()
                 raise ProtocolError("the array's address is served by another user")
-            lending = self._lendings[address] = _Lending(channel)
-            self._selector.register(channel, selectors.EVENT_READ, ("lending", lending))
-            self._poke()
-            return lending
+            with self._lock:
+                self._check()
+                source = self._sources.get(address)
+                if source is None:
+                    source = self._sources[address] = Source(channel)
+                    self._selector.register(source.fd, selectors.EVENT_READ, source)
+        finally:
+            if source is None or source.channel is not channel:  # refused, or another thread was faster
+                channel.close()
+        return source
 
-    def _land(self, memory: int, times: int) -> None:
-        with self._lock:
-            flight = self._flights.get(memory)
-            if flight is None:
-                return
-            flight.count -= times
-            flight.since = time.monotonic()
-            if flight.count > 0:
-                return
-            del self._flights[memory]
-        flight.pin.release()
+    def _check(self) -> None:
+        if self._stopping:
+            raise ClosedError("hand-overs between processes were shut down here while this one began")
 
     # -- the thread ---------------------------------------------------------------------------------------------
     def _serve(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select(timeout=FLIGHT_SECONDS / 10):
-                kind, peer = key.data
-                try:
-                    if kind == "accept":
-                        self._accept()
-                    elif kind == "wake":
-                        with contextlib.suppress(BlockingIOError):
-                            os.eventfd_read(self._wake)
-                    elif kind == "lending":
-                        self._hear(peer)
-                    else:
-                        self._answer(peer)
-                except (VramError, OSError, msgspec.MsgspecError):
-                    self._drop(peer)
+            behind = any(reader.asked or reader.forgets for reader in self._readers.values())
+            for key, _ in self._selector.select(timeout=_SOON if behind else flights.FLIGHT_SECONDS / 10):
+                self._react(key)
             self._tell_retired()
-            self._end_stale_flights()
+            for reader in tuple(self._readers.values()):
+                self._catch_up(reader)
+            self.flights.end_stale()
+
+    def _react(self, key: selectors.SelectorKey) -> None:
+        peer = key.data
+        try:
+            if isinstance(peer, Source):
+                peer.hear()
+            elif isinstance(peer, _Reader):
+                self._listen_to(peer)
+            elif key.fd == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            else:
+                self._accept()
+        except (VramError, OSError, msgspec.MsgspecError):
+            self._drop(peer)
+        except Exception:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
+            traceback.print_exc(file=sys.stderr)
+            self._drop(peer)
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            sock, _ = self._listener.accept()
-            if peer_credentials(sock).uid != os.geteuid():
-                sock.close()
-                return
-            channel = Channel(sock)
-            self._borrowers.add(channel)
-            self._selector.register(channel, selectors.EVENT_READ, ("borrower", channel))
-
-    def _answer(self, channel: Channel) -> None:
-        """Serve a process that uses our arrays."""
-        payload, fds = channel.recv(timeout=0)
-        close_fds(fds)
-        request = _decode_request(payload)
-        if isinstance(request, _Took):
-            self._land(request.memory, request.times)
-            return
-        lent = self.lender.find(request.memory)
-        part = None if lent is None else next(lent.parts(request.first), None)
-        if part is None:
-            channel.send(_encode(_Gone(request.memory)), timeout=0)
-        else:
-            channel.send(_encode(_Part(part[0])), part[1], timeout=0)
-
-    def _hear(self, lending: _Lending) -> None:
-        """Take what a process whose arrays we use has to say."""
-        payload, fds = lending.channel.recv(timeout=0)
-        message = None
         try:
-            message = _decode_reply(payload)
-        finally:
-            if message is None or isinstance(message, _Forget):
-                close_fds(fds)
-        if isinstance(message, _Forget):
-            lending.forgets.extend(message.memories)
-            lending.tidy()
-        else:
-            lending.answers.put((message, fds))
-
-    def _drop(self, peer: Channel | _Lending | None) -> None:
-        if peer is None:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
             return
-        channel = peer.channel if isinstance(peer, _Lending) else peer
-        with contextlib.suppress(KeyError, ValueError, ClosedError):
-            self._selector.unregister(channel)
-        if isinstance(peer, _Lending):
-            with self._lock:
-                self._lendings = {a: known for a, known in self._lendings.items() if known is not peer}
-            peer.end()
+        except OSError:  # no descriptor left for it: it keeps waiting, and this thread must not spin
+            time.sleep(_SOON)
+            return
+        if peer_credentials(sock).uid != os.geteuid():
+            sock.close()
+            return
+        reader = _Reader(Channel(sock))
+        self._readers[reader.fd] = reader
+        self._selector.register(reader.fd, selectors.EVENT_READ, reader)
+
+    def _listen_to(self, reader: _Reader) -> None:
+        """Take one message from a process that uses our arrays."""
+        payload, fds = reader.channel.recv(timeout=0)
+        close_fds(fds)
+        request = decode_request(payload)
+        if isinstance(request, Took):
+            self.flights.land(request.memory, request.times)
         else:
-            self._borrowers.discard(peer)
-        channel.close()
+            reader.asked.append((request, time.monotonic() + FETCH_SECONDS))
+
+    def _catch_up(self, reader: _Reader) -> None:
+        """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
+        try:
+            while reader.forgets:
+                some = tuple(reader.forgets)[:4096]
+                reader.channel.send(encode(Forget(some)), timeout=0)
+                for _ in some:
+                    reader.forgets.popleft()
+            while reader.asked:
+                self._answer(reader, reader.asked[0][0])
+                reader.asked.popleft()
+        except (WaitTimeoutError, BusyError):
+            late = reader.asked and reader.asked[0][1] < time.monotonic()
+            if late or len(reader.forgets) > _MOST_OWED:
+                self._drop(reader)
+        except (VramError, OSError):
+            self._drop(reader)
+
+    def _answer(self, reader: _Reader, request: Fetch) -> None:
+        lent = self._lent(request.memory)
+        kept: Pin | Claim | None = None
+        if lent is not None:
+            with contextlib.suppress(ClosedError):
+                kept = lent.keep()
+        if lent is None or kept is None:
+            reader.channel.send(encode(Gone(request.memory)), timeout=0)
+            return
+        try:
+            part = next(lent.parts(request.first), None)
+            if part is None:
+                reader.channel.send(encode(Gone(request.memory)), timeout=0)
+            else:
+                reader.channel.send(encode(Part(part[0])), part[1], timeout=0)
+        finally:
+            kept.release()
+
+    def _drop(self, peer: Source | _Reader | None) -> None:
+        """The connection to a peer is over; a peer that is dropped already is not looked at again."""
+        if isinstance(peer, _Reader):
+            if self._readers.pop(peer.fd, None) is peer:
+                self._selector.unregister(peer.fd)
+                peer.channel.close()
+        elif isinstance(peer, Source):
+            with self._lock:
+                address = next((at for at, known in self._sources.items() if known is peer), None)
+                if address is None:
+                    return
+                del self._sources[address]
+                self._selector.unregister(peer.fd)
+            peer.end()
 
     def _retire(self, memory: int) -> None:
         """A memory that was lent is unmapped here. Reached from finalizers: only leaves a note for the thread."""
         self._retired.append(memory)
-        self._poke()
-
-    def _poke(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
 
     def _tell_retired(self) -> None:
         while self._retired:
-            message = _encode(_Forget((self._retired.popleft(),)))
-            for channel in tuple(self._borrowers):
-                try:
-                    channel.send(message, timeout=0)
-                except (VramError, OSError):  # one who does not read is cut off: it would keep the memory for ever
-                    self._drop(channel)
-        gone = [handle for handle in tuple(self._origins) if not handle.is_open]
-        for handle in gone:
-            self._origins.pop(handle, None)
-
-    def _end_stale_flights(self) -> None:
-        horizon = time.monotonic() - FLIGHT_SECONDS
-        with self._lock:
-            stale = [n for n, flight in self._flights.items() if flight.since < horizon and not self._at_home(n)]
-            ended = [self._flights.pop(number) for number in stale]
-        for flight in ended:
-            flight.pin.release()
-
-    def _at_home(self, memory: int) -> bool:
-        lent = self.lender.find(memory)
-        return lent is not None and lent.array() is not None
+            memory = self._retired.popleft()
+            for reader in self._readers.values():
+                reader.forgets.append(memory)
+        for handle in tuple(self._origins):
+            if not handle.is_open:
+                self._origins.pop(handle, None)
 
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Stop the thread, end all flights, and let go of what others lent."""
         self._stopping = True
-        self._poke()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
         self._thread.join(5.0)
+        self.flights.end_all()
         with self._lock:
-            flights, self._flights = self._flights, {}
-            lendings, self._lendings = self._lendings, {}
-        for flight in flights.values():
-            flight.pin.release()
-        for lending in lendings.values():
-            lending.end()
-            lending.channel.close()
+            sources, self._sources = self._sources, {}
+        for source in sources.values():
+            source.end()
         self.lender.close()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for channel in tuple(getattr(self, "_borrowers", ())):
-            channel.close()
-        if hasattr(self, "_selector"):
-            self._selector.close()
+        wake, self._wake = self._wake, -1
+        for reader in self._readers.values():
+            reader.channel.close()
+        self._readers = {}
+        self._selector.close()
         self._listener.close()
-        if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
+        if wake >= 0:
+            os.close(wake)
 
 
 _current: Endpoint | None = None
@@ -435,10 +355,7 @@ def _after_fork_in_child() -> None:
     inherited, _current = _current, None
     _making = threading.Lock()
     if inherited is not None:
-        inherited._listener.close()
-        with contextlib.suppress(OSError):
-            os.close(inherited._wake)
-        inherited._wake = -1
+        inherited._close_sockets()  # the copies of this process; the parent's selector goes on
 
 
 if hasattr(os, "register_at_fork"):

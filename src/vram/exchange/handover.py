@@ -14,19 +14,22 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name, dtype_of
-from ..errors import ProtocolError
-from ..lifetime import Handle, own
-from ..memory import Region
+from ..errors import ClosedError, ProtocolError, RangeError, UsageError
+from ..lifetime import Claim, Handle, own
+from ..memory import Pin, Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MAX_SEGMENTS, MemoryDescriptor
 from ..spec import Access
 from .mapping import describe, extend_memory, map_memory
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Borrower", "Lender", "Lent", "MemoryPart", "Reference", "UnknownMemoryError", "refer"]
 
@@ -64,30 +67,50 @@ class UnknownMemoryError(ProtocolError):
     Attributes
     ----------
     memory, known : int
-        The memory's id, and how many of its segments are known.
+        The memory's id, and how many of its segments are known; -1 if it was never heard of.
     """
 
     def __init__(self, memory: int, known: int) -> None:
         self.memory, self.known = memory, known
-        super().__init__(f"memory {memory} is referred to but not known here beyond its first {known} segments")
+        beyond = f" beyond its first {known} segments" if known >= 0 else ""
+        super().__init__(f"memory {memory} is referred to but not known here{beyond}")
 
 
 class Lent:
-    """One memory that was lent: its id, its description, and the objects at home that stand for it.
+    """One memory that was lent: its id, its description, and the arrays at home that stand for it.
 
-    The file descriptors are the allocations' own. They stay open while the region's memory lives, which is as long
-    as this entry does.
+    The file descriptors are the allocations' own. They stay open as long as the region's memory is mapped; who sends
+    them has to :meth:`keep` it.
+
+    Attributes
+    ----------
+    sent : int
+        How many segments the other end of a channel was told of; -1 if it never heard of this memory.
     """
 
-    __slots__ = ("array", "descriptor", "fds", "handle", "id", "layout", "region", "sent", "writable")
+    __slots__ = (
+        "_arrays",
+        "_latest",
+        "descriptor",
+        "fds",
+        "handle",
+        "id",
+        "layout",
+        "memory",
+        "region",
+        "sent",
+        "writable",
+    )
 
-    def __init__(self, number: int, array: Array, region: Region, handle: Handle) -> None:
+    def __init__(self, number: int, region: Region, handle: Handle) -> None:
         self.id = number
-        self.array = weakref.ref(array)
         self.region = weakref.ref(region)
+        self.memory = region.handle
         self.handle = handle
         self.writable = region.access is Access.READ_WRITE
-        self.sent = 0
+        self.sent = -1
+        self._latest: Callable[[], Array | None] = _nothing
+        self._arrays: weakref.WeakValueDictionary[tuple[object, ...], Array] | None = None
         self.describe(region)
 
     def describe(self, region: Region) -> None:
@@ -97,19 +120,80 @@ class Lent:
 
     def still_is(self, region: Region) -> bool:
         """Whether the region still begins with the memory that was lent, with the same rights."""
+        return self._begins(region) and self.writable is (region.access is Access.READ_WRITE)
+
+    def _begins(self, region: Region) -> bool:
         then, now = self.layout, region.layout
-        begins_alike = not then or (len(now) >= len(then) and now[len(then) - 1] is then[-1])
-        return begins_alike and self.writable is (region.access is Access.READ_WRITE)
+        return not then or (len(now) >= len(then) and now[len(then) - 1] is then[-1])
+
+    def keep(self) -> Pin | Claim:
+        """Keep the memory, and so its descriptors, until what is returned is released.
+
+        Raises
+        ------
+        ClosedError
+            If it is not what was lent any more: unmapped, or given back by a shrink.
+        """
+        region = self.region()
+        if region is None or region.is_closed:  # then nobody can change its size
+            return self.memory.claim("being sent to another process")
+        try:
+            kept = region.pin(0, region.nbytes, "being sent to another process")
+        except RangeError:  # another thread shrank it in this moment
+            raise ClosedError(f"memory {self.id} was given back by its owner") from None
+        if not self._begins(region):
+            kept.release()
+            raise ClosedError(f"memory {self.id} was given back by its owner")
+        return kept
 
     def parts(self, first: int) -> Iterator[tuple[MemoryPart, list[int]]]:
-        """Yield messages for the segments from `first` on, each with at most 253 descriptors."""
+        """Yield messages for the segments from `first` on, each with at most 253 descriptors.
+
+        Memory without segments is announced all the same, by one message: it may grow.
+        """
         whole, total = self.descriptor, len(self.fds)
-        for start in range(first, total, MAX_FDS):
+        region = self.region()
+        # Asked now: what was frozen since it was lent can only be mapped read-only.
+        writable = self.writable and (region is None or region.access is Access.READ_WRITE)
+        for start in range(first, total, MAX_FDS) if total else (0,):
             stop = min(start + MAX_FDS, total)
             some = whole.segments[start:stop]
             nbytes = sum(segment.nbytes for segment in some)
             part = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
-            yield MemoryPart(self.id, start, stop == total, self.writable, part), self.fds[start:stop]
+            yield MemoryPart(self.id, start, stop == total, writable, part), self.fds[start:stop]
+
+    # -- the arrays at home ---------------------------------------------------------------------------------------
+    def stand_for(self, array: Array) -> None:
+        """Remember, weakly, an array that was handed over on this memory."""
+        latest = self._latest()
+        if latest is array:
+            return
+        if latest is not None:
+            if self._arrays is None:
+                self._arrays = weakref.WeakValueDictionary()
+            self._arrays[latest.offset, latest.shape, latest.dtype] = latest
+        self._latest = weakref.ref(array)
+
+    def at_home(self, reference: Reference) -> Array | None:
+        """Return the array here that a reference to this memory means: the very object if it is still that array.
+
+        None if the array was closed here, although its memory may be alive elsewhere.
+        """
+        dtype = _known(reference.dtype)
+        looks = (reference.offset, reference.shape, dtype)
+        found = self._latest()
+        if found is None or (found.offset, found.shape, found.dtype) != looks:
+            found = None if self._arrays is None else self._arrays.get(looks)
+        if found is not None and found.shape == reference.shape and not found.is_closed:
+            return found
+        region = self.region()
+        return None if region is None or region.is_closed else _array(region, dtype, reference)
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether any of the arrays that were handed over is still open here."""
+        arrays = [self._latest(), *(() if self._arrays is None else self._arrays.values())]
+        return any(array is not None and not array.is_closed for array in arrays)
 
 
 class Lender:
@@ -142,12 +226,14 @@ class Lender:
             if lent.still_is(region):
                 if len(lent.layout) != len(region.layout):
                     lent.describe(region)
+                lent.stand_for(array)
                 return lent
             handle.forgo(lent.handle)
         number = next(self._ids)
         claim = own(f"memory {number} lent to another process", _Retire(weakref.ref(self), handle, number))
         try:
-            lent = Lent(number, array, region, claim.handle)
+            lent = Lent(number, region, claim.handle)
+            lent.stand_for(array)
             handle.depend(claim.handle)
             self._by_region[handle] = self._by_id[number] = lent
         finally:
@@ -159,25 +245,9 @@ class Lender:
         return self._by_id.get(number)
 
     def at_home(self, reference: Reference) -> Array | None:
-        """Return the array here that a reference to lent memory means: the very object if it is still that array.
-
-        None if the array was closed here, although its memory may be alive elsewhere.
-        """
+        """Return the array here that a reference to lent memory means; see :meth:`Lent.at_home`."""
         lent = self._by_id.get(reference.memory)
-        if lent is None:
-            return None
-        array = lent.array()
-        dtype = dtype_of(reference.dtype)
-        if (
-            array is not None
-            and not array.is_closed
-            and (array.offset, array.shape, array.dtype) == (reference.offset, reference.shape, dtype)
-        ):
-            return array
-        region = lent.region()
-        if region is None or region.is_closed:
-            return None
-        return Array(region, dtype, reference.shape, offset=reference.offset)
+        return None if lent is None else lent.at_home(reference)
 
     def close(self) -> None:
         """Forget everything; the other end is gone and is told nothing."""
@@ -243,10 +313,11 @@ class Borrower:
             If its memory, or that much of it, was not shared yet.
         """
         region = self._regions.get(reference.memory)
-        known = 0 if region is None else len(region.layout)
-        if region is None or known < reference.segments:
-            raise UnknownMemoryError(reference.memory, known)
-        return Array(region, dtype_of(reference.dtype), reference.shape, offset=reference.offset)
+        if region is None:
+            raise UnknownMemoryError(reference.memory, -1)
+        if len(region.layout) < reference.segments:
+            raise UnknownMemoryError(reference.memory, len(region.layout))
+        return _array(region, _known(reference.dtype), reference)
 
     def number_of(self, array: Array) -> int | None:
         """Return the id under which the lender knows an array's memory; None if it is not the lender's."""
@@ -260,7 +331,7 @@ class Borrower:
         """Let go of a memory; views of it that are alive keep it."""
         region = self._regions.pop(number, None)
         if region is not None:
-            self._numbers.pop(region.handle, None)
+            self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
             region.close()
 
     def close(self) -> None:
@@ -272,6 +343,25 @@ class Borrower:
 _name = functools.cache(dtype_name)  # element types are few, and asked for in every message
 
 
+def _nothing() -> None:
+    """A weak reference to no array."""
+
+
 def refer(number: int, segments: int, array: Array) -> Reference:
     """Write an array down as a part of memory `number`."""
     return Reference(number, segments, array.offset, _name(array.dtype), array.shape)
+
+
+def _known(dtype: str) -> np.dtype[Any]:
+    try:
+        return dtype_of(dtype)
+    except UsageError as error:
+        raise ProtocolError(f"an array came whose type this process does not know: {error}") from None
+
+
+def _array(region: Region, dtype: np.dtype[Any], reference: Reference) -> Array:
+    """The array that a peer meant; a wrong one is the peer's mistake (S7)."""
+    try:
+        return Array(region, dtype, reference.shape, offset=reference.offset)
+    except UsageError as error:
+        raise ProtocolError(f"an array came that does not lie in its memory {reference.memory}: {error}") from None

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
+from ..errors import UsageError
 from ..keeper.client import EntryInfo, KeeperClient, StatisticsInfo, client
 from ..keeper.session import Keeper
 
-__all__ = ["connect", "list_entries", "remove", "show", "statistics"]
+__all__ = ["as_notes", "check_version", "connect", "list_entries", "remove", "show", "statistics"]
 
 
-def connect(keeper: Keeper | str | None) -> KeeperClient:
-    """Return this process's connection to a keeper, made on first use."""
-    return client(keeper.path if isinstance(keeper, Keeper) else keeper)
+def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
+    """Return this process's connection to a keeper, made on first use.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is none.
+    AccessDeniedError, ProtocolError
+        If what listens there is not to be trusted, or no keeper.
+    """
+    if isinstance(keeper, Keeper):
+        return client(keeper.path)
+    if keeper is not None and not isinstance(keeper, (str, os.PathLike)):
+        raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
+    return client(None if keeper is None else os.fspath(keeper))
+
+
+def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
+    """Return what was given as `meta` or `expect` as a dictionary of its own; the keeper's rules check the rest.
+
+    Raises
+    ------
+    UsageError
+        If it is no mapping.
+    """
+    if meta is None:
+        return {}
+    if not isinstance(meta, Mapping):
+        raise UsageError(f'{what} must be a mapping such as {{"config": "sha256:..."}}, not {meta!r:.80}')
+    return dict(meta)
+
+
+def check_version(version: object) -> None:
+    """Raise :class:`UsageError` unless `version` is None or may be a version's number."""
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 1):
+        raise UsageError(f"version {version!r:.40} is not the number of a version: they count from 1")
 
 
 def list_entries(prefix: str = "", *, keeper: Keeper | str | None = None) -> list[EntryInfo]:
@@ -39,6 +76,7 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None
     AccessDeniedError
         If it belongs to another user.
     """
+    check_version(version)
     connect(keeper).remove(name, version)
 
 

@@ -11,10 +11,19 @@ from .. import driver as drivers
 from ..errors import ProtocolError, UsageError
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Region
-from ..sharing.descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
-from ..spec import HOST, Access, HandleKind, Location
+from ..sharing.descriptor import MAX_MANIFEST, MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
+from ..spec import HOST, Access, HandleKind, Location, round_up
 
-__all__ = ["ACCESS", "describe", "device_name", "extend_memory", "map_memory", "read_sealed", "sealed_copy"]
+__all__ = [
+    "ACCESS",
+    "describe",
+    "device_name",
+    "extend_memory",
+    "map_memory",
+    "read_sealed",
+    "sealed_copy",
+    "sealed_size",
+]
 
 _LENGTH = struct.Struct("<Q")
 ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
@@ -77,28 +86,37 @@ def map_memory(
     Raises
     ------
     ProtocolError
-        If a descriptor is not what was stated.
+        If a descriptor is not what was stated, or the numbers are such as no memory has.
+    AccessDeniedError
+        For "rw" on what its owner sealed.
     """
     location = _location(memory.device)
     driver = drivers.get(location)
     with contextlib.ExitStack() as made:
         allocations = _import_segments(made, memory.segments, fds, location)
-        return Region.from_allocations(
-            driver,
-            allocations,
-            capacity=memory.capacity if follow else None,
-            access=ACCESS[access],
-            private=access == "cow",
-            depends=depends,
-            managed=True,
-        )
+        try:
+            return Region.from_allocations(
+                driver,
+                allocations,
+                capacity=memory.capacity if follow else None,
+                access=ACCESS[access],
+                private=access == "cow",
+                depends=depends,
+                location=location,
+                managed=True,
+            )
+        except UsageError as error:
+            raise _not_memory(error) from None
 
 
 def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
     """Map what a followed memory has grown by, behind the same address. `fds` are lent."""
     with contextlib.ExitStack() as made:
         more = _import_segments(made, segments, fds, region.location)
-        region.extend(more, region.mapped + sum(allocation.nbytes for allocation in more))
+        try:
+            region.extend(more, region.mapped + sum(allocation.nbytes for allocation in more))
+        except UsageError as error:
+            raise _not_memory(error) from None
 
 
 def _import_segments(
@@ -110,11 +128,18 @@ def _import_segments(
     driver = drivers.get(location)
     allocations = []
     for segment, fd in zip(segments, fds, strict=True):
-        kind = HandleKind(segment.kind)
-        if kind != HandleKind.POSIX_FD:
+        if segment.kind != HandleKind.POSIX_FD:
             raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
-        allocations.append(made.enter_context(PhysicalAllocation.import_(driver, fd, segment.nbytes, kind=kind)))
+        try:
+            allocations.append(made.enter_context(PhysicalAllocation.import_(driver, fd, segment.nbytes)))
+        except UsageError as error:
+            raise _not_memory(error) from None
     return allocations
+
+
+def _not_memory(error: UsageError) -> ProtocolError:
+    """What would be a mistake of the caller's is one of the peer, who chose the numbers (S7)."""
+    return ProtocolError(f"memory that another process described cannot be mapped: {error}")
 
 
 def sealed_copy(data: bytes) -> PhysicalAllocation:
@@ -127,11 +152,18 @@ def sealed_copy(data: bytes) -> PhysicalAllocation:
         return allocation
 
 
+def sealed_size(data: bytes) -> int:
+    """Return the bytes of memory that :func:`sealed_copy` takes for them."""
+    granule = drivers.get(HOST).mem_granularity(HOST, HandleKind.POSIX_FD).recommended
+    return round_up(_LENGTH.size + len(data), granule)
+
+
 def read_sealed(fd: int) -> bytes:
     """Return what :func:`sealed_copy` stored, in another process. Nothing it says is believed; `fd` is lent."""
     driver = drivers.get(HOST)
     granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
-    nbytes = max(os.fstat(fd).st_size // granule, 1) * granule
+    most = round_up(_LENGTH.size + MAX_MANIFEST, granule)
+    nbytes = min(max(os.fstat(fd).st_size // granule, 1) * granule, most)
     with (
         PhysicalAllocation.import_(driver, fd, nbytes) as allocation,
         Region.from_allocations(driver, [allocation], managed=True) as region,
@@ -139,7 +171,7 @@ def read_sealed(fd: int) -> bytes:
         head = bytearray(_LENGTH.size)
         driver.copy_out(memoryview(head), region.address)
         (size,) = _LENGTH.unpack(head)
-        if size > region.nbytes - _LENGTH.size:
+        if size > min(region.nbytes - _LENGTH.size, MAX_MANIFEST):
             raise ProtocolError(f"a manifest of {size} bytes is said to be in {region.nbytes} bytes of memory")
         data = bytearray(size)
         driver.copy_out(memoryview(data), region.address + _LENGTH.size)
@@ -147,7 +179,10 @@ def read_sealed(fd: int) -> bytes:
 
 
 def _location(device: str) -> Location:
-    try:
-        return Location.parse(device if device == "host" else f"cuda:{device}")
-    except UsageError:
-        raise ProtocolError(f"memory on a device called {device[:64]!r}, which is neither host nor a UUID") from None
+    """The place that a peer named. An ordinal would be the peer's own, so it is refused (S1)."""
+    if device == "host":
+        return HOST
+    if device.startswith("GPU-"):
+        with contextlib.suppress(UsageError):
+            return Location.parse(f"cuda:{device}")
+    raise ProtocolError(f"memory on a device called {device[:64]!r}, which is neither host nor a UUID")

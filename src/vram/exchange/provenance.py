@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Provenance:
     offset, nbytes : int
         Where in its region the array lay when it was published, in bytes. What lies outside of that was not
         published with it: rows that it grew by since.
+    layout : tuple
+        The region's chunks when it was published. What was given back and grown again since is other memory.
     """
 
     keeper: str
@@ -36,12 +38,16 @@ class Provenance:
     access: str
     offset: int
     nbytes: int
+    layout: tuple[object, ...] = field(default=(), repr=False)
 
     def reduce(self, array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]] | None:
         """Return what pickle should store of the array, or of a slice of it; None if not all of it was published."""
+        then, now = self.layout, array.region.layout
+        if then and (len(now) < len(then) or now[len(then) - 1] is not then[-1]):
+            return None
         start = array.offset - self.offset
         if start < 0 or start + array.nbytes > self.nbytes:
             return None
-        from .attach import attach_array
+        from .by_name import attach_array
 
         return attach_array, (self.keeper, self.name, self.version, self.entry, self.access, start, array.shape)

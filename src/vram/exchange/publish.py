@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
+from ..arrays.shapes import as_shape
 from ..arrays.sources import Source, as_source, find
-from ..arrays.views import Home
-from ..errors import UsageError
-from ..keeper.client import PublishClaim, Segment
+from ..arrays.views import Home, let_go
+from ..errors import UsageError, VramError
+from ..keeper.client import KeeperClient, PublishClaim, Segment
 from ..keeper.session import Keeper
 from ..lifetime import Handle
 from ..memory import Region
@@ -22,17 +23,20 @@ from ..sharing.descriptor import (
     ArrayEntry,
     Manifest,
     MemoryDescriptor,
+    SegmentEntry,
+    check_array_name,
     encode_manifest,
 )
-from ..spec import HOST, Access, round_up
-from .keepers import connect
-from .mapping import describe, sealed_copy
+from ..spec import HOST, Access, HandleKind, round_up
+from .keepers import as_notes, connect
+from .mapping import describe, sealed_copy, sealed_size
 from .provenance import Provenance
 
-__all__ = ["Published", "publish"]
+__all__ = ["Published", "publish", "publish_to"]
 
 ALIGNMENT = 256  # of arrays in a packed copy, in bytes: what GPU libraries ask for
 INLINE_MANIFEST = 32 << 10
+_CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,6 @@ def publish(
     ttl: float | None = None,
     consume: bool = False,
     keeper: Keeper | str | None = None,
-    claim: PublishClaim | None = None,
 ) -> Published:
     """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
 
@@ -114,40 +117,78 @@ def publish(
     OutOfMemoryError
         If a copy is needed and there is no room for it.
     """
-    sources = None
-    if consume:
-        if not isinstance(arrays, MutableMapping):
-            kind = type(arrays).__name__
-            raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
-        sources = arrays
-    client = connect(keeper)
-    notes = dict(meta or {})
-    plan = _Plan(arrays, writable)
-    packed = _Packed(plan, sources)
-    with packed, contextlib.ExitStack() as made:
+    return publish_to(
+        connect(keeper), name, arrays, meta=as_notes(meta), writable=writable, ttl=ttl, consume=consume, close=True
+    )
+
+
+def publish_to(
+    client: KeeperClient,
+    name: str,
+    arrays: Mapping[str, object],
+    *,
+    meta: dict[str, str],
+    writable: bool,
+    ttl: float | None,
+    consume: bool,
+    close: bool = False,
+    claim: PublishClaim | None = None,
+) -> Published:
+    """Publish over a connection; see :func:`publish`.
+
+    Parameters
+    ----------
+    close : bool
+        With `consume`, close the vram arrays that are taken out of the mapping, not just forget them.
+    claim : PublishClaim, optional
+        The claim on the name that this publication fulfils.
+    """
+    if not isinstance(arrays, Mapping):
+        raise UsageError(
+            f'publish takes a mapping of names to arrays, not a {type(arrays).__name__}; one array is {{"name": array}}'
+        )
+    if consume and not isinstance(arrays, MutableMapping):
+        kind = type(arrays).__name__
+        raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
+    sources = arrays if consume and isinstance(arrays, MutableMapping) else None
+    with _Plan(arrays, writable, sources, close) as plan, contextlib.ExitStack() as made:
+        manifest, segments = plan.manifest()
+        inline = encode_manifest(manifest)
+        nbytes = sum(segment.size for segment in segments)
+        extra = inline if len(inline) > INLINE_MANIFEST else b""
+        # What follows cannot be taken back (a seal) or costs a copy: whoever is refused, is refused before (I4).
+        client.offer(
+            name,
+            nbytes + (sealed_size(extra) if extra else 0),
+            handles=len(segments) + bool(extra),
+            writable=writable,
+            meta=meta,
+            ttl=ttl,
+            claim=claim,
+        )
+        plan.copy()
+        manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
         if not writable:
             plan.freeze()
-            packed.freeze()
-        manifest, memories, fds = plan.describe(packed.region)
-        inline, manifest_fd = encode_manifest(manifest), None
-        if len(inline) > INLINE_MANIFEST:
-            manifest_fd = made.enter_context(sealed_copy(inline)).export()
-            inline = b""
-        version = client.publish(
-            name,
-            [Segment(s.nbytes, s.kind, memory.device) for memory in memories for s in memory.segments],
-            fds,
-            manifest=inline,
-            manifest_fd=manifest_fd,
-            writable=writable,
-            meta=notes,
-            ttl=ttl,
-            claim=None if claim is None else claim.id,
-        )
-    plan.mark(client.path, name, version, writable)
-    if sources is not None:
-        plan.consume(sources)
-    return Published(name, version, len(plan.items), plan.nbytes, {item.name: item.reason for item in plan.packed if item.nbytes})
+        try:
+            version = client.publish(
+                name,
+                segments,
+                plan.descriptors(),
+                manifest=b"" if extra else inline,
+                manifest_fd=manifest_fd,
+                writable=writable,
+                meta=meta,
+                ttl=ttl,
+                claim=claim,
+            )
+        except BaseException as error:
+            if plan.spans and not writable:
+                error.add_note("the arrays that were to be shared in place are read-only from now on all the same")
+            raise
+        plan.done(client.path, name, version)
+    copied = {item.name: item.reason for item in plan.packed if item.nbytes}
+    return Published(name, version, len(plan.items), plan.nbytes, copied)
 
 
 @dataclass(slots=True)
@@ -165,6 +206,11 @@ class _Item:
     def nbytes(self) -> int:
         return self.source.nbytes
 
+    def entry(self, memory: int, start: int) -> ArrayEntry:
+        """What the manifest says of it, in a memory that begins at offset `start` of the region."""
+        source = self.source
+        return ArrayEntry(memory, self.offset - start, source.nbytes, dtype_name(source.dtype), source.shape)
+
 
 @dataclass(slots=True)
 class _Span:
@@ -177,14 +223,19 @@ class _Span:
 
 
 class _Plan:
-    """Which arrays are shared where they are, which are packed, and where in the manifest each will be."""
+    """Which arrays are shared where they are, which are packed, and where in the manifest each will be.
 
-    def __init__(self, arrays: Mapping[str, object], writable: bool) -> None:
-        if not isinstance(arrays, Mapping):
-            raise UsageError(
-                f"publish takes a mapping of names to arrays, not a {type(arrays).__name__}; one array is "
-                f'{{"name": array}}'
-            )
+    With `sources`, each packed array is replaced in that mapping by a vram array over its copy, whose memory grows as
+    it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, object], writable: bool, sources: MutableMapping[str, object] | None, close: bool
+    ) -> None:
+        self._writable = writable
+        self._sources = sources
+        self._close = close
+        self._taken: dict[str, Array] = {}
         self.items = [_look(name, value, writable) for name, value in arrays.items()]
         if not self.items:
             raise UsageError("there is nothing to publish: the mapping is empty")
@@ -192,147 +243,157 @@ class _Plan:
         self.spans: dict[Handle, _Span] = {}
         for item in self.items:
             if item.region is not None:
-                self._share(item.region, item)
-        segments = sum(len(s.region.segments(s.start, s.stop)[0]) for s in self.spans.values())
-        if segments >= MAX_SEGMENTS:
+                self._share(item.region, item, item.offset)
+        shared = sum(len(s.region.segments(s.start, s.stop)[0]) for s in self.spans.values())
+        copies = any(item.region is None and item.nbytes for item in self.items)
+        if shared + copies * (1 if sources is None else _CONSUME_CHUNKS) > MAX_SEGMENTS:
             self.spans.clear()
             for item in self.items:
+                item.reason = item.reason or f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most"
                 item.region = None
-                item.reason = f"all of it together lies in {segments} segments, more than {MAX_SEGMENTS - 1}"
+        for span in [*self.spans.values()][:1]:  # what is empty needs memory of its own only if there is no other
+            for item in self.items:
+                if item.region is None and not item.nbytes:
+                    self._share(span.region, item, span.start)
         self.packed = [item for item in self.items if item.region is None]
+        self._copy: Region | None = None
+        self._copy_sizes: list[int] = []
+        if self.packed:
+            self._reserve()
 
-    def _share(self, region: Region, item: _Item) -> None:
-        start, stop = item.offset, item.offset + item.nbytes
+    def _share(self, region: Region, item: _Item, offset: int) -> None:
+        start, stop = offset, offset + item.nbytes
         span = self.spans.setdefault(region.handle, _Span(region, start, stop, []))
         span.start, span.stop = min(span.start, start), max(span.stop, stop)
         span.items.append(item)
+        item.region, item.offset = region, offset
 
-    def freeze(self) -> None:
-        for span in self.spans.values():
-            span.region.freeze()
-            Home.of(span.region).freeze_views()
-
-    def describe(self, packed: Region | None) -> tuple[Manifest, list[MemoryDescriptor], list[int]]:
-        """Return the manifest, its memories and, in their order, the descriptors lent by the allocations."""
-        memories: list[MemoryDescriptor] = []
-        fds: list[int] = []
-        entries: dict[str, ArrayEntry] = {}
-        spans = list(self.spans.values())
-        if packed is not None:
-            spans.append(_Span(packed, 0, packed.nbytes, self.packed))
-        for number, span in enumerate(spans):
-            memory, lent = describe(span.region, span.start, span.stop)
-            memories.append(memory)
-            fds += lent
-            for item in span.items:
-                source = item.source
-                entries[item.name] = ArrayEntry(
-                    number, item.offset - span.start, source.nbytes, dtype_name(source.dtype), source.shape
-                )
-        ordered = {item.name: entries[item.name] for item in self.items}
-        return Manifest(MANIFEST_VERSION, tuple(memories), ordered), memories, fds
-
-    def mark(self, path: str, name: str, version: int, writable: bool) -> None:
-        """Let the vram arrays that were shared know where they can be had again."""
-        for item in self.items:
-            array = item.value
-            if isinstance(array, Array) and item.region is not None:
-                access = "rw" if writable else "r"
-                array.provenance = Provenance(path, name, version, item.name, access, array.offset, array.nbytes)
-
-    def consume(self, arrays: MutableMapping[str, object]) -> None:
-        """Give up what was shared in place; what was packed is out of the mapping already."""
-        for item in self.items:
-            if item.region is not None and item.name in arrays:
-                del arrays[item.name]
-                if isinstance(item.value, Array):
-                    item.value.close()
-
-
-class _Packed:
-    """The packed copy: one region that takes in, one behind the other, what cannot be shared where it is.
-
-    With `sources`, each array is replaced in that mapping by a vram array over its copy, and the region grows as it
-    goes. In the end these are taken out; if anything fails before, they stay, and nothing is lost.
-    """
-
-    def __init__(self, plan: _Plan, sources: MutableMapping[str, object] | None) -> None:
-        self._items = plan.packed
-        self._sources = sources
-        self._taken: dict[str, Array] = {}
-        self.region: Region | None = None
-        if not self._items:
-            return
+    def _reserve(self) -> None:
+        """Place the packed arrays, and reserve addresses for them; there is no memory yet."""
         end = 0
-        for item in self._items:
+        for item in self.packed:
             item.offset = round_up(end, ALIGNMENT)
             end = item.offset + item.nbytes
+        driver = drivers.get(HOST)
+        granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).recommended
         # An entry of empty arrays still is an entry: it has memory, if only a granule.
-        capacity = max(end, 1)
-        self.region = Region.create(
-            drivers.get(HOST), HOST, capacity=capacity, nbytes=0 if sources is not None else capacity, managed=True
-        )
+        capacity = round_up(max(end, 1), granule)
+        size = capacity if self._sources is None else round_up(-(-capacity // _CONSUME_CHUNKS), granule)
+        self._copy = Region.create(driver, HOST, capacity=capacity, chunk=size, managed=True)
+        # Known before there is memory, so that the keeper can be asked.
+        self._copy_sizes = [min(size, capacity - start) for start in range(0, capacity, size)]
 
-    def __enter__(self) -> _Packed:
-        try:
-            self._fill()
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
-        return self
+    # -- in this order --------------------------------------------------------------------------------------------
+    def manifest(self) -> tuple[Manifest, list[Segment]]:
+        """Return the manifest and the segments that it speaks of."""
+        memories = [describe(span.region, span.start, span.stop)[0] for span in self.spans.values()]
+        entries: dict[str, ArrayEntry] = {}
+        for number, span in enumerate(self.spans.values()):
+            entries |= {item.name: item.entry(number, span.start) for item in span.items}
+        if self._copy is not None:
+            entries |= {item.name: item.entry(len(memories), 0) for item in self.packed}
+            segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self._copy_sizes)
+            capacity = self._copy.capacity
+            memories.append(MemoryDescriptor("host", segments, 0, sum(self._copy_sizes), capacity))
+        ordered = {item.name: entries[item.name] for item in self.items}
+        pieces = [Segment(entry.nbytes, entry.kind, memory.device) for memory in memories for entry in memory.segments]
+        return Manifest(MANIFEST_VERSION, tuple(memories), ordered), pieces
 
-    def _fill(self) -> None:
-        region = self.region
+    def copy(self) -> None:
+        """Pack what cannot be shared where it is."""
+        region = self._copy
         if region is None:
             return
-        for item in self._items:
-            end = item.offset + item.nbytes
-            if region.nbytes < max(end, 1):
-                region.grow(max(end, 1))
+        if self._sources is None:
+            region.grow(region.capacity)
+        for item in self.packed:
+            region.grow(max(region.nbytes, item.offset + item.nbytes, 1))
             target = Array(region, item.source.dtype, item.source.shape, offset=item.offset)
             target.numpy()[...] = item.source.view
             if self._sources is None:
                 target.close()
-            else:
-                self._taken[item.name] = self._sources[item.name] = target
-                item.value, item.source = target, as_source(target)
+                continue
+            self._taken[item.name] = self._sources[item.name] = target
+            if self._close and isinstance(item.value, Array):
+                item.value.close()
+            item.value, item.source = target, as_source(target)
+        region.grow(region.capacity)
 
     def freeze(self) -> None:
-        if self.region is not None:
-            self.region.freeze()
-            Home.of(self.region).freeze_views()
+        """Seal everything."""
+        if self._copy is not None:
+            self._copy.freeze()
+            Home.of(self._copy).freeze_views()
+        for span in self.spans.values():
+            span.region.freeze()
+            Home.of(span.region).freeze_views()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of all segments, in their order, lent by the allocations."""
+        fds = [fd for span in self.spans.values() for fd in describe(span.region, span.start, span.stop)[1]]
+        if self._copy is not None:
+            fds += describe(self._copy, 0, self._copy.nbytes)[1]
+        return fds
+
+    def done(self, path: str, name: str, version: int) -> None:
+        """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
+        for span in self.spans.values():
+            for item in span.items:
+                array = item.value
+                if isinstance(array, Array) and not array.is_closed and array.region is span.region:
+                    access = "rw" if self._writable else "r"
+                    array.provenance = Provenance(
+                        path, name, version, item.name, access, array.offset, array.nbytes, span.region.layout
+                    )
+                if self._sources is not None:
+                    self._sources.pop(item.name, None)
+                    if self._close and isinstance(array, Array):
+                        array.close()
+        if self._sources is not None:
+            for name, array in self._taken.items():
+                self._sources.pop(name, None)
+                array.close()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def __enter__(self) -> _Plan:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None and self._sources is not None:
-            for name, array in self._taken.items():
-                del self._sources[name]
-                array.close()
-        if self.region is not None:
-            self.region.close()  # arrays that were put back keep its memory
+        if self._copy is not None:
+            let_go(self._copy)  # arrays that were put into the mapping keep its memory
 
 
 def _look(name: object, value: object, writable: bool) -> _Item:
     """Decide for one array whether it is shared in place, and if not, why."""
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"array names are non-empty strings, not {name!r}")
-    source = as_source(value)
-    dtype_name(source.dtype)  # what no reader could name is refused before anything is copied
+    called = check_array_name(name)
+    try:
+        source = as_source(value)
+        # What no reader could name or shape is refused before anything is copied.
+        dtype_name(source.dtype)
+        as_shape(source.shape)
+    except VramError as error:
+        error.add_note(f"that is array {called!r:.80}")
+        raise
     if isinstance(value, Array):
         found: tuple[Region, int] | None = (value.region, value.offset)
     else:
         found = find(source.address, source.nbytes)
     if found is None:
-        return _Item(name, value, source, None, 0, "it is not in vram memory")
+        return _Item(called, value, source, None, 0, "it is not in vram memory")
     region, offset = found
     reason = ""
     if not source.contiguous:
         reason = "it is not contiguous"
     elif not source.nbytes:
         reason = "it is empty"
+    elif region.is_closed:
+        reason = "its region was closed"
     elif region.is_private:
         reason = "it is a private copy of what was attached"
     elif region.is_frozen and writable:
         reason = "its memory is read-only for good, and writable=True was asked for"
     elif region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):
         reason = "its memory is another process's, which did not make it read-only"
-    return _Item(name, value, source, None if reason else region, offset, reason)
+    elif not all(HandleKind.POSIX_FD in a.handle_kinds for a in region.segments(offset, offset + source.nbytes)[0]):
+        reason = "its memory was made not to leave this process"
+    return _Item(called, value, source, None if reason else region, offset, reason)

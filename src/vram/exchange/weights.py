@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from .. import driver as drivers
 from ..arrays import weights
 from ..keeper.session import Keeper
 from ..spec import Location
-from .publish import Published, publish
+from .keepers import as_notes, connect
+from .publish import Published, publish_to
 
 __all__ = ["put"]
 
@@ -48,10 +48,15 @@ def put(
         If there is no such file.
     """
     location = Location.parse(device)
-    arrays = weights.load(path, drivers.get(location), location)
+    plan = weights.plan(path)
+    source = os.path.basename(plan.path).encode(errors="replace").decode()[:200]
+    notes = {"source": source, **as_notes(meta)}
+    client = connect(keeper)
+    # Before the file is read, which may take minutes: would it be taken at all?
+    client.offer(name, plan.nbytes, writable=writable, meta=notes, ttl=ttl)
+    arrays = weights.load(plan, drivers.get(location), location)
     try:
-        notes = {"source": Path(path).name[:200], **(meta or {})}
-        return publish(name, arrays, meta=notes, writable=writable, ttl=ttl, keeper=keeper)
+        return publish_to(client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=False)
     finally:
         for array in arrays.values():
             array.close()

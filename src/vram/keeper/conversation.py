@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ..errors import PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..sharing.channel import Channel, close_fds
 from . import messages as m
 from .failures import raised
@@ -166,7 +166,7 @@ class Conversation:
                 if self._given_back:
                     self._channel.send(m.encode(m.Release(0, self._returns())), timeout=GRACE)
                 self._channel.send(payload, fds, timeout=GRACE)
-        except PeerGoneError:
+        except (PeerGoneError, ClosedError):
             raise self._fail() from None
         finally:
             if self._given_back:  # a finalizer in this very block found the lock taken
@@ -206,6 +206,8 @@ class Conversation:
                 payload, fds = self._channel.recv(timeout=left)
             except WaitTimeoutError:
                 raise self._silent() from None
+            except ClosedError:
+                raise self._fail() from None
             except (PeerGoneError, ProtocolError) as error:
                 raise self._fail(error) from None
             try:

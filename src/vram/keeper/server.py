@@ -338,7 +338,7 @@ def _raise_limit() -> int:
 
 def _overflow_uid() -> int:
     try:
-        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+        with open("/proc/sys/kernel/overflowuid", "rb") as file:
             return int(file.read())
     except (OSError, ValueError):
         return 65_534

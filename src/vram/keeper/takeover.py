@@ -270,7 +270,7 @@ def _receive(channel: Channel) -> tuple[State, list[int]]:
             close_fds(memory)
         try:
             state = _state.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
         channel.send(m.encode(m.Taken(0)), timeout=PATIENCE)
         while len(fds) < offer.total:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver, Identity, Sealing
 from ..errors import UnsupportedError, UsageError
-from ..lifetime import Claim, FileDescriptor, Handle, Owned, own, unwinding
+from ..lifetime import Claim, Handle, Owned, own, unwinding
 from ..spec import HandleKind, Location, format_size
 from . import checks
 
@@ -16,6 +19,24 @@ if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["Memory", "PhysicalAllocation", "create_memory", "is_sealed"]
+
+
+class Release:
+    """The undo of one allocation. Internal to this room.
+
+    The counted handle comes first and what it owns second, here and for addresses and mappings: an interrupt between
+    the two (they come between any two calls) then leaves nothing that nobody owns.
+    """
+
+    __slots__ = ("driver", "driver_handle")
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.driver_handle: int | None = None
+
+    def __call__(self) -> None:
+        if self.driver_handle is not None:
+            self.driver.mem_release(self.driver_handle)
 
 
 class Memory:
@@ -122,9 +143,10 @@ class PhysicalAllocation(Owned):
         checks.kinds(kind)
         granularity = driver.mem_granularity(Location(driver.name), kind).minimum
         size = checks.positive(nbytes, "nbytes", granularity)
-        raw = driver.mem_import(fd, kind, size)
-        claim = own(f"imported allocation of {format_size(size)} on {driver.name}", partial(driver.mem_release, raw))
+        release = Release(driver)
+        claim = own(f"imported allocation of {format_size(size)} on {driver.name}", release)
         try:
+            release.driver_handle = raw = driver.mem_import(fd, kind, size)
             properties = driver.mem_properties(raw)
         except BaseException as error:
             with unwinding(error):
@@ -193,13 +215,9 @@ class PhysicalAllocation(Owned):
             if fd is None:
                 using = handle.claim("export")  # another thread may close this object while the driver works
                 try:
-                    fd = memory.driver.mem_export(memory.driver_handle, kind)
-                    owner = FileDescriptor.adopt(fd, f"exported fd {fd} of {handle.label}")
-                    try:
-                        handle.depend(owner.handle)
-                    finally:
-                        owner.close()
-                    memory.exported[kind] = fd
+                    with _exported(memory, kind) as (fd, owner):
+                        handle.depend(owner)
+                        memory.exported[kind] = fd
                 finally:
                     using.release()
             return fd
@@ -214,8 +232,8 @@ class PhysicalAllocation(Owned):
         fd = memory.exported.get(HandleKind.POSIX_FD)
         if fd is not None:
             return driver.mem_identity(fd)
-        with FileDescriptor.adopt(memory.driver.mem_export(memory.driver_handle, HandleKind.POSIX_FD)) as passing:
-            return driver.mem_identity(passing.fileno())
+        with _exported(memory, HandleKind.POSIX_FD) as (passing, _):
+            return driver.mem_identity(passing)
 
     # -- read-only for good -------------------------------------------------------------------------------------
     def seal(self) -> None:
@@ -247,9 +265,32 @@ class PhysicalAllocation(Owned):
 
 def create_memory(driver: Driver, nbytes: int, location: Location, kinds: HandleKind) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
-    raw = driver.mem_create(nbytes, location, kinds)
-    claim = own(f"allocation of {format_size(nbytes)} on {location}", partial(driver.mem_release, raw))
+    release = Release(driver)
+    claim = own(f"allocation of {format_size(nbytes)} on {location}", release)
+    try:
+        release.driver_handle = raw = driver.mem_create(nbytes, location, kinds)
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
     return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
+
+
+@contextmanager
+def _exported(memory: Memory, kind: HandleKind) -> Iterator[tuple[int, Handle]]:
+    """Export; the descriptor is closed at the end of the block, unless its handle was made to be kept."""
+    fds: list[int] = []
+    owner = own(f"exported descriptor of {memory.handle.label}", partial(_close, fds))
+    try:
+        fds.append(memory.driver.mem_export(memory.driver_handle, kind))
+        yield fds[0], owner.handle
+    finally:
+        owner.release()
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 def is_sealed(memory: Memory) -> bool:

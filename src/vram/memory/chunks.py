@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..driver.protocol import Driver, HostAddressable
-from ..errors import BusyError, ClosedError, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size, round_up
 from .allocation import Memory, PhysicalAllocation, create_memory, is_sealed
 from .reservation import AddressRange, Unmap, map_at, reserve_addresses
 
-__all__ = ["Chunk", "Chunks", "Turn", "measure", "plan", "reserve", "touchable"]
+__all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
-
-
-class Turn:
-    """The right to change a region: one thread at a time, the others wait. Never reached from a finalizer."""
-
-    __slots__ = ("_claim", "_lock", "_taken")
-
-    def __init__(self, claim: Claim) -> None:
-        self._claim = claim
-        self._lock = threading.RLock()
-        self._taken = False
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            if self._claim.is_released:
-                raise ClosedError(f"{self._claim.handle.label} was closed")
-            if self._taken:
-                raise BusyError(f"{self._claim.handle.label} is being changed by the very code that this interrupted")
-            self._taken = True
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._taken = False
-        self._lock.release()
 
 
 class Chunk(NamedTuple):
@@ -128,15 +100,16 @@ class Chunks:
                 where.driver.mem_set_access(where.address + start, offset - start, access, (self.location,))
             if self.populate:
                 touchable(where.driver, access).populate(where.address + start, offset - start)
+            row = (*self.row, *(chunk for _, chunk in made))
             for claim, _ in made:
                 handle.depend(claim.handle)
+            self.row = row
         except BaseException as error:
             with unwinding(error):
                 for claim, chunk in reversed(made):
                     handle.forgo(chunk.mapping)
                     claim.release()
             raise
-        self.row += tuple(chunk for _, chunk in made)
         for claim, _ in made:
             claim.release()  # the region's own dependency keeps it now
 
@@ -151,8 +124,13 @@ class Chunks:
 
     def unmap(self, chunks: Sequence[Chunk]) -> None:
         """Give chunks back, last one first, and return when they are unmapped."""
-        for chunk in reversed(chunks):
-            self.handle.forgo(chunk.mapping)
+        try:
+            for chunk in reversed(chunks):
+                self.handle.forgo(chunk.mapping)
+        except BaseException:  # an interrupt: they are in no row any more, and nobody else would let go of them
+            for chunk in reversed(chunks):
+                self.handle.forgo(chunk.mapping)
+            raise
         for chunk in chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
 

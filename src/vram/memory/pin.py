@@ -114,4 +114,6 @@ class Pin:
         return f"<Pin {span.holder} [{span.start}:{span.stop}]{', released' if self.is_released else ''}>"
 
     def __del__(self) -> None:
-        self._span.is_live = False  # the claim goes with this object
+        span = getattr(self, "_span", None)
+        if span is not None:  # not if an interrupt came before the constructor was done
+            span.is_live = False  # the claim goes with this object

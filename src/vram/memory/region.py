@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver
@@ -12,7 +13,7 @@ from ..lifetime import Claim, Handle, Owned, unwinding
 from ..spec import Access, HandleKind, Location, format_size, round_up
 from . import checks, chunks
 from .allocation import PhysicalAllocation, is_sealed
-from .chunks import Chunks, Turn
+from .chunks import Chunks
 from .pin import Pin, Span
 from .reservation import copy_on_write
 
@@ -35,13 +36,13 @@ class Region(Owned):
     """
 
     __slots__ = (
-        "_access", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds", "_least", "_nbytes",
-        "_size_lock", "_turn", "_warn_on_leak",
+        "_access", "_changing", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
+        "_least", "_nbytes", "_size_lock", "_warn_on_leak",
     )  # fmt: skip
 
     # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
-    # pins, for a few lines; a turn is held over driver calls. Both are reentrant, so that a signal handler gets an
-    # answer or an error, not a deadlock.
+    # pins, for a few lines; the changing lock is held over driver calls. Both are reentrant, so that a signal handler
+    # gets an answer or an error, not a deadlock.
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class Region(Owned):
         self._frozen = False
         self._nbytes = 0
         self._size_lock = threading.RLock()
-        self._turn = Turn(claim)
+        self._changing_lock = threading.RLock()
+        self._changing = False
         self._warn_on_leak = not managed
         self._claim = claim
 
@@ -501,9 +503,19 @@ class Region(Owned):
             self._access = min(self._access, Access.READ)
 
     # -- how ----------------------------------------------------------------------------------------------------
-    def _change(self) -> Turn:
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Wait for other changes to end, then be the only one."""
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        return self._turn
+        with self._changing_lock:
+            handle = self.handle
+            if self._changing:
+                raise BusyError(f"{handle.label} is being changed by the very code that this call interrupted")
+            try:
+                self._changing = True
+                yield
+            finally:
+                self._changing = False
 
     def _grow(self, nbytes: int) -> None:
         if nbytes == self._nbytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import CopyOnWrite, Driver
@@ -38,18 +37,20 @@ class AddressRange:
         self.top = 0  # nothing was ever mapped at or above this offset
         self.lock = threading.Lock()
 
-    def enter(self, offset: int, nbytes: int) -> None:
-        """Book a span that is about to be mapped."""
+    def book(self, undo: Unmap) -> None:
+        """Write down a span that is about to be mapped."""
+        offset, stop = undo.offset, undo.offset + undo.nbytes
         with self.lock:
             if offset < self.top:
                 for start, size in tuple(self.spans.items()):
-                    if start < offset + nbytes and offset < start + size:
+                    if start < stop and offset < start + size:
                         raise RangeError(
-                            f"cannot map {nbytes} bytes at offset {offset} of {self.handle.label}: bytes {start} to "
-                            f"{start + size} are mapped, or could not be unmapped; close that mapping first"
+                            f"cannot map {undo.nbytes} bytes at offset {offset} of {self.handle.label}: bytes {start} "
+                            f"to {start + size} are mapped, or could not be unmapped; close that mapping first"
                         )
-            self.spans[offset] = nbytes
-            self.top = max(self.top, offset + nbytes)
+            undo.is_booked = True
+            self.spans[offset] = undo.nbytes
+            self.top = max(self.top, stop)
 
 
 class AddressReservation(Owned):
@@ -115,21 +116,44 @@ class AddressReservation(Owned):
 
 def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: int = 0) -> tuple[AddressRange, Claim]:
     """Reserve addresses, from arguments that were checked, and return them with the first claim on them."""
-    found = driver.address_reserve(nbytes, alignment=alignment, address=address)
-    claim = own(f"reservation of {format_size(nbytes)} at {found:#x}", partial(driver.address_free, found, nbytes))
+    free = Free(driver, nbytes)
+    claim = own(f"reservation of {format_size(nbytes)}", free)
+    try:
+        free.address = found = driver.address_reserve(nbytes, alignment=alignment, address=address)
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
+    claim.handle.label += f" at {found:#x}"
     return AddressRange(driver, found, nbytes, claim.handle), claim
+
+
+class Free:
+    """The undo of one reservation. Internal to this room."""
+
+    __slots__ = ("address", "driver", "nbytes")
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.driver = driver
+        self.nbytes = nbytes
+        self.address: int | None = None
+
+    def __call__(self) -> None:
+        if self.address is not None:
+            self.driver.address_free(self.address, self.nbytes)
 
 
 class Unmap:
     """The undo of one mapping, which another thread can wait for. Internal to this room."""
 
-    __slots__ = ("_done", "is_mapped", "nbytes", "offset", "where")
+    __slots__ = ("_done", "is_booked", "is_mapped", "is_sure", "nbytes", "offset", "where")
 
     def __init__(self, where: AddressRange, offset: int, nbytes: int) -> None:
         self.where = where
         self.offset = offset
         self.nbytes = nbytes
-        self.is_mapped = False
+        self.is_booked = self.is_mapped = False
+        self.is_sure = True  # not after an interrupt in the middle of the driver's call
         # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
         self._done = threading.Lock()
         self._done.acquire()
@@ -138,9 +162,14 @@ class Unmap:
         where = self.where
         try:
             if self.is_mapped:
-                where.driver.mem_unmap(where.address + self.offset, self.nbytes)
+                try:
+                    where.driver.mem_unmap(where.address + self.offset, self.nbytes)
+                except UsageError:
+                    if self.is_sure:
+                        raise
                 self.is_mapped = False
-            where.spans.pop(self.offset, None)
+            if self.is_booked:
+                where.spans.pop(self.offset, None)
         finally:
             if self._done.locked():  # an undo that failed may be called again
                 self._done.release()
@@ -161,25 +190,23 @@ def map_at(
     The claims on what it needs come before the driver call: while that runs nobody can take the address range or the
     memory away. `depends` comes first so that it is let go of last, after the memory itself.
     """
-    undo = Unmap(where, offset, memory.nbytes)
-    driver = where.driver
-    where.enter(offset, memory.nbytes)
+    nbytes, address, driver = memory.nbytes, where.address + offset, where.driver
+    undo = Unmap(where, offset, nbytes)
+    claim = own(
+        f"mapping of {format_size(nbytes)} at {address:#x}", undo, depends=(*depends, where.handle, memory.handle)
+    )
     try:
-        claim = own(
-            f"mapping of {format_size(memory.nbytes)} at {where.address + offset:#x}",
-            undo,
-            depends=(*depends, where.handle, memory.handle),
-        )
-    except BaseException:
-        where.spans.pop(offset, None)
-        raise
-    try:
-        if not private:
-            driver.mem_map(where.address + offset, memory.nbytes, 0, memory.driver_handle)
-        else:
-            copy_on_write(driver).mem_map_private(where.address + offset, memory.nbytes, 0, memory.driver_handle)
+        where.book(undo)
         undo.is_mapped = True
+        if private:
+            copy_on_write(driver).mem_map_private(address, nbytes, 0, memory.driver_handle)
+        else:
+            driver.mem_map(address, nbytes, 0, memory.driver_handle)
     except BaseException as error:
+        if isinstance(error, Exception):
+            undo.is_mapped = False  # a call that fails has done nothing
+        else:
+            undo.is_sure = False
         with unwinding(error):
             claim.release()
         raise

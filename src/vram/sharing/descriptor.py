@@ -20,11 +20,13 @@ from ..errors import ProtocolError, UsageError
 
 __all__ = [
     "MANIFEST_VERSION",
+    "MAX_MANIFEST",
     "MAX_SEGMENTS",
     "ArrayEntry",
     "Manifest",
     "MemoryDescriptor",
     "SegmentEntry",
+    "check_array_name",
     "decode_manifest",
     "encode_manifest",
 ]
@@ -33,16 +35,18 @@ MANIFEST_VERSION = 1
 MAX_SEGMENTS = 1024
 MAX_ARRAYS = 1_000_000
 MAX_MANIFEST = 256 << 20
+MAX_NAME = 1024  # characters of an array's name
+MAX_ADDRESSES = 2**47  # bytes: what a process has on the machines there are
 
 _Bytes = Annotated[int, Meta(ge=0, le=2**62)]
-_Name = Annotated[str, Meta(max_length=1024)]
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
 
 class SegmentEntry(Struct, frozen=True, array_like=True):
     """One allocation: its size in bytes and the :class:`~vram.spec.HandleKind` by which it travels."""
 
     nbytes: Annotated[int, Meta(gt=0, le=2**62)]
-    kind: int
+    kind: Annotated[int, Meta(ge=0, le=2**31)]
 
 
 class MemoryDescriptor(Struct, frozen=True, array_like=True):
@@ -66,8 +70,11 @@ class MemoryDescriptor(Struct, frozen=True, array_like=True):
                 f"descriptor names bytes {self.offset} to {self.offset + self.nbytes} of {mapped} in "
                 f"{len(self.segments)} segments"
             )
-        if self.capacity >= 2**47:
-            raise ProtocolError(f"descriptor asks for {self.capacity} bytes of addresses; at most 2**47 exist")
+        if not mapped <= self.capacity <= MAX_ADDRESSES:
+            raise ProtocolError(
+                f"descriptor asks for {self.capacity} bytes of addresses for {mapped} bytes of memory; at most "
+                f"{MAX_ADDRESSES} exist"
+            )
 
 
 class ArrayEntry(Struct, frozen=True, array_like=True):
@@ -95,10 +102,30 @@ class Manifest(Struct, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 _version_decoder = msgspec.msgpack.Decoder(dict[str, Any])
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
+
+
+def check_array_name(name: object) -> str:
+    """Return `name` if an array may be called that.
+
+    Raises
+    ------
+    UsageError
+        Unless it is 1 to 1,024 characters that UTF-8 can say.
+    """
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"array names are non-empty strings, not {name!r:.80}")
+    if len(name) > MAX_NAME:
+        raise UsageError(f"array name {name[:40]!r}... has {len(name)} characters; at most {MAX_NAME} are allowed")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"array name {name!r:.80} has characters that UTF-8 cannot say; rename it") from None
+    return name
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's bytes.
+    """Return the manifest's bytes, which :func:`decode_manifest` will accept.
 
     Raises
     ------
@@ -108,10 +135,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
     segments = sum(len(memory.segments) for memory in manifest.memories)
     if segments > MAX_SEGMENTS:
         raise UsageError(f"{segments} segments in one version; at most {MAX_SEGMENTS} can be shared together")
-    long = next((name for name in manifest.arrays if len(name) > 1024), None)
-    if long is not None:
-        raise UsageError(f"array name {long[:40]!r}... has {len(long)} characters; at most 1024 are allowed")
-    return _encoder.encode(manifest)
+    if len(manifest.arrays) > MAX_ARRAYS:
+        raise UsageError(f"{len(manifest.arrays)} arrays in one version; at most {MAX_ARRAYS} can be: publish several")
+    for name in manifest.arrays:
+        check_array_name(name)
+    data = _encoder.encode(manifest)
+    if len(data) > MAX_MANIFEST:
+        raise UsageError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST} are read: publish several versions")
+    return data
 
 
 def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
@@ -126,8 +157,8 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
         raise ProtocolError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST} are read")
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error}") from None
+    except _UNREADABLE as error:
+        raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error!s:.200}") from None
     if manifest.version != MANIFEST_VERSION:
         raise ProtocolError(f"manifest version {manifest.version}; this library reads {MANIFEST_VERSION}")
     if sum(len(memory.segments) for memory in manifest.memories) > MAX_SEGMENTS:
@@ -147,6 +178,6 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
 
 def _version_of(data: bytes | bytearray | memoryview) -> str:
     try:
-        return f"it says version {_version_decoder.decode(data).get('version')!r}"
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return f"it says version {_version_decoder.decode(data).get('version')!r:.40}"
+    except _UNREADABLE:
         return "it is not msgpack"

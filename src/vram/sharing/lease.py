@@ -23,17 +23,18 @@ class LeaseReturn:
         The grantor's number for it.
     later : callable
         Takes the id; must neither wait nor raise, since finalizers reach it.
-    label : str
-        What is leased, for errors.
     """
 
-    __slots__ = ("_later", "_wait", "is_due", "lease_id")
+    # The undo runs in whatever thread drops the last view, also while another one is about to wait for the grantor's
+    # answer. `_due` holds the id from the undo on; whoever takes it out, an atomic step, gives the lease back.
+
+    __slots__ = ("_due", "_later", "_wait", "lease_id")
 
     def __init__(self, lease_id: int, later: Callable[[int], None]) -> None:
         self.lease_id = lease_id
         self._later = later
         self._wait = False
-        self.is_due = False
+        self._due: list[int] = []
 
     def own(self, label: str) -> Claim:
         """Make the counted handle whose undo this is."""
@@ -43,15 +44,21 @@ class LeaseReturn:
         """From now on only mark the lease as due: its holder wants to give it back itself and wait for the answer."""
         self._wait = True
 
+    def take(self) -> bool:
+        """Whether the lease is due and it is now the caller who has to give it back."""
+        try:
+            self._due.pop()
+        except IndexError:
+            return False
+        return True
+
     def send_on(self) -> None:
         """Undo :meth:`keep_back`: something is still mapped, so the last view to go gives the lease back."""
         self._wait = False
-        if self.is_due:
-            self.is_due = False
+        if self.take():  # it went in between
             self._later(self.lease_id)
 
     def __call__(self) -> None:
-        if self._wait:
-            self.is_due = True
-        else:
+        self._due.append(self.lease_id)
+        if not self._wait and self.take():
             self._later(self.lease_id)

@@ -38,7 +38,7 @@ def _methods(protocol: type) -> frozenset[str]:
     return frozenset(name for name in vars(protocol) if not name.startswith("_")) - _NEVER
 
 
-_CAPABILITIES = (HostAddressable, CopyOnWrite, Sealing, Identity)
+_CAPABILITIES: tuple[type, ...] = (HostAddressable, CopyOnWrite, Sealing, Identity)
 _ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))
 
 

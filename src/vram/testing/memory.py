@@ -15,8 +15,8 @@ Inherit, and supply two fixtures::
 
 Bytes go through ``copy_in`` and ``copy_out``, so that memory the CPU cannot reach passes too. Every test ends with the
 driver's books and the handles of :mod:`vram.lifetime` where they were before. Where a capability is not in `offers`,
-its refusal is tested instead; a test that has nothing left to see is reported as skipped. The part about regions is
-in :mod:`vram.testing.region`.
+its refusal is tested instead; a test that has nothing left to see is reported as skipped. The parts about regions are
+in :mod:`vram.testing.region` and :mod:`vram.testing.shared_region`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from ..errors import (
 from ..lifetime import Claim, own
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation
 from ..spec import Access, HandleKind, Location
-from .region import RegionContract, load, store
+from .region import load, store
+from .shared_region import SharedRegionContract
 
 __all__ = ["MemoryContract"]
 
@@ -50,8 +51,8 @@ FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
 
 
-class MemoryContract(RegionContract):
-    """Physical allocations, address reservations, mappings, and all of :class:`~vram.testing.region.RegionContract`."""
+class MemoryContract(SharedRegionContract):
+    """Physical allocations, address reservations and mappings, and all that is said of regions in the other parts."""
 
     # -- physical allocations -----------------------------------------------------------------------------------
     def test_an_allocation_is_zeroed_counted_and_given_back(

@@ -1,0 +1,143 @@
+"""Arrays through :mod:`multiprocessing`: against a number through the same queue, and against torch's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import queue
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import vram
+
+from ..errors import InternalError
+from ..exchange.endpoint import shut_down
+from .children import DEADLINE, child
+from .measure import Figure, Result, Row, in_turns, timed
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
+
+__all__ = ["measure"]
+
+_NBYTES = 1 << 20
+
+
+def measure(quick: bool) -> Result:
+    """Measure round trips through a pair of queues and through a pool of one worker."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    notes = [f"arrays of {_NBYTES >> 20} MiB; the answer is a number. The processes run on whichever cores they like."]
+    if not has_torch:
+        notes.append("torch.multiprocessing did not run: torch is not installed")
+    try:
+        with vram.zeros(_NBYTES, "uint8", device="host") as array:
+            rows = [*_through_queues(array, has_torch, quick), *_through_pool(array, quick)]
+    finally:
+        shut_down()  # the endpoint would stay for as long as this process does
+    return Result("queues", "The same through multiprocessing.Queue and Pool", rows, notes)
+
+
+def _through_queues(array: vram.Array, has_torch: bool, quick: bool) -> list[Row]:
+    with _queues() as (there, back), child(_answer, there, back, has_torch) as other:
+        other.hear()
+
+        def round_trip(value: object) -> None:
+            there.put(value)
+            try:
+                back.get(timeout=DEADLINE)
+            except queue.Empty:
+                raise InternalError(f"no answer came through a queue within {DEADLINE} s") from None
+
+        def new_array() -> None:
+            with vram.zeros(_NBYTES, "uint8", device="host") as new:
+                round_trip(new)
+
+        cases: dict[str, Callable[[], object]] = {
+            "int": lambda: round_trip(1),
+            "same": lambda: round_trip(array),
+            "new": new_array,
+        }
+        if has_torch:
+            import torch  # teaches the queues to pass tensors: both kinds go through the same ones
+
+            tensor = torch.zeros(_NBYTES, dtype=torch.uint8)
+            cases["torch same"] = lambda: round_trip(tensor)
+            cases["torch new"] = lambda: round_trip(torch.zeros(_NBYTES, dtype=torch.uint8))
+        figures = _time(cases, quick)
+    number = Row("a number, Queue", figures["int"])
+    if not has_torch:
+        return [
+            number,
+            Row.held("the same array again, Queue", figures["same"], number, at_most=1.5),
+            Row.held("a new array each time, Queue", figures["new"], number),
+        ]
+    same = Row.held("torch: the same tensor again, Queue", figures["torch same"], number)
+    new = Row.held("torch: a new tensor each time, Queue", figures["torch new"], number)
+    return [
+        number,
+        Row.held("the same array again, Queue", figures["same"], number, at_most=1.5),
+        same,
+        Row.held("the same array again, Queue", figures["same"], same, at_most=1),
+        new,
+        Row.held("a new array each time, Queue", figures["new"], new, at_most=1),
+    ]
+
+
+def _through_pool(array: vram.Array, quick: bool) -> list[Row]:
+    pool = multiprocessing.get_context("spawn").Pool(1)
+    try:
+
+        def apply(value: object) -> None:
+            try:
+                pool.apply_async(_one, (value,)).get(DEADLINE)
+            except multiprocessing.TimeoutError:
+                raise InternalError(f"no answer came from a pool within {DEADLINE} s") from None
+
+        apply(array)  # its process has to start and to import first
+        figures = _time({"int": lambda: apply(1), "same": lambda: apply(array)}, quick)
+    finally:
+        pool.terminate()
+        pool.join()
+    number = Row("a number, Pool", figures["int"])
+    return [number, Row.held("the same array again, Pool", figures["same"], number, at_most=1.5)]
+
+
+def _time(cases: dict[str, Callable[[], object]], quick: bool) -> dict[str, Figure]:
+    repeat, rounds = (3, 3) if quick else (10, 100)
+
+    def burst(work: Callable[[], object]) -> Callable[[], float]:
+        return lambda: timed(work, repeat)
+
+    values = in_turns({name: burst(work) for name, work in cases.items()}, rounds)
+    return {name: Figure.of(seconds, "us", scale=1e6) for name, seconds in values.items()}
+
+
+@contextlib.contextmanager
+def _queues() -> Iterator[tuple[Queue[Any], Queue[Any]]]:
+    context = multiprocessing.get_context("spawn")
+    pair = context.Queue(), context.Queue()
+    try:
+        yield pair
+    finally:
+        for each in pair:
+            each.close()
+            each.join_thread()
+
+
+def _answer(pipe: Connection, there: Queue[Any], back: Queue[Any], has_torch: bool) -> None:
+    """The other process. Ends when its parent hangs up."""
+    if has_torch:
+        import torch  # noqa: F401  (otherwise the first tensor would pay for it)
+    vram.zeros(1, device="host").close()
+    pipe.send("ready")
+    while not pipe.poll(0):
+        with contextlib.suppress(queue.Empty):
+            value = there.get(timeout=0.2)
+            back.put(1)
+            del value
+
+
+def _one(value: object) -> int:
+    return 1

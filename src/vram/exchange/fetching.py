@@ -1,0 +1,212 @@
+"""What the endpoints of two processes say to each other, and the side that fetches: see :mod:`.endpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..arrays import Array
+from ..errors import ClosedError, PeerGoneError, ProtocolError, WaitTimeoutError
+from ..sharing.channel import Channel, close_fds
+from .handover import Borrower, Count, MemoryPart, Reference, Size, UnknownMemoryError
+
+__all__ = [
+    "FETCH_SECONDS",
+    "Fetch",
+    "Forget",
+    "Gone",
+    "Part",
+    "Source",
+    "Took",
+    "decode_reply",
+    "decode_request",
+    "encode",
+]
+
+FETCH_SECONDS = 30.0
+
+
+class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
+    """Send the descriptors of a memory from the `first` segment on, one part an answer."""
+
+    memory: Size
+    first: Count
+
+
+class Took(Struct, frozen=True, array_like=True, tag="took"):
+    """So many pickled arrays on this memory were unpickled."""
+
+    memory: Size
+    times: Size
+
+
+class Part(Struct, frozen=True, array_like=True, tag="part"):
+    """The answer to a fetch, with descriptors."""
+
+    part: MemoryPart
+
+
+class Gone(Struct, frozen=True, array_like=True, tag="gone"):
+    """The answer to a fetch of what is not there any more."""
+
+    memory: Size
+
+
+class Forget(Struct, frozen=True, array_like=True, tag="forget"):
+    """These were unmapped by their lender: let go of them."""
+
+    memories: Annotated[tuple[Size, ...], Meta(max_length=4096)]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Fetch | Took).decode
+decode_reply = msgspec.msgpack.Decoder(Part | Gone | Forget).decode
+
+
+class Source:
+    """The connection to one process whose arrays this one uses.
+
+    Any thread asks; the endpoint's thread hears the answers and passes them on.
+
+    Parameters
+    ----------
+    channel : Channel
+        Taken over.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.fd = channel.fileno()
+        self._borrower = Borrower()
+        self._lock = threading.Lock()  # the borrower's; never taken by a finalizer
+        self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
+        self._forgets: deque[int] = deque()
+        self._is_gone = False
+
+    def array(self, reference: Reference) -> Array:
+        """Return the array that a reference means, fetching what is not known of its memory.
+
+        Raises
+        ------
+        PeerGoneError
+            If the process is gone, and the memory is not known here.
+        ClosedError
+            If it has let go of the memory.
+        """
+        self.tidy()
+        asked: tuple[int, int] | None = None
+        try:
+            with self._lock:
+                while True:
+                    try:
+                        return self._borrower.array(reference)
+                    except UnknownMemoryError as unknown:
+                        if asked == (unknown.memory, unknown.known):
+                            raise  # it answered, and we are none the wiser
+                        asked = (unknown.memory, unknown.known)
+                    self._fetch(asked[0], max(asked[1], 0))
+        finally:
+            self.tidy()  # what the endpoint's thread left to us, since we were at it
+
+    def known(self, reference: Reference) -> Array | None:
+        """Return the array if its memory is mapped here already."""
+        self.tidy()
+        with self._lock, contextlib.suppress(UnknownMemoryError):
+            return self._borrower.array(reference)
+        return None
+
+    def _fetch(self, memory: int, first: int) -> None:
+        gone = PeerGoneError(
+            f"the process that sent memory {memory} is gone, and with it what was not fetched yet; "
+            f"publish arrays that must outlive their maker"
+        )
+        if self._is_gone:
+            raise gone
+        try:
+            self.channel.send(encode(Fetch(memory, first)), timeout=FETCH_SECONDS)
+        except (PeerGoneError, ClosedError):
+            raise gone from None
+        deadline = time.monotonic() + FETCH_SECONDS
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
+            if answer is None:
+                raise gone
+            message, fds = answer
+            try:
+                if isinstance(message, Gone):
+                    if message.memory != memory:
+                        continue  # the late answer to somebody who did not wait for it
+                    raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
+                if (message.part.memory, message.part.first) != (memory, first):
+                    continue
+                self._borrower.learn(message.part, fds)
+                return
+            finally:
+                close_fds(fds)
+
+    # -- what the endpoint's thread does ------------------------------------------------------------------------
+    def hear(self) -> None:
+        """Take one message off the socket.
+
+        Raises
+        ------
+        ProtocolError
+            If it is none.
+        PeerGoneError
+            If the process is gone.
+        """
+        payload, fds = self.channel.recv(timeout=0)
+        message = None
+        try:
+            message = decode_reply(payload)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ProtocolError(f"not a message between endpoints: {error}") from None
+        finally:
+            if message is None or isinstance(message, Forget):
+                close_fds(fds)
+        if isinstance(message, Forget):
+            self._forgets.extend(message.memories)
+            self.tidy()
+        else:
+            self._answers.put((message, fds))
+
+    def tidy(self) -> None:
+        """Let go of what the lender asked for, unless somebody is at it: they tidy when they are done."""
+        while self._has_chores() and self._lock.acquire(blocking=False):
+            try:
+                with contextlib.suppress(IndexError):
+                    while True:
+                        self._borrower.forget(self._forgets.popleft())
+                if self._is_gone:
+                    self._discard()
+            finally:
+                self._lock.release()
+
+    def end(self) -> None:
+        """The process is gone. Arrays that are alive keep their memory; nothing else does."""
+        self._is_gone = True
+        self._answers.put(None)  # wakes whoever waits for one
+        self._forgets.extend(self._borrower.numbers())
+        self.tidy()
+        self.channel.close()
+
+    def _has_chores(self) -> bool:
+        return bool(self._forgets) or (self._is_gone and not self._answers.empty())
+
+    def _discard(self) -> None:
+        """Close the descriptors of answers that nobody waited for."""
+        with contextlib.suppress(Empty):
+            while True:
+                answer = self._answers.get_nowait()
+                if answer is not None:
+                    close_fds(answer[1])

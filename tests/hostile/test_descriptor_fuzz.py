@@ -1,0 +1,199 @@
+"""Manifests as a hostile publisher would write them: refused with ProtocolError, or consistent in themselves (S7)."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from vram.errors import ProtocolError, UnsupportedError, VramError
+from vram.exchange.attach import Lease
+from vram.keeper.client import Attachment, KeeperClient, Segment
+from vram.sharing.channel import Channel
+from vram.sharing.descriptor import (
+    MANIFEST_VERSION,
+    ArrayEntry,
+    Manifest,
+    MemoryDescriptor,
+    SegmentEntry,
+    decode_manifest,
+    encode_manifest,
+)
+from vram.testing.keeper import READ_ONLY, make_memfd
+
+GRANULE = 2 << 20
+HOST = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1), SegmentEntry(2 * GRANULE, 1)), 64, 2 * GRANULE, 8 * GRANULE)
+GPU = MemoryDescriptor("GPU-6f2b7c1e-0000-4000-8000-0123456789ab", (SegmentEntry(GRANULE, 1),), 0, 512, GRANULE)
+SEEDS = [
+    encode_manifest(Manifest(MANIFEST_VERSION, memories, arrays))
+    for memories, arrays in [
+        ((), {}),
+        ((HOST,), {"a": ArrayEntry(0, 0, 4096, "float32", (32, 32)), "b": ArrayEntry(0, 8192, 2, "bfloat16", ())}),
+        ((HOST, GPU), {"ä/ö": ArrayEntry(1, 0, 512, "int64", (8, 8)), "none": ArrayEntry(0, 0, 0, "int8", (0, 3))}),
+        ((HOST,) * 20, {str(n): ArrayEntry(n, n, n, "uint8", (n,)) for n in range(20)}),
+    ]
+]
+NUMBERS = [0, 1, -1, 5, 63, 64, 1023, 1024, GRANULE, 2**31, 2**32, 2**47, 2**62, 2**62 + 1, 2**63 - 1, 2**63, 2**64 - 1]
+OTHERS: list[Any] = [
+    *(None, True, 0.5, 1e308, float("nan"), "", "host", "float32", "GPU-", "cuda:0", "x" * 2000),
+    *(b"", b"\xff\xfe", [], {}, [[]], {"version": 1}, [0] * 70, msgspec.msgpack.Ext(5, b"?")),
+]
+
+
+def spoil_bytes(random: random.Random, data: bytes) -> bytes:
+    """Flip, cut, double and insert bytes."""
+    spoilt = bytearray(data)
+    for _ in range(random.randint(1, 4)):
+        at = random.randrange(len(spoilt) + 1)
+        match random.randrange(5):
+            case 0 if at < len(spoilt):
+                spoilt[at] ^= 1 << random.randrange(8)
+            case 1 if at < len(spoilt):
+                spoilt[at] = random.choice([0, 0x7F, 0x80, 0x90, 0xC0, 0xC1, 0xC4, 0xC6, 0xCF, 0xD7, 0xDD, 0xDF, 0xFF])
+            case 2:
+                del spoilt[at : at + random.randint(1, 8)]
+            case 3:
+                spoilt[at:at] = random.randbytes(random.randint(1, 8))
+            case _:
+                spoilt[at:at] = spoilt[at : at + random.randint(1, 40)]
+    return bytes(spoilt)
+
+
+def spoil_values(random: random.Random, data: bytes) -> bytes:
+    """Replace, drop and double values; what comes of it is msgpack still."""
+    tree = msgspec.msgpack.decode(data)
+    for _ in range(random.randint(1, 4)):
+        places = list(_places(tree))
+        holder, key = random.choice(places)
+        match random.randrange(6):
+            case 0 | 1 | 2:
+                holder[key] = random.choice(NUMBERS)
+            case 3:
+                holder[key] = random.choice(OTHERS)
+            case 4 if isinstance(holder, dict) or len(holder) > 1:
+                del holder[key]
+            case _ if isinstance(holder, list):
+                holder.insert(key, random.choice(NUMBERS))
+            case _:
+                holder[random.choice(["version", "memories", "arrays", "a", "\ud800"[:0]])] = holder[key]
+        if not tree:
+            break
+    return msgspec.msgpack.encode(tree)
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield tree, key
+        if isinstance(value, (dict, list)) and value:
+            yield from _places(value)
+
+
+def check_is_consistent(manifest: Manifest) -> None:
+    """Believe nothing that the parser concluded: say in other words what a mapped manifest must not exceed."""
+    assert manifest.version == MANIFEST_VERSION
+    assert sum(len(memory.segments) for memory in manifest.memories) <= 1024
+    for memory in manifest.memories:
+        assert len(memory.device) <= 64
+        sizes = [segment.nbytes for segment in memory.segments]
+        assert all(size > 0 for size in sizes)
+        assert 0 <= memory.offset <= memory.offset + memory.nbytes <= sum(sizes) <= memory.capacity <= 2**47
+    for name, entry in manifest.arrays.items():
+        assert len(name) <= 1024
+        assert len(entry.dtype) <= 32
+        assert len(entry.shape) <= 64
+        assert all(0 <= length <= 2**62 for length in entry.shape)
+        assert 0 <= entry.offset <= entry.offset + entry.nbytes <= manifest.memories[entry.memory].nbytes
+
+
+def run(seed: int, rounds: int) -> tuple[int, int]:
+    """Feed the parser; return how many manifests it took and refused."""
+    chance = random.Random(seed)
+    spoilers: list[Callable[[random.Random, bytes], bytes]] = [spoil_bytes, spoil_values]
+    taken = 0
+    for number in range(rounds):
+        data = chance.choice(spoilers)(chance, chance.choice(SEEDS))
+        try:
+            manifest = decode_manifest(data)
+        except ProtocolError as error:
+            assert len(str(error)) < 3000
+        except BaseException as error:
+            pytest.fail(f"seed {seed}, manifest {number}: {type(error).__name__}: {error}\n{data.hex()}")
+        else:
+            taken += 1
+            check_is_consistent(manifest)
+    return taken, rounds - taken
+
+
+def test_s7_mutated_manifests_are_refused_or_consistent() -> None:
+    taken, refused = run(20_251, 6_000)
+    assert taken > 200, "nothing was left to check: the mutations are too wild"
+    assert refused > 2_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_s7_mutated_manifests_are_refused_or_consistent_at_length(seed: int) -> None:
+    run(seed, 30_000)
+
+
+def test_random_bytes_are_no_manifest() -> None:
+    chance = random.Random(7)
+    for _ in range(2_000):
+        with pytest.raises(ProtocolError):
+            decode_manifest(chance.randbytes(chance.randrange(200)))
+
+
+class _Nobody(KeeperClient):
+    """A connection to nobody, that notes which leases were given back."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel, "/nowhere", "", 0)
+        self.returned: list[int] = []
+
+    def release_later(self, lease_id: int) -> None:
+        self.returned.append(lease_id)
+
+
+def map_mutated(seed: int, rounds: int) -> int:
+    """Attach mutated manifests to real memory; return how many could be."""
+    chance = random.Random(seed)
+    mapped = 0
+    one, other = Channel.pair()
+    with one, other:
+        client = _Nobody(one)
+        for number in range(rounds):
+            data = chance.choice([spoil_bytes, spoil_values])(chance, SEEDS[1])
+            fds = [make_memfd(size, seals=READ_ONLY) for size in (GRANULE, 2 * GRANULE)]
+            sizes = (Segment(GRANULE), Segment(2 * GRANULE))
+            attachment = Attachment(number, "n", 1, 0, sizes, fds, data, None, {}, False)
+            try:
+                with Lease(client, attachment, chance.choice(["r", "cow"])) as lease:
+                    for name, array in lease.items():
+                        view = array.numpy()
+                        assert view.nbytes == math.prod(array.shape) * array.itemsize, name
+                        assert not view.nbytes or bytes(view.reshape(-1)[-1:].view("u1")) is not None
+                        del view
+                    del array
+                mapped += 1
+            except (ProtocolError, UnsupportedError):  # the latter: a GPU that this process does not know
+                pass
+            except UnboundLocalError:
+                mapped += 1  # a manifest without arrays
+            except VramError as error:
+                pytest.fail(f"seed {seed}, manifest {number}: {type(error).__name__}: {error}\n{data.hex()}")
+        assert len(client.returned) == rounds, "a lease was kept"
+    return mapped
+
+
+def test_s7_what_a_mutated_manifest_says_of_real_memory_is_never_believed() -> None:
+    """Nothing is left behind, every lease is given back, and every array that comes out can be read to its end."""
+    assert map_mutated(3, 400) > 10
+
+
+@pytest.mark.slow
+def test_s7_what_a_mutated_manifest_says_of_real_memory_is_never_believed_at_length() -> None:
+    map_mutated(4, 5_000)

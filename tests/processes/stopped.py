@@ -1,0 +1,77 @@
+"""A program that stops for good right before its n-th message, so that it can be killed exactly there.
+
+``python stopped.py N WHAT ...``: before its N-th send or receive on a channel it writes ``at N`` to standard output and
+waits to be killed; if it gets to its end before, it writes ``end`` and waits too (a client) or exits (a keeper). With
+``pause`` in the environment variable STOPPED it goes on after one line on standard input instead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from vram.sharing.channel import Channel
+
+_count = 0
+_stop_at = int(sys.argv[1])
+
+
+def _say(text: str) -> None:
+    os.write(1, text.encode() + b"\n")
+
+
+def _stopping(method: Any) -> Any:
+    def wrapped(self: Channel, *arguments: Any, **options: Any) -> Any:
+        global _count
+        if _count == _stop_at:
+            _say(f"at {_count} {method.__name__}")
+            if os.environ.get("STOPPED") == "pause":
+                sys.stdin.readline()
+            else:
+                signal.pause()
+        _count += 1
+        return method(self, *arguments, **options)
+
+    return wrapped
+
+
+Channel.send = _stopping(Channel.send)  # type: ignore[method-assign]
+Channel.recv = _stopping(Channel.recv)  # type: ignore[method-assign]
+
+
+def _client(what: str, path: str) -> None:
+    from vram.keeper.client import KeeperClient, Segment
+    from vram.testing.keeper import memfds
+
+    connection = KeeperClient.connect(path, label="victim")
+    if what == "publish":
+        with memfds(600) as fds:
+            connection.publish("w", [Segment(4096)] * 600, fds)
+    elif what == "claim":
+        claim = connection.attach_or_claim("w")
+        with memfds(300) as fds:
+            connection.publish("w", [Segment(4096)] * 300, fds, claim=claim)  # type: ignore[arg-type]
+    else:
+        got = connection.attach("w")
+        if what == "release":
+            connection.release_later(got.lease_id)
+            connection.release([got.lease_id])
+    _say("end")
+    signal.pause()
+
+
+def _keeper(path: str, options: list[str]) -> None:
+    from vram.keeper import takeover
+    from vram.keeper.__main__ import main
+
+    if "PATIENCE" in os.environ:
+        takeover.PATIENCE = float(os.environ["PATIENCE"])
+    sys.exit(main(["--socket", path, *options]))
+
+
+if sys.argv[2] == "keeper":
+    _keeper(sys.argv[3], sys.argv[4:])
+else:
+    _client(sys.argv[2], sys.argv[3])

@@ -1,0 +1,417 @@
+"""One keeper takes over from another: nobody notices, and SIGKILL of either before any of their messages costs nothing
+that the state diagram does not say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.processes.other_users import OTHER, as_user
+
+from vram.errors import NotFoundError, PeerGoneError, WaitTimeoutError
+from vram.keeper import messages as m
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Watch
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.sharing.channel import Channel, close_fds
+from vram.testing.keeper import memfds, until
+
+STOPPED = Path(__file__).with_name("stopped.py")
+SOON = 20.0
+KIB4 = Segment(4096)
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    with short_directory() as directory:
+        yield directory
+
+
+class Stopping:
+    """A keeper that stops right before its n-th message of a takeover; the others it has no channel for."""
+
+    def __init__(self, path: str, stop_at: int, *options: str, **environment: str) -> None:
+        ready, ready_child = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, STOPPED, str(stop_at), "keeper", path, "--ready-fd", str(ready_child), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[ready_child],
+            env={**os.environ, **environment},
+        )
+        os.close(ready_child)
+        self.ready = ready
+        self.serves = False
+
+    def wait_until_it_serves(self) -> bool:
+        """Return whether it serves, or ended without."""
+        self.serves = bool(os.read(self.ready, 4096))
+        return self.serves
+
+    def line(self) -> str:
+        """Return what it says next: where it stopped, or nothing if it serves or ended."""
+        assert self.process.stdout is not None
+        poll = select.poll()
+        poll.register(self.process.stdout, select.POLLIN)
+        if not self.serves:
+            poll.register(self.ready, select.POLLIN)
+        came = [fd for fd, _ in poll.poll(SOON * 1000)]
+        assert came, "nothing happened"
+        return self.process.stdout.readline().strip() if self.process.stdout.fileno() in came else ""
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            self.said = self.process.communicate(timeout=SOON)[1]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+            raise
+        with contextlib.suppress(OSError):
+            os.close(self.ready)
+        self.ready = -1
+        return self.process.returncode
+
+
+@dataclass
+class Scene:
+    """A keeper's life in full: everything that can be under way is."""
+
+    path: str
+    reader: KeeperClient
+    publisher: KeeperClient
+    waiter: KeeperClient
+    held: Attachment
+    old: Attachment
+    claim: PublishClaim
+    watch: Watch
+    partial: Channel
+    stranger: socket.socket
+    threads: list[threading.Thread] = field(default_factory=list)
+    waited: list[object] = field(default_factory=list)
+
+    def check_undisturbed(self) -> None:
+        """Everything goes on, as if nothing had been."""
+        found = self.reader.statistics()
+        assert (found.entries, found.versions, found.leases, found.waiting) == (3, 4, 2, 2)
+        assert not self.reader.is_stale(self.held.lease_id)
+        assert self.reader.is_stale(self.old.lease_id)
+        assert not self.watch.pump()
+
+    def finish(self) -> None:
+        """Bring everything that is under way to its end."""
+        self.check_undisturbed()
+        with memfds(300) as fds:
+            # the second part of the publication
+            self.partial.send(m.encode(m.Part(8, 7, 253)), fds[253:], timeout=SOON)
+            reply = m.decode_reply(self.partial.recv(timeout=SOON)[0])
+            assert reply == m.Published(8, 1)
+            got = self.reader.attach("partial")
+            assert [os.pread(fd, 4, 0).rstrip(b"\0") for fd in got.fds] == [b"%d" % n for n in range(300)]
+            close_fds(got.fds)
+            # the claim, for which one waits, and the entry for which another does
+            self.publisher.publish("claimed", [KIB4], fds[:1], claim=self.claim)
+            self.publisher.publish("late", [KIB4], fds[:1])
+            for thread in self.threads:
+                thread.join(SOON)
+            assert sorted(getattr(one, "name", repr(one)) for one in self.waited) == ["claimed", "late"]
+            # news, and numbers that go on
+            assert self.publisher.publish("w", [KIB4], fds[:1]) == 3
+        until(self.watch.pump)
+        assert self.watch.reason == "replaced"
+        self.reader.release([self.held.lease_id, self.old.lease_id, got.lease_id])
+        assert self.reader.statistics().leases == 2
+        # one who had connected and said nothing is heard
+        self.stranger.send(m.encode(m.Hello(1, 1, "late")))
+        assert isinstance(m.decode_reply(self.stranger.recv(65536)), m.Welcome)
+
+    def close(self) -> None:
+        for one in (self.watch, self.reader, self.publisher, self.waiter, self.partial, self.stranger):
+            one.close()
+        for thread in self.threads:
+            thread.join(SOON)
+
+
+@contextlib.contextmanager
+def scene(path: str) -> Iterator[Scene]:
+    with contextlib.ExitStack() as stack:
+        reader, publisher, waiter = (stack.enter_context(KeeperClient.connect(path)) for _ in range(3))
+        with memfds(300) as fds:
+            publisher.publish("w", [KIB4], fds[:1], meta={"k": "v"})
+            old = reader.attach("w")
+            close_fds(old.fds)
+            publisher.publish("w", [KIB4] * 300, fds, manifest=b"manifest", ttl=10_000)
+            held = reader.attach("w")
+            close_fds(held.fds)
+            publisher.publish("a", [KIB4], fds[:1])
+            publisher.publish("b", [KIB4], fds[:1])
+            partial = Channel.connect(path, SOON)
+            partial.send(m.encode(m.Hello(1, 1, "partial")), timeout=SOON)
+            partial.recv(timeout=SOON)
+            partial.send(
+                m.encode(m.Publish(7, "partial", [m.Piece(4096, 1, 0)] * 300, ["host"])), fds[:253], timeout=SOON
+            )
+            assert m.decode_reply(partial.recv(timeout=SOON)[0]) == m.Continue(7, 253)
+        claim = publisher.attach_or_claim("claimed")
+        assert isinstance(claim, PublishClaim)
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.settimeout(SOON)
+        stranger.connect(path)
+        made = Scene(path, reader, publisher, waiter, held, old, claim, reader.watch(held.lease_id), partial, stranger)
+
+        def wait(name: str) -> None:
+            try:
+                got = waiter.attach_or_claim(name) if name == "claimed" else waiter.attach(name, timeout=SOON * 3)
+            except PeerGoneError as error:
+                made.waited.append(error)
+            else:
+                if isinstance(got, Attachment):
+                    close_fds(got.fds)
+                made.waited.append(got)
+
+        made.threads = [threading.Thread(target=wait, args=(name,)) for name in ("late", "claimed")]
+        for thread in made.threads:
+            thread.start()
+        until(lambda: reader.statistics().waiting == 2)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def test_everything_goes_on_as_if_nothing_had_been(place: str) -> None:
+    path = f"{place}/k"
+    first = KeeperProcess(path)
+    with scene(path) as life:
+        second = KeeperProcess(path, ["--takeover"])
+        assert first.process.wait(SOON) == 0
+        assert first.stop() == 0
+        with KeeperClient.connect(path) as fresh:
+            assert fresh.server_pid == second.pid
+            assert fresh._channel.peer().pid == second.pid
+        third = KeeperProcess(path, ["--takeover"])
+        assert second.process.wait(SOON) == 0
+        assert second.stop() == 0
+        life.finish()
+    assert third.stop() == 0
+    assert [first.said(), second.said(), third.said()] == ["", "", ""]
+    assert os.listdir(place) == []
+
+
+def test_readers_at_work_notice_nothing(place: str) -> None:
+    path = f"{place}/k"
+    keepers = [KeeperProcess(path)]
+    wrong: list[BaseException] = []
+    turns = [0, 0]
+    stop = threading.Event()
+
+    def work(index: int) -> None:
+        try:
+            with KeeperClient.connect(path) as connection:
+                while not stop.is_set():
+                    got = connection.attach("w")
+                    close_fds(got.fds)
+                    assert len(got.fds) == 20
+                    connection.release([got.lease_id])
+                    turns[index] += 1
+        except BaseException as error:
+            wrong.append(error)
+
+    with KeeperClient.connect(path) as publisher:
+        with memfds(20) as fds:
+            publisher.publish("w", [KIB4] * 20, fds)
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(4):
+            before = list(turns)
+            until(lambda before=before: all(now > then + 20 for now, then in zip(turns, before, strict=True)))
+            keepers.append(KeeperProcess(path, ["--takeover"]))
+            assert keepers[-2].process.wait(SOON) == 0
+            keepers[-2].stop()
+        stop.set()
+        for thread in threads:
+            thread.join(SOON)
+        assert wrong == []
+        assert publisher.statistics().leases == 0
+    keepers[-1].stop()
+
+
+def test_without_a_keeper_a_successor_simply_starts(place: str) -> None:
+    keeper = KeeperProcess(f"{place}/k", ["--takeover"])
+    with KeeperClient.connect(keeper.path) as connection:
+        assert connection.list() == []
+    assert keeper.stop() == 0
+
+
+def test_answers_that_wait_for_a_slow_reader_move_too(place: str) -> None:
+    path = f"{place}/k"
+    first = KeeperProcess(path)
+    with KeeperClient.connect(path) as publisher, Channel.connect(path, SOON) as slow:
+        with memfds(100) as fds:
+            publisher.publish("w", [KIB4] * 100, fds, manifest=bytes(30_000))
+        slow.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+        slow.recv(timeout=SOON)
+        for call in range(1, 41):
+            slow.send(m.encode(m.Attach(call, "w")), timeout=SOON)
+        with contextlib.suppress(WaitTimeoutError):
+            until(lambda: publisher.statistics().leases >= 3)
+        second = KeeperProcess(path, ["--takeover"])
+        assert first.process.wait(SOON) == 0
+        first.stop()
+        for call in range(1, 41):
+            payload, came = slow.recv(timeout=SOON)
+            reply = m.decode_reply(payload)
+            assert isinstance(reply, m.Attached)
+            assert (reply.call, reply.total, len(came)) == (call, 100, 100)
+            assert os.pread(came[99], 2, 0) == b"99"
+            close_fds(came)
+        assert publisher.statistics().leases == 40
+    second.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_another_user_may_not_take_over(place: str) -> None:
+    path = f"{place}/k"
+    os.chmod(place, 0o755)
+    keeper = KeeperProcess(path, ["--mode", "0666"])
+
+    def ask() -> str:
+        with Channel.connect(path, SOON) as channel:
+            channel.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+            channel.recv(timeout=SOON)
+            channel.send(m.encode(m.Takeover(1)), timeout=SOON)
+            return str(m.decode_reply(channel.recv(timeout=SOON)[0]))
+
+    assert "AccessDeniedError" in as_user(OTHER, ask)
+    with KeeperClient.connect(path) as connection:
+        connection.list()
+    keeper.stop()
+
+
+def test_a_successor_killed_before_any_message_costs_nothing(place: str) -> None:
+    """Up to Serving the old keeper serves on; after that the new one does."""
+    path = f"{place}/k"
+    old = KeeperProcess(path)
+    with scene(path) as life:
+        for step in range(100):
+            new = Stopping(path, step, "--takeover")
+            where = new.line()
+            if not where:
+                break
+            new.end(signal.SIGKILL)
+            until(lambda: life.reader.statistics().pid == old.pid)
+            life.check_undisturbed()
+        # hello and welcome, takeover and state, five parts with their answers, commit and let go, serving
+        assert step > 10
+        assert new.wait_until_it_serves()
+        assert old.process.wait(SOON) == 0
+        assert old.stop() == 0
+        assert life.reader.statistics().pid == new.process.pid
+        life.finish()
+    assert new.end() == 0
+    assert new.said == ""
+
+
+def test_a_keeper_killed_before_any_message_is_survived_by_what_its_successor_has(place: str) -> None:
+    """Without its Commit the successor ends and says so; after it, it serves."""
+    survived = []
+    for step in range(100):
+        path = f"{place}/{step}"
+        old = Stopping(path, step)
+        assert old.wait_until_it_serves()
+        with scene(path) as life:
+            new = Stopping(path, 10_000, "--takeover")
+            if old.line():
+                old.end(signal.SIGKILL)
+            serves = new.wait_until_it_serves()
+            survived.append(serves)
+            ended = old.process.poll() is None
+            if serves:
+                life.finish()
+            else:
+                with pytest.raises(PeerGoneError):
+                    life.reader.statistics()
+        if ended:
+            assert old.end() == 0
+        status = new.end()
+        assert (status, new.said == "") == ((0, True) if serves else (1, False))
+        if ended:
+            break
+    assert survived == sorted(survived)
+    assert survived[0] is False
+    assert survived[-2:] == [True, True], "killed before Serving came, and not at all"
+
+
+def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> None:
+    path = f"{place}/k"
+    for step in (3, 6):  # before it takes the state; in the middle of the descriptors
+        old = Stopping(path, 10_000, PATIENCE="0.2")
+        assert old.wait_until_it_serves()
+        with scene(path) as life:
+            new = Stopping(path, step, "--takeover", STOPPED="pause")
+            assert new.line()
+            started = time.monotonic()
+            life.check_undisturbed()
+            assert time.monotonic() - started < SOON
+            new.go_on()
+            assert not new.wait_until_it_serves()
+            assert new.end() == 1
+            assert "vram keep:" in new.said
+            life.finish()
+        assert old.end() == 0
+        assert "serving on" in old.said
+
+
+def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
+    path = f"{place}/k"
+    keeper = KeeperProcess(path)
+    with scene(path) as life:
+        for nonsense in (b"garbage", m.encode(m.Taken(5)), m.encode(m.Commit()), m.encode(m.Attach(1, "w"))):
+            with Channel.connect(path, SOON) as channel:
+                channel.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+                channel.recv(timeout=SOON)
+                channel.send(m.encode(m.Takeover(1)), timeout=SOON)
+                payload, fds = channel.recv(timeout=SOON)
+                close_fds(fds)
+                assert isinstance(m.decode_succession(payload), m.HandOver)
+                channel.send(nonsense, timeout=SOON)
+                assert isinstance(m.decode_succession(channel.recv(timeout=SOON)[0]), m.Abandoned)
+            life.check_undisturbed()
+        life.finish()
+    keeper.stop()
+    assert keeper.said().count("serving on") == 4
+
+
+def test_a_removed_name_stays_removed_and_its_numbers_go_on(place: str) -> None:
+    path = f"{place}/k"
+    first = KeeperProcess(path)
+    with KeeperClient.connect(path) as connection, memfds(1) as fds:
+        connection.publish("w", [KIB4], fds)
+        connection.publish("w", [KIB4], fds)
+        connection.remove("w")
+        second = KeeperProcess(path, ["--takeover", "--max-entries", "1"])
+        first.stop()
+        with pytest.raises(NotFoundError):
+            connection.attach("w")
+        assert connection.publish("w", [KIB4], fds) == 3
+        assert connection.statistics().max_entries == 1
+    second.stop()

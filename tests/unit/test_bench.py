@@ -1,0 +1,189 @@
+"""The benchmarks run, leave nothing behind (the ledger, after each test here) and say what they are supposed to say.
+
+Never how long anything took: that is for people to read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import vram
+from vram.bench import NAMES, run_benchmarks
+from vram.bench.children import child
+from vram.bench.files import read_header, write_weights
+from vram.bench.measure import Figure, Result, Row, in_turns, places
+from vram.errors import CapacityError, InternalError, UsageError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tracker() -> None:
+    """The process and the pipe that multiprocessing starts for itself and keeps: before the ledger is taken."""
+    resource_tracker.ensure_running()
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Check what programs read: figures are positive, ratios name what they are to, targets have verdicts."""
+    for result in results:
+        assert result["title"]
+        assert result["rows"]
+        for row in result["rows"]:
+            place = f"{result['name']}: {row['case']}"
+            figure = row["figure"]
+            assert figure["median"] > 0, place
+            assert figure["low"] <= figure["median"] <= figure["high"], place
+            assert figure["unit"], place
+            assert figure["rounds"] >= 1, place
+            assert (row["ratio"] is None) == (row["against"] == ""), place
+            assert row["ratio"] is None or row["ratio"] > 0, place
+            assert (row["target"] == "") == (row["reached"] is None), place
+        rows = [(row["case"], row["against"]) for row in result["rows"]]
+        assert len(set(rows)) == len(rows), result["name"]
+        cases = {case for case, _ in rows}
+        assert all(against in cases for _, against in rows if against), result["name"]
+        assert all(isinstance(note, str) for note in result["notes"])
+
+
+def test_everything_runs_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every target of the table has its rows; files, processes, keepers, sockets and memory are gone afterwards."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.sched_getaffinity(0)
+    results: list[dict[str, Any]] = msgspec.to_builtins(run_benchmarks([], quick=True, progress=False))
+    check(results)
+    assert [result["name"] for result in results] == list(NAMES)
+    targets = {result["name"]: sum(row["target"] != "" for row in result["rows"]) for result in results}
+    wanted = {"handover": 1, "queues": 2, "attach": 6, "grow": 3, "put": 2, "share": 1, "start": 3, "scale": 2}
+    assert all(targets[name] >= count for name, count in wanted.items()), targets
+    assert list(tmp_path.iterdir()) == []
+    assert os.sched_getaffinity(0) == before
+    assert "VRAM_KEEPER" not in os.environ or not os.environ["VRAM_KEEPER"].startswith(str(tmp_path))
+
+
+def test_the_command_prints_json_for_programs_and_a_table_for_people() -> None:
+    command = [sys.executable, "-c", "import vram.cli; vram.cli.main()", "bench", "start", "--quick"]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr == ""
+    results = json.loads(done.stdout)
+    check(results)
+    assert [result["name"] for result in results] == ["start"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "numpy not loaded" in done.stdout
+    assert "start ..." in done.stderr
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"'pot'.*handover.*scale"):
+        run_benchmarks(["put", "pot"], quick=True, progress=False)
+
+
+def test_a_ratio_is_taken_of_medians_and_held_against_the_target() -> None:
+    rival = Row("theirs", Figure.of([1.0, 2.0, 30.0], "us"))
+    figure = Figure.of([0.000_003, 0.000_005, 0.000_004], "us", scale=1e6)
+    assert (figure.low, figure.median, figure.high) == pytest.approx((3, 4, 5))
+    within = Row.held("ours", figure, rival, at_most=2.01)
+    assert (within.ratio, within.against, within.reached) == (pytest.approx(2.0), "theirs", True)
+    assert Row.held("ours", figure, rival, at_most=1.5).reached is False
+    assert Row.held("ours", figure, rival, at_least=0.9).reached is True
+    assert Row.held("ours", figure, rival, at_least=2.1).reached is False
+    plain = Row.held("ours", figure, rival)
+    assert (plain.target, plain.reached) == ("", None)
+    assert Row.limited("ours", figure, at_most=5).target == "at most 5 us"
+    assert Row.limited("ours", figure, at_most=3).reached is False
+
+
+def test_cases_take_turns_and_warming_up_does_not_count() -> None:
+    said: list[str] = []
+    numbers = iter(range(100))
+
+    def case(name: str) -> float:
+        said.append(name)
+        return float(next(numbers))
+
+    values = in_turns({"a": lambda: case("a"), "b": lambda: case("b")}, 2, warm=1)
+    assert said == ["a", "b", "a", "b", "a", "b"]
+    assert values == {"a": [2.0, 4.0], "b": [3.0, 5.0]}
+    said.clear()
+    numbers = iter(range(100))
+    assert in_turns({"a": lambda: case("a")}, 1, warm=0, burst=3) == {"a": [2.0]}
+    assert len(said) == 4
+
+
+def test_places_are_cores_that_this_process_may_use() -> None:
+    before = os.sched_getaffinity(0)
+    for place in places():
+        with place.hold():
+            assert os.sched_getaffinity(0) == {place.ours} <= before
+        assert place.theirs in before
+    assert os.sched_getaffinity(0) == before
+
+
+def test_the_table_check_catches_a_target_without_a_verdict() -> None:
+    """Planted bugs, for the check itself."""
+    figure = Figure.of([1.0], "us")
+    rival = Row("theirs", figure)
+    for rows in (
+        [Row("ours", figure, None, "", "at most 2x", None)],
+        [Row("ours", Figure.of([0.0], "us"))],
+        [Row("ours", figure, 1.0, "nobody")],
+        [rival, rival],
+        [],
+    ):
+        with pytest.raises(AssertionError):
+            check(msgspec.to_builtins([Result("x", "title", rows, [])]))
+    check(msgspec.to_builtins([Result("x", "title", [rival, Row.held("ours", figure, rival, at_most=2)], [])]))
+
+
+def _fails(pipe: Connection, when: str) -> None:
+    if when == "at once":
+        raise ValueError("planted")
+    pipe.recv()
+    raise ValueError("planted")
+
+
+def _is_silent(pipe: Connection) -> None:
+    pipe.recv()
+    pipe.recv()
+
+
+def test_a_process_that_fails_is_heard_and_one_that_is_silent_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(InternalError, match="planted"), child(_fails, "at once") as other:
+        other.hear()
+    with pytest.raises(OSError, match="mine") as caught, child(_fails, "later") as other:  # noqa: PT012
+        other.tell("go")
+        other._process.join(60)
+        raise OSError("mine")
+    assert "planted" in "".join(caught.value.__notes__)
+    monkeypatch.setattr("vram.bench.children.DEADLINE", 0.2)
+    with pytest.raises(InternalError, match="silent"), child(_is_silent) as other:
+        other.ask("anything")
+
+
+def test_files_of_weights_are_what_the_library_reads(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    write_weights(path, {"a": 100, "b": 28})
+    data = path.read_bytes()
+    tensors, start = read_header(data)
+    assert tensors == {"a": (0, 100), "b": (100, 128)}
+    assert len(data) == start + 128
+    arrays = vram.asarray(list(data[start : start + 100]), "uint8", device="host")
+    with vram.keeper() as keeper:
+        vram.put("w", path, device="host", keeper=keeper)
+        with vram.attach("w", keeper=keeper) as lease:
+            assert lease["a"].numpy().tobytes() == arrays.numpy().tobytes()
+    arrays.close()
+    with pytest.raises(CapacityError, match="TMPDIR"):
+        write_weights(path, {"a": 1 << 60})

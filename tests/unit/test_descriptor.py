@@ -1,0 +1,202 @@
+"""Descriptors: what is written is what is read, old bytes stay readable, and every bound holds (S1, S2, S7, S9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vram.errors import ProtocolError, UsageError
+from vram.sharing import descriptor as module
+from vram.sharing.descriptor import (
+    MANIFEST_VERSION,
+    MAX_SEGMENTS,
+    ArrayEntry,
+    Manifest,
+    MemoryDescriptor,
+    SegmentEntry,
+    check_array_name,
+    decode_manifest,
+    encode_manifest,
+)
+
+MIB = 1 << 20
+MEMORY = MemoryDescriptor("host", (SegmentEntry(2 * MIB, 1), SegmentEntry(4 * MIB, 1)), 4096, 5 * MIB, 64 * MIB)
+OTHER = MemoryDescriptor("GPU-6f2b7c1e-0000-4000-8000-0123456789ab", (SegmentEntry(2 * MIB, 8),), 0, 512, 2 * MIB)
+EMPTY = MemoryDescriptor("host", (), 0, 0, 2 * MIB)
+MANIFEST = Manifest(
+    MANIFEST_VERSION,
+    (MEMORY, OTHER),
+    {
+        "weights/ä": ArrayEntry(0, 0, 1536, "float32", (1, 384)),
+        "scalar": ArrayEntry(1, 8, 2, "bfloat16", ()),
+        "none": ArrayEntry(0, 5 * MIB, 0, "int8", (0, 7)),
+    },
+)
+# As version 1 was written when it was made. Whoever changes these bytes locks out those who published before.
+GOLDEN = bytes.fromhex(
+    "83a776657273696f6e01a86d656d6f726965739295a4686f73749292ce002000000192ce0040000001cd1000ce00500000ce0400000095d9"
+    "284750552d36663262376331652d303030302d343030302d383030302d3031323334353637383961629192ce00200000080"
+    "0cd0200ce00200000a661727261797383aa776569676874732fc3a4950000cd0600a7666c6f617433329201cd0180a67363616c6172950108"
+    "02a862666c6f6174313690a46e6f6e659500ce0050000000a4696e7438920007"
+)
+
+encode = msgspec.msgpack.encode
+
+
+def raw(manifest: Manifest = MANIFEST) -> dict[str, Any]:
+    """The manifest as plain values, to be spoilt."""
+    found: dict[str, Any] = msgspec.msgpack.decode(encode_manifest(manifest))
+    return found
+
+
+def refused(spoilt: object, match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        decode_manifest(encode(spoilt))
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    assert decode_manifest(encode_manifest(MANIFEST)) == MANIFEST
+    assert decode_manifest(memoryview(encode_manifest(MANIFEST))) == MANIFEST
+    assert list(decode_manifest(encode_manifest(MANIFEST)).arrays) == ["weights/ä", "scalar", "none"]
+
+
+def test_s9_the_bytes_of_version_1_stay_what_they_are() -> None:
+    assert encode_manifest(MANIFEST) == GOLDEN
+    assert decode_manifest(GOLDEN) == MANIFEST
+
+
+def test_s9_unknown_fields_are_ignored() -> None:
+    newer = raw() | {"colour": {"of": ["the", "sky"]}, "": None}
+    for memory in newer["memories"]:
+        memory.append("a field of version 1.1")
+        for segment in memory[1]:
+            segment.append({"numa": 3})
+    for entry in newer["arrays"].values():
+        entry += [None, 5]
+    assert decode_manifest(encode(newer)) == MANIFEST
+
+
+def test_s9_another_version_is_named() -> None:
+    refused(raw() | {"version": 2}, "version 2; this library reads 1")
+    refused({"version": 7, "stuff": []}, "it says version 7")
+    refused(["not", "a", "map"], "not msgpack|version")
+    with pytest.raises(ProtocolError, match="it is not msgpack"):
+        decode_manifest(b"\xc1garbage")
+    with pytest.raises(ProtocolError):
+        decode_manifest(b"")
+
+
+def test_an_error_does_not_repeat_what_a_stranger_wrote_at_length() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode_manifest(encode({"version": "x" * 1_000_000}))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("missing", ["version", "memories", "arrays"])
+def test_s7_nothing_may_be_left_out(missing: str) -> None:
+    spoilt = raw()
+    del spoilt[missing]
+    refused(spoilt, missing)
+
+
+@pytest.mark.parametrize(
+    ("at", "values"),
+    [
+        ((0,), [None, 5, b"host", "x" * 65]),  # device
+        ((1,), [None, 7, {}, [[MIB, 1]] * (MAX_SEGMENTS + 1), [MIB], [[MIB]], [None]]),  # segments
+        ((1, 0, 0), [0, -1, 2**62 + 1, 2**64 - 1, 1.5, "1", None, True]),  # a segment's size
+        ((1, 0, 1), [-1, 2**31 + 1, 1.5, None, "fd"]),  # its kind of handle
+        ((2,), [-1, 2**62 + 1, 6 * MIB, 1.5, None, "0"]),  # offset
+        ((3,), [-1, 2**62 + 1, 6 * MIB, 1.5, None]),  # length
+        ((4,), [-1, 2**47 + 1, 2**62, 6 * MIB - 1, None]),  # capacity
+    ],
+)
+def test_s7_every_number_of_a_memory_is_bounded(at: tuple[int, ...], values: list[object]) -> None:
+    for value in values:
+        spoilt = raw()
+        target = spoilt["memories"][0]
+        for step in at[:-1]:
+            target = target[step]
+        target[at[-1]] = value
+        refused(spoilt, "manifest|descriptor|segments")
+
+
+@pytest.mark.parametrize(
+    ("at", "values"),
+    [
+        (0, [2, 1023, 1024, -1, 2**63, None, 0.0, "0"]),  # memory
+        (1, [-1, 5 * MIB, 5 * MIB - 1535, 2**62, 2**62 + 1, 2**64 - 1, None, 0.5]),  # offset
+        (2, [-1, 5 * MIB + 1, 2**62, 2**62 + 1, None]),  # bytes
+        (3, [None, 32, b"float32", "f" * 33]),  # element type
+        (4, [None, 384, [-1], [2**62 + 1], [1.5], ["1"], [1] * 65]),  # shape
+    ],
+)
+def test_s7_every_number_of_an_array_is_bounded(at: int, values: list[object]) -> None:
+    for value in values:
+        spoilt = raw()
+        spoilt["arrays"]["weights/ä"][at] = value
+        refused(spoilt, "manifest|array")
+
+
+def test_s2_a_manifest_has_so_many_segments_and_no_more() -> None:
+    half = MemoryDescriptor("host", (SegmentEntry(1, 1),) * (MAX_SEGMENTS // 2), 0, 0, MIB)
+    most = Manifest(MANIFEST_VERSION, (half, half), {})
+    assert decode_manifest(encode_manifest(most)) == most
+    over = Manifest(MANIFEST_VERSION, (half, half, MEMORY), {})
+    refused(raw(most) | {"memories": encode_free(over.memories)}, "more than 1024 segments")
+    with pytest.raises(UsageError, match="1026 segments"):
+        encode_manifest(over)
+
+
+def encode_free(value: object) -> Any:
+    return msgspec.msgpack.decode(encode(value))
+
+
+def test_memory_without_segments_is_memory_that_may_grow() -> None:
+    manifest = Manifest(MANIFEST_VERSION, (EMPTY,), {"a": ArrayEntry(0, 0, 0, "int8", (0,))})
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    spoilt = raw(manifest)
+    spoilt["arrays"]["a"][2] = 1
+    refused(spoilt, "0 to 1 of a memory of 0")
+
+
+def test_numbers_that_only_together_are_too_much() -> None:
+    """No sum wraps around: 1,024 segments of 2**62 bytes are more than any capacity."""
+    huge = MemoryDescriptor("host", (SegmentEntry(2**62, 1),) * 4, 2**62, 2**62, 2**47)
+    refused(raw() | {"memories": encode_free((huge, OTHER))}, "of addresses")
+
+
+@pytest.mark.parametrize("name", ["x" * 1025, "\udc80", "", 5, None])
+def test_array_names_that_no_reader_would_take_are_refused(name: Any) -> None:
+    with pytest.raises(UsageError, match="array name"):
+        check_array_name(name)
+    with pytest.raises(UsageError, match="array name"):
+        encode_manifest(Manifest(MANIFEST_VERSION, (MEMORY,), {name: ArrayEntry(0, 0, 0, "int8", ())}))
+
+
+def test_array_names_up_to_the_limit_are_read() -> None:
+    name = "ü" * 1024
+    manifest = Manifest(MANIFEST_VERSION, (MEMORY,), {name: ArrayEntry(0, 0, 0, "int8", ())})
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    spoilt = raw(manifest)
+    spoilt["arrays"]["ü" * 1025] = spoilt["arrays"][name]
+    refused(spoilt, "manifest")
+
+
+def test_what_is_too_long_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = encode_manifest(MANIFEST)
+    monkeypatch.setattr(module, "MAX_MANIFEST", len(written) - 1)
+    with pytest.raises(UsageError, match=f"{len(written)} bytes"):
+        encode_manifest(MANIFEST)
+    with pytest.raises(ProtocolError, match=f"{len(written)} bytes"):
+        decode_manifest(written)
+    monkeypatch.setattr(module, "MAX_ARRAYS", 2)
+    with pytest.raises(UsageError, match="3 arrays"):
+        encode_manifest(MANIFEST)
+
+
+def test_more_arrays_than_the_format_knows_are_not_read() -> None:
+    arrays = dict.fromkeys(map(str, range(module.MAX_ARRAYS + 1)), [0, 0, 0, "int8", []])
+    refused(raw() | {"arrays": arrays}, "manifest")
