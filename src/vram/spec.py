@@ -120,7 +120,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
             raise UsageError(f'{what} {size[:64]!r} is not a size; write bytes or e.g. "64MiB", "1.5GiB", "90MB"')
         whole, _, fraction = match[1].partition(".")
         scaled = int(whole + fraction) * factor  # integers throughout: floats lose bytes from 2**53 on
-        nbytes, rest = divmod(scaled, 10 ** len(fraction))
+        nbytes, rest = divmod(scaled, int(10 ** len(fraction)))
         if rest:
             raise UsageError(f"{what} {size!r} is not a whole number of bytes")
     else:
@@ -135,12 +135,12 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
 
 def format_size(nbytes: int) -> str:
     """Write a number of bytes for people: ``"6 MiB"``, ``"86.6 MiB"``, ``"384 B"``."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if round(value, 1) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -45,7 +45,7 @@ def own(label, undo, *, depends=()):
 reservation.own = own  # a mapping that does not keep its addresses
 """
 LEAKED_FD = """
-lifetime._close_all = lambda fds: None
+allocation._close = lambda fds: None
 """
 MISSED_RELEASE = """
 right, kept = chunks.create_memory, []

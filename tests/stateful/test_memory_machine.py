@@ -171,6 +171,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 assert region.chunks == tuple(c.allocation.nbytes for c in area.chunks)
                 assert region.mapped == area.mapped
                 assert region.access is area.access
+                assert len(region.pinned_by()) == len(area.pins)
 
     @invariant()
     def contents_agree(self) -> None:

@@ -37,8 +37,8 @@ def measure(quick: bool) -> Result:
             with place.hold(other.pid):
                 rows += _compare(place, other, packets, stream, channel, array, quick)
     notes = [
-        f"the array has {_NBYTES >> 20} MiB; its size does not matter. The raw messages have 100 bytes each way.",
-        "one core, two cores: both processes tied to the same core, or to one each (see vram/bench/measure.py).",
+        f"the array has {_NBYTES >> 20} MiB; its size does not matter. The raw messages have 100 bytes each way",
+        "one core: both processes are tied to it, so that the difference is all code; free: as the scheduler likes",
     ]
     return Result("handover", "An array handed to another process over an ArrayChannel, and its answer", rows, notes)
 

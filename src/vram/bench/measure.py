@@ -5,8 +5,8 @@ held against, round by round (ours, theirs, ours, theirs, ...), and the ratio is
 
 Where two processes talk, most of the time is the scheduler's: waking a process on the same core takes a microsecond or
 two, on an idle other core of a virtual machine ten times as long, and which of them happens is luck. So those cases
-are run twice, with the processes tied to one core and to two (:func:`places`). On one core the difference between
-ours and theirs is all code, on two cores it is what a user sees.
+are run twice (:func:`places`): tied to one core, where the difference between ours and theirs is all code, and free,
+which is what a user sees.
 """
 
 from __future__ import annotations
@@ -118,20 +118,24 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where two processes that talk are to run."""
+    """Where processes that talk with each other run: on one core, or (None) wherever they are put."""
 
     name: str
-    ours: int
-    theirs: int
+    core: int | None
 
     @contextlib.contextmanager
     def hold(self, *pids: int) -> Iterator[None]:
-        """Tie the calling thread, and the main threads of the processes it talks to, to their cores."""
-        cores = {0: self.ours, **dict.fromkeys(pids, self.theirs)}
-        before = {pid: os.sched_getaffinity(pid) for pid in cores}
+        """Keep the calling thread, and the main threads of some processes, there for the length of a block.
+
+        Threads and processes that are started in the block run there too.
+        """
+        if self.core is None:
+            yield
+            return
+        before = {pid: os.sched_getaffinity(pid) for pid in (0, *pids)}
         try:
-            for pid, core in cores.items():
-                os.sched_setaffinity(pid, {core})
+            for pid in before:
+                os.sched_setaffinity(pid, {self.core})
             yield
         finally:
             for pid, allowed in before.items():
@@ -140,10 +144,9 @@ class Place:
 
 
 def places() -> list[Place]:
-    """Return both ways to run two processes: on one core and, where there are two, each on its own."""
-    allowed = sorted(os.sched_getaffinity(0))
-    one = Place("one core", allowed[-1], allowed[-1])  # the first core is where interrupts are handled
-    return [one] if len(allowed) < 2 else [one, Place("two cores", allowed[-1], allowed[-2])]
+    """Return both ways to place processes: all on one core, and free."""
+    # The last one: interrupts are handled on the first.
+    return [Place("one core", max(os.sched_getaffinity(0))), Place("free", None)]
 
 
 def in_turns(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import multiprocessing
+import os
 import queue
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ import vram
 from ..errors import InternalError
 from ..exchange.endpoint import shut_down
 from .children import DEADLINE, child
-from .measure import Figure, Result, Row, in_turns, timed
+from .measure import Figure, Place, Result, Row, in_turns, places, timed
 
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
@@ -28,18 +29,24 @@ _NBYTES = 1 << 20
 def measure(quick: bool) -> Result:
     """Measure round trips through a pair of queues and through a pool of one worker."""
     has_torch = importlib.util.find_spec("torch") is not None
-    notes = [f"arrays of {_NBYTES >> 20} MiB; the answer is a number. The processes run on whichever cores they like."]
+    notes = [f"arrays of {_NBYTES >> 20} MiB; the answer is a number"]
     if not has_torch:
         notes.append("torch.multiprocessing did not run: torch is not installed")
     try:
         with vram.zeros(_NBYTES, "uint8", device="host") as array:
-            rows = [*_through_queues(array, has_torch, quick), *_through_pool(array, quick)]
+            rows: list[Row] = []
+            for place in places():
+                with place.hold():  # the threads and processes that are started in here run there too
+                    rows += _through_queues(place, array, has_torch, quick)
+            for place in places():
+                with place.hold():
+                    rows += _through_pool(place, array, quick)
     finally:
         shut_down()  # the endpoint would stay for as long as this process does
     return Result("queues", "The same through multiprocessing.Queue and Pool", rows, notes)
 
 
-def _through_queues(array: vram.Array, has_torch: bool, quick: bool) -> list[Row]:
+def _through_queues(place: Place, array: vram.Array, has_torch: bool, quick: bool) -> list[Row]:
     with _queues() as (there, back), child(_answer, there, back, has_torch) as other:
         other.hear()
 
@@ -65,27 +72,27 @@ def _through_queues(array: vram.Array, has_torch: bool, quick: bool) -> list[Row
             tensor = torch.zeros(_NBYTES, dtype=torch.uint8)
             cases["torch same"] = lambda: round_trip(tensor)
             cases["torch new"] = lambda: round_trip(torch.zeros(_NBYTES, dtype=torch.uint8))
-        figures = _time(cases, quick)
-    number = Row("a number, Queue", figures["int"])
+        with place.hold(other.pid):
+            figures = _time(cases, quick)
+    where = f"Queue, {place.name}"
+    number = Row(f"a number, {where}", figures["int"])
+    again = Row.held(f"the same array again, {where}", figures["same"], number, at_most=1.5)
+    fresh = Row.held(f"a new array each time, {where}", figures["new"], number)
     if not has_torch:
-        return [
-            number,
-            Row.held("the same array again, Queue", figures["same"], number, at_most=1.5),
-            Row.held("a new array each time, Queue", figures["new"], number),
-        ]
-    same = Row.held("torch: the same tensor again, Queue", figures["torch same"], number)
-    new = Row.held("torch: a new tensor each time, Queue", figures["torch new"], number)
+        return [number, again, fresh]
+    same = Row.held(f"torch: the same tensor again, {where}", figures["torch same"], number)
+    new = Row.held(f"torch: a new tensor each time, {where}", figures["torch new"], number)
     return [
         number,
-        Row.held("the same array again, Queue", figures["same"], number, at_most=1.5),
+        again,
         same,
-        Row.held("the same array again, Queue", figures["same"], same, at_most=1),
+        Row.held(again.case, again.figure, same, at_most=1),
         new,
-        Row.held("a new array each time, Queue", figures["new"], new, at_most=1),
+        Row.held(fresh.case, fresh.figure, new, at_most=1),
     ]
 
 
-def _through_pool(array: vram.Array, quick: bool) -> list[Row]:
+def _through_pool(place: Place, array: vram.Array, quick: bool) -> list[Row]:
     pool = multiprocessing.get_context("spawn").Pool(1)
     try:
 
@@ -96,12 +103,14 @@ def _through_pool(array: vram.Array, quick: bool) -> list[Row]:
                 raise InternalError(f"no answer came from a pool within {DEADLINE} s") from None
 
         apply(array)  # its process has to start and to import first
-        figures = _time({"int": lambda: apply(1), "same": lambda: apply(array)}, quick)
+        with place.hold(pool.apply(os.getpid)):
+            figures = _time({"int": lambda: apply(1), "same": lambda: apply(array)}, quick)
     finally:
         pool.terminate()
         pool.join()
-    number = Row("a number, Pool", figures["int"])
-    return [number, Row.held("the same array again, Pool", figures["same"], number, at_most=1.5)]
+    where = f"Pool, {place.name}"
+    number = Row(f"a number, {where}", figures["int"])
+    return [number, Row.held(f"the same array again, {where}", figures["same"], number, at_most=1.5)]
 
 
 def _time(cases: dict[str, Callable[[], object]], quick: bool) -> dict[str, Figure]:

@@ -255,7 +255,7 @@ def _reader(pipe: Connection, keeper: str, file: str) -> None:
 
 
 def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:
-    """Count the tensors that are byte for byte those of the file (times `sign`), as the safetensors library reads it."""
+    """Count the tensors that are, byte for byte, those that the safetensors library reads in the file, times `sign`."""
     from safetensors import safe_open
 
     same = 0
@@ -294,7 +294,7 @@ def _choose(device: str, story: _Story) -> str:
         story.tell("--device auto: chose host memory; the CUDA driver is not part of this release")
         return "host"
     if device != "host":
-        raise UnsupportedError(f"the demo on {device}", "the CUDA driver of this library", "only the host driver so far")
+        raise UnsupportedError(f"the demo on {device}", "the CUDA driver", "only the host driver so far")
     return device
 
 

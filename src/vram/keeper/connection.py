@@ -196,8 +196,8 @@ class Connection:
             return _LOST
         if fds:
             self.in_flight += len(fds)
-            if self.waiting_since is None:
-                self.owes()
+            self.waiting_since = self.server.now()  # to read these, from now
+            self.server.watch_over(self)
         return _SENT
 
     def _wait_for_room(self, code: int = errno.EAGAIN) -> None:
@@ -220,18 +220,15 @@ class Connection:
         """Send what is queued, as far as it goes."""
         if self.closed or self.server.paused:  # a timer of before
             return
-        progress = False
         while self.queue:
             payload, held, start, stop = self.queue[0]
             code = self._try(payload, held, start, stop)
             if code == _LOST:
                 return
             if code != _SENT:
-                if progress:
-                    self.waiting_since = self.server.now()
                 self._wait_for_room(code)
                 return
-            progress = True
+            self.waiting_since = self.server.now()
             self.queue.popleft()
             self.queued -= len(payload)
             if held is not None:

@@ -167,7 +167,7 @@ def _give(server: KeeperServer, channel: Channel, call: int) -> bool:
     try:
         channel.send(m.encode(m.LetGo()), timeout=PATIENCE)
         # Without a deadline: whoever has been told LetGo may serve at any moment, until we know that it is gone.
-        _hear(channel, m.Serving, timeout=None)
+        _hear(channel, m.Serving, for_ever=True)
     except PeerGoneError:
         return False
     return True
@@ -354,7 +354,7 @@ def _commit(channel: Channel) -> None:
     channel.send(m.encode(m.Commit()), timeout=PATIENCE)
     with contextlib.suppress(PeerGoneError):  # the old keeper died after it gave us everything
         # Without a deadline: who has committed may be relied on at any moment, until it hears Abandoned.
-        _hear(channel, m.LetGo, timeout=None)
+        _hear(channel, m.LetGo, for_ever=True)
 
 
 def _settle_in(server: KeeperServer, listener: socket.socket) -> None:
@@ -370,14 +370,14 @@ def _drop(server: KeeperServer, sockets: list[socket.socket]) -> None:
 # -- both -----------------------------------------------------------------------------------------------------------
 
 
-def _hear(channel: Channel, kind: type[_S], timeout: float | None = PATIENCE) -> _S:
-    said, fds = _hear_with_fds(channel, kind, timeout)
+def _hear(channel: Channel, kind: type[_S], for_ever: bool = False) -> _S:
+    said, fds = _hear_with_fds(channel, kind, for_ever)
     close_fds(fds)
     return said
 
 
-def _hear_with_fds(channel: Channel, kind: type[_S], timeout: float | None = PATIENCE) -> tuple[_S, list[int]]:
-    payload, fds = channel.recv(timeout=timeout)
+def _hear_with_fds(channel: Channel, kind: type[_S], for_ever: bool = False) -> tuple[_S, list[int]]:
+    payload, fds = channel.recv(timeout=None if for_ever else PATIENCE)
     try:
         said = m.decode_succession(payload)
         if isinstance(said, m.Abandoned):

@@ -334,6 +334,7 @@ class Channel(lifetime.Owned):
         """
         self._check()
         flags = 0 if timeout is None else _DONTWAIT
+        reset = False
         deadline = None
         if timeout:
             deadline = time.monotonic() + timeout
@@ -342,6 +343,9 @@ class Channel(lifetime.Owned):
             try:
                 payload, fds, truncated = receive(self._sock, flags)
             except OSError as error:
+                if error.errno == errno.ECONNRESET and not reset:
+                    reset = True  # it closed without reading what we sent; what it had said comes behind this
+                    continue
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise self._translate(error) from None
                 left = 0.0 if deadline is None else deadline - time.monotonic()

@@ -1,0 +1,199 @@
+"""The side of a region that changes nothing: what it is, who looks at it, and what holds its bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from ..driver.protocol import Driver
+from ..errors import RangeError, UsageError
+from ..lifetime import Claim, Owned
+from ..spec import Access, HandleKind, Location, format_size
+from .allocation import PhysicalAllocation, is_sealed
+from .chunks import Chunks
+from .pin import Pin, Span
+
+__all__ = ["MappedRegion"]
+
+
+class MappedRegion(Owned):
+    """What :class:`~vram.memory.Region` is before anything changes its size: not made on its own."""
+
+    __slots__ = (
+        "_access", "_changing", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
+        "_least", "_nbytes", "_size_lock", "_warn_on_leak",
+    )  # fmt: skip
+
+    # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
+    # pins, for a few lines; the changing lock is held over driver calls. Both are reentrant, so that a signal handler
+    # gets an answer or an error, not a deadlock.
+
+    def __init__(
+        self,
+        claim: Claim,
+        mapped: Chunks,
+        access: Access,
+        granularity: int,
+        *,
+        kinds: HandleKind = HandleKind.NONE,
+        least: int = 0,
+        exact: bool = False,
+        imported: bool = False,
+        managed: bool = False,
+    ) -> None:
+        self._chunks = mapped
+        self._access = access
+        self._granularity = granularity
+        self._kinds = kinds
+        self._least = least
+        self._exact = exact
+        self._imported = imported
+        self._frozen = False
+        self._nbytes = 0
+        self._size_lock = threading.RLock()
+        self._changing_lock = threading.RLock()
+        self._changing = False
+        self._warn_on_leak = not managed
+        self._claim = claim
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def driver(self) -> Driver:
+        """The driver of its memory."""
+        return self._chunks.where.driver
+
+    @property
+    def location(self) -> Location:
+        """Where its memory lives."""
+        return self._chunks.location
+
+    @property
+    def address(self) -> int:
+        """Where it begins; the same for as long as it lives."""
+        return self._chunks.where.address
+
+    @property
+    def capacity(self) -> int:
+        """The ceiling, in bytes: a multiple of the granularity."""
+        return self._chunks.where.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The size, in bytes."""
+        return self._nbytes
+
+    @property
+    def mapped(self) -> int:
+        """Bytes that have memory behind them: the sum of the chunks, at least the size."""
+        return self._chunks.mapped
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The size of each chunk, in bytes."""
+        return tuple(chunk.memory.nbytes for chunk in self._chunks.row)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """The chunks as opaque objects, for telling what became of a region since one looked.
+
+        A region that only grew begins with the same objects; chunks that were given back never come again.
+        """
+        return self._chunks.row
+
+    @property
+    def access(self) -> Access:
+        """What its location may do here."""
+        return self._access
+
+    @property
+    def is_private(self) -> bool:
+        """Whether what is written here is seen here only."""
+        return self._chunks.private
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether its memory was made elsewhere, so that only its owner can make it grow."""
+        return self._imported
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether all its memory is read-only for good, by :meth:`freeze` here or by whoever else has the memory."""
+        self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
+        row = self._chunks.row
+        return all(is_sealed(chunk.memory) for chunk in row) if row else self._frozen
+
+    def __repr__(self) -> str:
+        size, ceiling = format_size(self._nbytes), format_size(self.capacity)
+        if size.split()[-1] == ceiling.split()[-1]:
+            size = size.split()[0]
+        row = self._chunks.row
+        flags = {
+            "private": self._chunks.private,
+            "imported": self._imported,
+            "frozen": self._frozen,
+            "shared": any(chunk.memory.exported for chunk in row),
+        }
+        state = ", ".join(
+            [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
+        )
+        return f"<Region {self.location} {self.address:#x} {size}/{ceiling}, {'closed' if self.is_closed else state}>"
+
+    # -- who looks at it ----------------------------------------------------------------------------------------
+    def pin(self, start: int, stop: int, holder: str = "pin", *, full: bool = False) -> Pin:
+        """Keep the bytes from `start` up to `stop` where they are until the pin is released.
+
+        Parameters
+        ----------
+        start, stop : int
+            Offsets in bytes, within the size.
+        holder : str
+            Who looks at them, as BusyError will say.
+        full : bool
+            Allow a span up to the capacity. That keeps what is mapped there, now or later, from being unmapped; it
+            does not make unmapped bytes readable.
+
+        Raises
+        ------
+        RangeError
+            If the span does not lie within the region.
+        """
+        handle = self.handle
+        with self._size_lock:
+            if not 0 <= start <= stop <= (self.capacity if full else self._nbytes):
+                raise RangeError(
+                    f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region "
+                    f"(capacity {self.capacity})"
+                )
+            span = Span(start, stop, holder)
+            return Pin(handle.claim(holder, span), span)
+
+    def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
+        """Return who has a live pin, leaving out some."""
+        left_out = {id(pin._span) for pin in excluding if pin is not None}
+        spans = (tag for tag in self.handle.tags() if isinstance(tag, Span) and tag.is_live)
+        return tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in spans if id(span) not in left_out)
+
+    def segments(self, start: int, stop: int) -> tuple[tuple[PhysicalAllocation, ...], int]:
+        """Return the allocations that hold the bytes from `start` up to `stop`, and where `start` is in the first.
+
+        Each comes with a claim of its own, given up when it is closed or forgotten.
+
+        Raises
+        ------
+        RangeError
+            If the span does not lie within the size.
+        UsageError
+            If the region is private: what it shows exists in this process only.
+        """
+        handle = self.handle
+        if self.is_private:
+            raise UsageError(
+                f"{handle.label} is a private copy: what was written to it is in no memory that another process "
+                f"could map. Copy it into memory of its own to share it"
+            )
+        with self._size_lock:  # no shrink between the look and the claims
+            if not 0 <= start <= stop <= self._nbytes:
+                raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
+            found = [c for c in self._chunks.row if c.start < stop and start < c.stop and start < stop]
+            held = tuple(PhysicalAllocation.of(chunk.memory) for chunk in found)
+            return held, start - found[0].start if found else 0

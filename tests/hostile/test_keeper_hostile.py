@@ -1,0 +1,493 @@
+"""Whatever a peer sends, or does not send, or does not read: it costs the keeper that connection and nothing else (S7).
+
+After each test the keeper's descriptors, entries, leases and memory are what they were, it has written nothing to its
+standard error, and a well-behaved client never noticed.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.hostile.mutations import mutated
+from tests.processes.other_users import OTHER, keeper_of
+
+from vram.errors import CapacityError, ProtocolError, VramError
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
+from vram.testing.keeper import GROW, READ_ONLY, SHRINK, WRITABLE, make_memfd, memfds, until
+
+SOON = 20.0
+KIB4 = Segment(4096)
+PIECE = m.Piece(4096, 1, 0)
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+class Peer:
+    """A raw connection that sends what it likes."""
+
+    def __init__(self, path: str, *, greet: bool = True) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(SOON)
+        self.sock.connect(path)
+        if greet:
+            assert isinstance(self.ask(m.encode(m.Hello(1, 1, "hostile"))), m.Welcome)
+
+    def send(self, payload: bytes, fds: list[int] | None = None) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.sock.sendmsg([payload], rights, socket.MSG_NOSIGNAL)
+
+    def hear(self) -> m.Reply | None:
+        """Return what the keeper says next; None if it has closed."""
+        try:
+            payload, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE, MAX_FDS)
+        except ConnectionResetError:
+            return None
+        close_fds(fds)
+        return m.decode_reply(payload) if payload else None
+
+    def ask(self, payload: bytes, fds: list[int] | None = None) -> m.Reply | None:
+        self.send(payload, fds)
+        return self.hear()
+
+    def is_cut_off(self) -> bool:
+        """Whether the keeper closes, after an error or without."""
+        while (reply := self.hear()) is not None:
+            if not isinstance(reply, m.Error):
+                return False
+        return True
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@contextlib.contextmanager
+def running(path: str, *options: str, launcher: Sequence[str] = ()) -> Iterator[KeeperProcess]:
+    process = KeeperProcess(path, options, launcher=launcher)
+    try:
+        yield process
+        assert process.stop() == 0
+        assert process.said() == ""
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def keeper() -> Iterator[KeeperProcess]:
+    with short_directory() as place, contextlib.ExitStack() as stack:
+        process = stack.enter_context(running(f"{place}/k", "--patience", "0.3"))
+        with KeeperClient.connect(process.path, label="good") as good:
+            with memfds(1) as fds:
+                good.publish("good", [KIB4], fds)
+            held = good.attach("good")
+            close_fds(held.fds)
+            idle = descriptors(process.pid)
+            yield process
+            for entry in good.list():
+                if entry.name != "good":  # mutations publish under names of their own
+                    good.remove(entry.name)
+            until(lambda: good.statistics().connections == 1, what="the end of the hostile connections")
+            found = good.statistics()
+            assert (found.entries, found.versions, found.leases, found.waiting) == (1, 1, 1, 0)
+            assert (found.nbytes, found.descriptors) == (4096, 1)
+            until(lambda: descriptors(process.pid) == idle, what="the end of the hostile descriptors")
+            assert not good.is_stale(held.lease_id)
+
+
+@pytest.fixture
+def peer(keeper: KeeperProcess) -> Iterator[Peer]:
+    made = Peer(keeper.path)
+    yield made
+    made.close()
+
+
+# -- what is said ---------------------------------------------------------------------------------------------------
+
+NONSENSE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\0",
+    b"\xff" * 1_000,
+    b"\x91" * 60_000,
+    os.urandom(MAX_MESSAGE),
+    m.encode(m.Attach(1, "good"))[:-2],
+    m.encode(m.Hello(1, 1)),
+    m.encode(m.Done(1)),
+    m.encode(m.Commit()),
+    m.encode(["publish", 1, "hostile", [[4096, 1, 0]] * 1025, ["host"]]),
+]
+
+
+@pytest.mark.parametrize("payload", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense_ends_the_connection(keeper: KeeperProcess, peer: Peer, payload: bytes) -> None:
+    peer.send(payload)
+    assert peer.is_cut_off()
+
+
+@pytest.mark.parametrize("payload", [b"garbage", m.encode(m.Attach(1, "good")), bytes(70_000)], ids=range(3))
+def test_nonsense_instead_of_a_greeting(keeper: KeeperProcess, payload: bytes) -> None:
+    for fds in ([], [0], [0] * MAX_FDS):
+        stranger = Peer(keeper.path, greet=False)
+        stranger.send(payload, fds)
+        assert stranger.is_cut_off()
+        stranger.close()
+
+
+def test_a_message_that_is_too_long(keeper: KeeperProcess, peer: Peer) -> None:
+    with memfds(1) as fds:
+        peer.send(m.encode(m.Publish(1, "hostile", [PIECE], ["host"])) + bytes(MAX_MESSAGE), fds)
+    assert peer.is_cut_off()
+
+
+def test_an_empty_message_with_descriptors_is_an_end(keeper: KeeperProcess, peer: Peer) -> None:
+    peer.send(b"", [0] * MAX_FDS)
+    assert peer.is_cut_off()
+
+
+def test_a_future_and_an_ancient_client_are_told_the_versions(keeper: KeeperProcess) -> None:
+    for versions in ((99, 120), (0, 0)):
+        stranger = Peer(keeper.path, greet=False)
+        reply = stranger.ask(m.encode(m.Hello(*versions)))
+        assert isinstance(reply, m.Error)
+        assert reply.kind == "UnsupportedError"
+        assert stranger.is_cut_off()
+        stranger.close()
+
+
+def test_descriptors_where_none_belong(keeper: KeeperProcess) -> None:
+    for message in (m.Attach(1, "good"), m.Statistics(1), m.Release(1, [])):
+        peer = Peer(keeper.path)
+        with memfds(1) as fds:
+            peer.send(m.encode(message), fds * MAX_FDS)
+        assert peer.is_cut_off()
+        peer.close()
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_parts(keeper: KeeperProcess) -> None:
+    def begin(peer: Peer, fds: list[int]) -> None:
+        reply = peer.ask(m.encode(m.Publish(1, "hostile", [PIECE] * 300, ["host"])), fds * 100)
+        assert reply == m.Continue(1, 100)
+
+    with memfds(1) as fds:
+        for wrong in (
+            (m.Part(2, 1, 99), 10),  # behind
+            (m.Part(2, 1, 101), 10),  # ahead
+            (m.Part(2, 1, 100), 0),  # nothing
+            (m.Part(2, 1, 100), 201),  # too much
+            (m.Publish(1, "hostile", [PIECE], ["host"]), 1),  # again
+        ):
+            peer = Peer(keeper.path)
+            begin(peer, fds)
+            peer.send(m.encode(wrong[0]), fds * wrong[1])
+            assert peer.is_cut_off()
+            peer.close()
+        for message, count in (
+            (m.Publish(1, "hostile", [PIECE], ["host"]), 0),
+            (m.Publish(1, "hostile", [PIECE], ["host"]), 2),
+            (m.Publish(1, "hostile", [PIECE], ["host"], b"", True), 3),
+            (m.Publish(0, "hostile", [PIECE], ["host"]), 1),
+            (m.Publish(1, "hostile", [m.Piece(4096, 1, 1)], ["host"]), 1),
+        ):
+            peer = Peer(keeper.path)
+            peer.send(m.encode(message), fds * count)
+            assert peer.is_cut_off()
+            peer.close()
+        peer = Peer(keeper.path)
+        reply = peer.ask(m.encode(m.Part(2, 1, 0)), fds)
+        assert isinstance(reply, m.Error)
+        assert reply.kind == "NotFoundError"
+        peer.close()
+
+
+def test_publications_that_are_never_finished_are_bounded(keeper: KeeperProcess, peer: Peer) -> None:
+    with memfds(1) as fds:
+        replies = [
+            peer.ask(m.encode(m.Publish(call, f"hostile/{call}", [PIECE] * 300, ["host"])), fds * MAX_FDS)
+            for call in range(1, 30)
+        ]
+    begun = [reply for reply in replies if isinstance(reply, m.Continue)]
+    assert 0 < len(begun) < len(replies)
+    peer.close()
+
+
+# -- memory that is none --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unfit(kind: str) -> Iterator[int]:
+    with contextlib.ExitStack() as stack, short_directory() as place:
+        if kind == "pipe":
+            fd, other = os.pipe()
+            stack.callback(os.close, other)
+        elif kind == "socket":
+            fd = socket.socket(socket.AF_UNIX).detach()
+        elif kind == "file":
+            fd = os.open(f"{place}/f", os.O_RDWR | os.O_CREAT)
+            os.ftruncate(fd, 1 << 20)
+        elif kind == "directory":
+            fd = os.open(place, os.O_RDONLY)
+        elif kind == "device":
+            fd = os.open("/dev/zero", os.O_RDWR)
+        elif kind == "path only":
+            fd = os.open("/dev/zero", os.O_PATH)
+        elif kind == "eventfd":
+            fd = os.eventfd(0)
+        else:
+            seals = {
+                "unsealed": 0,
+                "may shrink": GROW | 0x10,
+                "may grow": SHRINK | 0x10,
+                "may be written": WRITABLE,
+                "small": READ_ONLY,
+                "empty": READ_ONLY,
+                "not open for writing": WRITABLE,
+                "not open for reading": READ_ONLY & ~0x10,
+            }[kind]
+            fd = make_memfd({"small": 4095, "empty": 0}.get(kind, 4096), seals=seals)
+            if kind.startswith("not open"):
+                reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY if "writing" in kind else os.O_WRONLY)
+                os.close(fd)
+                fd = reopened
+                if "reading" in kind:
+                    import fcntl
+
+                    fcntl.fcntl(fd, 1033, 0x10)
+        stack.callback(os.close, fd)
+        yield fd
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(
+            "pipe",
+            "socket",
+            "file",
+            "directory",
+            "device",
+            "path only",
+            "eventfd",
+            "unsealed",
+            "may shrink",
+            "may grow",
+        ),
+        *("may be written", "small", "empty", "not open for writing", "not open for reading"),
+    ],
+)
+def test_s8_memory_that_is_unfit_is_refused_and_costs_only_its_publication(keeper: KeeperProcess, kind: str) -> None:
+    writable = kind == "not open for writing"
+    with KeeperClient.connect(keeper.path) as client, unfit(kind) as fd:
+        with memfds(1, seals=WRITABLE if writable else READ_ONLY) as fit:
+            with pytest.raises(ProtocolError, match="segment 1"):
+                client.publish("hostile", [KIB4] * 2, [*fit, fd], writable=writable)
+            with pytest.raises(ProtocolError, match="segment 299"):  # in the second part
+                client.publish("hostile", [KIB4] * 300, [*fit * 299, fd], writable=writable)
+            if not writable:
+                with pytest.raises(ProtocolError, match="manifest") if kind not in ("small",) else _fine():
+                    client.publish("hostile", [KIB4], fit, manifest_fd=fd)
+            assert client.list("hostile/") == []
+            client.publish("hostile/fit", [KIB4], fit, writable=writable)
+
+
+@contextlib.contextmanager
+def _fine() -> Iterator[None]:
+    yield
+
+
+def test_what_is_stated_larger_than_it_is(keeper: KeeperProcess) -> None:
+    with KeeperClient.connect(keeper.path) as client, memfds(1) as fds:
+        with pytest.raises(ProtocolError, match="4096 bytes; 4097 were stated"):
+            client.publish("hostile", [Segment(4097)], fds)
+        with pytest.raises((ProtocolError, CapacityError)):
+            client.publish("hostile", [Segment(2**62)], fds)
+
+
+# -- those who do nothing -------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_say_hello_is_not_waited_for(keeper: KeeperProcess) -> None:
+    silent = [Peer(keeper.path, greet=False) for _ in range(50)]
+    for peer in silent:
+        assert peer.is_cut_off()
+        peer.close()
+
+
+def test_who_said_hello_may_be_silent_for_ever(keeper: KeeperProcess, peer: Peer) -> None:
+    time.sleep(0.8)  # more than twice the keeper's patience
+    assert isinstance(peer.ask(m.encode(m.Statistics(1))), m.KeeperStatistics)
+
+
+def test_who_reads_nothing_is_cut_off_and_delays_nobody(keeper: KeeperProcess) -> None:
+    with KeeperClient.connect(keeper.path) as good, memfds(MAX_FDS) as fds:
+        good.publish("hostile/big", [KIB4] * MAX_FDS, fds, manifest=bytes(30_000))
+        deaf = [Peer(keeper.path) for _ in range(10)]
+        for peer in deaf:
+            peer.sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                for call in range(1, 2_000):
+                    peer.send(m.encode(m.Attach(call, "hostile/big")))
+        worst = 0.0
+        for _ in range(50):
+            started = time.monotonic()
+            got = good.attach("hostile/big")
+            close_fds(got.fds)
+            good.release([got.lease_id])
+            worst = max(worst, time.monotonic() - started)
+        until(lambda: good.statistics().connections == 2, what="the end of those who do not read")
+        assert good.statistics().leases == 1
+        for peer in deaf:
+            peer.close()
+        assert worst < 2.0
+
+
+def test_who_reads_slowly_gets_everything(keeper: KeeperProcess, peer: Peer) -> None:
+    with KeeperClient.connect(keeper.path) as good, memfds(MAX_FDS) as fds:
+        good.publish("hostile/big", [KIB4] * MAX_FDS, fds, manifest=bytes(30_000))
+    for call in range(1, 21):
+        peer.send(m.encode(m.Attach(call, "hostile/big")))
+    for call in range(1, 21):
+        time.sleep(0.02)
+        reply = peer.hear()
+        assert isinstance(reply, m.Attached)
+        assert reply.call == call
+
+
+def test_leases_given_back_before_they_were_read_send_nothing_else(keeper: KeeperProcess) -> None:
+    """The answer with the descriptors is still queued when its lease ends: no other memory may go out in its place."""
+    with KeeperClient.connect(keeper.path) as good:
+        with memfds(200) as fds:
+            good.publish("hostile/w", [KIB4] * 200, fds)
+        mine = Peer(keeper.path)
+        for call in range(1, 6):
+            mine.send(m.encode(m.Attach(call, "hostile/w")))
+        until(lambda: good.statistics().leases >= 3)
+        good.remove("hostile/w")
+        first = next(row.lease_id for row in good.show("hostile/w").versions[0].holders if row.label == "hostile")
+        mine.send(m.encode(m.Release(0, list(range(first, first + 50)))))
+        secret = make_memfd(content=b"secret")
+        for number in range(20):
+            good.publish(f"hostile/secret{number}", [KIB4] * 200, [secret] * 200)
+        os.close(secret)
+        for _ in range(5):
+            payload, came, _, _ = socket.recv_fds(mine.sock, MAX_MESSAGE, MAX_FDS)
+            if isinstance(m.decode_reply(payload), m.Attached):
+                assert b"secret" not in [os.pread(fd, 6, 0) for fd in came]
+            close_fds(came)
+        mine.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_an_ordinary_keeper_with_few_descriptors_serves_17_beside_one_that_does_not_read() -> None:
+    """Descriptors in flight are limited per user (here to 1,024): one peer must not use them up."""
+    with short_directory() as place:
+        os.chown(place, OTHER, OTHER)
+        os.chmod(place, 0o711)
+        path = f"{place}/k"
+        with keeper_of(OTHER, path, descriptors=1024, mode=0o666, patience=5.0):
+            with KeeperClient.connect(path) as publisher, memfds(250) as fds:
+                publisher.publish("w", [KIB4] * 250, fds)
+                deaf = [Peer(path) for _ in range(3)]
+                for peer in deaf:
+                    for call in range(1, 50):
+                        peer.send(m.encode(m.Attach(call, "w")))
+                readers = [KeeperClient.connect(path) for _ in range(17)]
+                started = time.monotonic()
+                for _ in range(2):
+                    for reader in readers:
+                        got = reader.attach("w")
+                        close_fds(got.fds)
+                        assert len(got.fds) == 250
+                assert time.monotonic() - started < 4.0, "they waited for those who do not read"
+                for one in (*readers, *deaf):
+                    one.close()
+
+
+def test_more_connections_than_the_keeper_takes() -> None:
+    launcher = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
+    with short_directory() as place, running(f"{place}/k", launcher=launcher) as keeper:
+        with KeeperClient.connect(keeper.path) as good, memfds(1) as fds:
+            refused = []
+            with contextlib.ExitStack() as stack:
+                for _ in range(150):
+                    try:
+                        stack.enter_context(KeeperClient.connect(keeper.path))
+                    except VramError as error:
+                        refused.append(error)
+                assert refused
+                assert {type(error) for error in refused} == {CapacityError}
+                assert good.list() == []
+            until(lambda: good.statistics().connections == 1)
+            with pytest.raises(CapacityError, match="descriptors"):
+                good.publish("w", [KIB4] * 200, fds * 200)
+            good.publish("w", [KIB4] * 50, fds * 50)
+
+
+# -- at random ------------------------------------------------------------------------------------------------------
+
+
+PING = m.encode(m.Statistics(2**40))
+
+
+def _assail(path: str, count: int, seed: int) -> None:
+    """Have the keeper read so many mutated messages, on as many connections as it makes necessary.
+
+    Each is followed by a right one: once that is answered, or the connection is cut, the one before was read.
+    """
+    chance = random.Random(seed)
+    fds = [make_memfd(seals=seals) for seals in (READ_ONLY, READ_ONLY, WRITABLE, 0)]
+    peer: Peer | None = None
+    cut = 0
+    try:
+        for _ in range(count):
+            if peer is None:
+                peer = Peer(path, greet=chance.random() < 0.9)
+            rights = [chance.choice(fds) for _ in range(chance.choice([0, 0, 1, 1, 2, 3]))]
+            try:
+                peer.send(mutated(chance), rights)
+                peer.send(PING)
+                while (reply := peer.hear()) is not None and not isinstance(reply, m.KeeperStatistics):
+                    pass
+            except (BrokenPipeError, ConnectionResetError):
+                reply = None
+            if reply is None or chance.random() < 0.01:
+                cut += 1
+                peer.close()
+                peer = None
+    finally:
+        if peer is not None:
+            peer.close()
+        close_fds(fds)
+    assert count * 0.2 < cut < count * 0.95, "neither all wrong nor all right"
+
+
+def test_s7_messages_that_are_almost_right(keeper: KeeperProcess) -> None:
+    _assail(keeper.path, 3_000, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_s7_a_hundred_thousand_messages_that_are_almost_right(keeper: KeeperProcess, seed: int) -> None:
+    _assail(keeper.path, 10_000, seed=seed)
+
+
+def test_s7_the_parser_takes_nothing_else_for_a_message() -> None:
+    chance = random.Random(0)
+    understood = 0
+    for _ in range(10_000):
+        with contextlib.suppress(ProtocolError):
+            m.decode_request(mutated(chance))
+            understood += 1
+    assert 500 < understood < 9_500, "the mutations should be neither all right nor all wrong"
