@@ -54,23 +54,31 @@ _OPEN, _CLOSING, _CLOSED, _STUCK = range(4)
 _RELEASED, _COLLECTED = 0, -1  # in place of a claim's serial number, which is positive
 
 
+Label = str | Callable[[], str]
+
+
 class Handle:
     """One thing to take back, counted.
 
     Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one.
     """
 
-    __slots__ = ("_at_exit", "_claims", "_depends", "_generation", "_id", "_state", "_undo", "label")
+    __slots__ = ("_at_exit", "_claims", "_depends", "_generation", "_id", "_label", "_state", "_undo")
 
-    def __init__(self, label: str, undo: Callable[[], object] | None, at_exit: bool) -> None:
-        self.label = label
+    def __init__(self, label: Label, undo: Callable[[], object] | None, at_exit: bool) -> None:
+        self._label = label
         self._undo = undo
         self._at_exit = at_exit
-        self._claims: dict[int, tuple[str, object]] = {}
+        self._claims: dict[int, tuple[str | Handle, object]] = {}  # who, and the owner's tag
         self._depends: dict[int, Handle] = {}
         self._generation = _generation
         self._state = _OPEN
         self._id = next(_serials)
+
+    @property
+    def label(self) -> str:
+        """What it is, for errors."""
+        return self._label if isinstance(self._label, str) else self._label()
 
     @property
     def is_open(self) -> bool:
@@ -118,8 +126,24 @@ class Handle:
             with _lock:
                 other.check()
                 self.check()
-                other._claims[serial] = (self.label, None)
+                other._claims[serial] = (self, None)
                 self._depends[serial] = other
+        finally:
+            _settle()
+
+    def adopt(self, claim: Claim) -> None:
+        """Turn a claim into a dependency: :meth:`depend` and the claim's release in one step."""
+        other = claim.handle
+        try:
+            with _lock:
+                other.check()
+                self.check()
+                serial = claim._serial
+                if serial <= 0:
+                    raise ClosedError(f"this claim on {other.label} was given up")
+                other._claims[serial] = (self, None)
+                self._depends[serial] = other
+                claim._serial = _RELEASED
         finally:
             _settle()
 
@@ -136,7 +160,7 @@ class Handle:
 
     def holders(self) -> tuple[str, ...]:
         """Return the labels of all claims, oldest first."""
-        return tuple(holder for holder, _ in tuple(self._claims.values()))
+        return tuple(_who(holder) for holder, _ in tuple(self._claims.values()))
 
     def tags(self) -> tuple[object, ...]:
         """Return the tags of all claims that have one, oldest first."""
@@ -204,7 +228,7 @@ class Claim:
                     # Claims whose release is only queued are no reason to refuse.
                     queued = {s for handle, s in tuple(_released) if handle is self.handle}
                     claims = tuple(self.handle._claims.items())
-                    others = tuple(who for s, (who, _) in claims if s != serial and s not in queued)
+                    others = tuple(_who(holder) for s, (holder, _) in claims if s != serial and s not in queued)
                     if others:
                         raise BusyError(f"{self.handle.label} is still in use", others)
                     self._serial = _RELEASED
@@ -225,7 +249,7 @@ class Claim:
 
 
 def own(
-    label: str,
+    label: Label,
     undo: Callable[[], object] | None,
     *,
     depends: Iterable[Handle] = (),
@@ -236,8 +260,8 @@ def own(
 
     Parameters
     ----------
-    label : str
-        What it is, for errors: ``"allocation of 2 MiB on host"``.
+    label : str, or callable that returns one
+        What it is, for errors: ``"allocation of 2 MiB on host"``. Called only when somebody wants to read it.
     undo : callable or None
         The one call that takes it back. Called at most once, in any thread, without locks held.
     depends : iterable of Handle
@@ -406,6 +430,10 @@ class FileDescriptor(Owned):
             self._fds.append(fd)
             raise
         return fd
+
+
+def _who(holder: str | Handle) -> str:
+    return holder if isinstance(holder, str) else holder.label
 
 
 def _close_all(fds: list[int]) -> None:

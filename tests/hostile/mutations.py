@@ -52,15 +52,43 @@ _VALUES = [
 ]
 
 
-def mutated(chance: random.Random) -> bytes:
-    """Return a message that was right once."""
-    payload = chance.choice(PAYLOADS)
-    if chance.random() < 0.5:
-        return _bytes(payload, chance)
+def mutated(chance: random.Random) -> tuple[bytes, int]:
+    """Return a message that was right once, and may be still, and with how many descriptors it should come."""
+    message = chance.choice(VALID)
+    payload = m.encode(message)
+    count = len(message.segments) + message.manifest_fd if isinstance(message, m.Publish) else 0
+    count += isinstance(message, m.Part)
+    if chance.random() < 0.1:
+        count = chance.randint(0, 4)
+    kind = chance.random()
+    if kind < 0.3:
+        return _bytes(payload, chance), count
     items = msgspec.msgpack.decode(payload)
-    for _ in range(chance.randint(1, 3)):
-        _items(items, chance)
-    return msgspec.msgpack.encode(items) or b"\x90"
+    if kind < 0.5:
+        for _ in range(chance.randint(1, 3)):
+            _items(items, chance)
+    else:
+        _similar(items, chance)
+    return msgspec.msgpack.encode(items)[:65_536], count
+
+
+def _similar(items: list[object], chance: random.Random) -> None:
+    """Replace values by others of the same kind: what gets through the parser."""
+    for at in range(1, len(items)):
+        value = items[at]
+        if chance.random() < 0.4:
+            if isinstance(value, bool):
+                items[at] = not value
+            elif isinstance(value, int):
+                items[at] = chance.choice([0, 1, 2, 3, 7, 2**20, 2**53])
+            elif isinstance(value, str):
+                items[at] = chance.choice(["hostile/a", "hostile/b", "hostile/c", "", "r", "rw", "../x", "host", "h" * 200])
+            elif isinstance(value, float):
+                items[at] = chance.choice([0.0, 0.001, 1e9])
+            elif isinstance(value, dict):
+                items[at] = chance.choice([{}, {"k": "v"}, {"k": "w"}, {"k": "x" * 4_000}])
+            elif isinstance(value, list) and value:
+                items[at] = value * chance.randint(1, 3)
 
 
 def _bytes(payload: bytes, chance: random.Random) -> bytes:

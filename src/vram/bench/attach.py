@@ -58,7 +58,7 @@ def measure(quick: bool) -> Result:
                 rows += _compare(place, keeper, rivals, rounds, notes)
         with places()[0].hold(pid):
             rows += _sizes(sizes, keeper, rounds)
-            rows += _segments(segments, keeper, rounds)
+        rows += _segments(segments, keeper, rounds)
     notes.append(
         f"compared on {format_size(compared)}; untouched but for one byte. The raw case is: ask over a socket, get a "
         f"descriptor, map it, read a byte; nothing is given back. The process is connected to its keeper already"
@@ -211,7 +211,7 @@ def _compare(place: Place, keeper: str, rivals: _Rivals, rounds: int, notes: lis
     release = Row.held(f"attach, touch, release acknowledged, {where}", figures["release"], raw, at_most=5)
     for rival in (shared, mapped):
         if rival.figure.median < touch.figure.median:
-            notes.append(f"wins on {where}: {rival.case}")
+            notes.append(f"wins: {rival.case}")
     return [
         raw,
         touch,

@@ -19,7 +19,7 @@ from .. import driver as drivers
 from ..errors import InternalError
 from ..spec import HOST, format_size
 from .children import child, status
-from .measure import Figure, Result, Row, in_turns
+from .measure import Figure, Result, Row, in_turns, warm_memory
 
 __all__ = ["measure"]
 
@@ -141,6 +141,7 @@ def _grower(pipe: Connection, way: Callable[[int], None], step: int) -> None:
     way(1 << 16)  # imports and the like are over now
     pipe.send("ready")
     while pipe.recv():
+        warm_memory(2 * step * _STEPS)
         with contextlib.suppress(OSError):  # not every kernel has it; the peak is the same every time
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         before = status("self", "VmRSS")

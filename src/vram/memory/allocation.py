@@ -28,11 +28,18 @@ class Release:
     the two (they come between any two calls) then leaves nothing that nobody owns.
     """
 
-    __slots__ = ("driver", "driver_handle")
+    __slots__ = ("driver", "driver_handle", "nbytes", "where")
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, nbytes: int, where: Location | None = None) -> None:
         self.driver = driver
         self.driver_handle: int | None = None
+        self.nbytes = nbytes
+        self.where = where  # None: imported
+
+    def describe(self) -> str:
+        """What the handle is called."""
+        origin = "imported " if self.where is None else ""
+        return f"{origin}allocation of {format_size(self.nbytes)} on {self.where or self.driver.name}"
 
     def __call__(self) -> None:
         if self.driver_handle is not None:
@@ -143,8 +150,8 @@ class PhysicalAllocation(Owned):
         checks.kinds(kind)
         granularity = driver.mem_granularity(Location(driver.name), kind).minimum
         size = checks.positive(nbytes, "nbytes", granularity)
-        release = Release(driver)
-        claim = own(f"imported allocation of {format_size(size)} on {driver.name}", release)
+        release = Release(driver, size)
+        claim = own(release.describe, release)
         try:
             release.driver_handle = raw = driver.mem_import(fd, kind, size)
             properties = driver.mem_properties(raw)
@@ -265,8 +272,8 @@ class PhysicalAllocation(Owned):
 
 def create_memory(driver: Driver, nbytes: int, location: Location, kinds: HandleKind) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
-    release = Release(driver)
-    claim = own(f"allocation of {format_size(nbytes)} on {location}", release)
+    release = Release(driver, nbytes, location)
+    claim = own(release.describe, release)
     try:
         release.driver_handle = raw = driver.mem_create(nbytes, location, kinds)
     except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ..driver.protocol import Driver, HostAddressable
@@ -102,7 +103,7 @@ class Chunks:
                 touchable(where.driver, access).populate(where.address + start, offset - start)
             row = (*self.row, *(chunk for _, chunk in made))
             for claim, _ in made:
-                handle.depend(claim.handle)
+                handle.adopt(claim)
             self.row = row
         except BaseException as error:
             with unwinding(error):
@@ -110,8 +111,6 @@ class Chunks:
                     handle.forgo(chunk.mapping)
                     claim.release()
             raise
-        for claim, _ in made:
-            claim.release()  # the region's own dependency keeps it now
 
     def cut(self, nbytes: int) -> tuple[Chunk, ...]:
         """Take the chunks that lie wholly beyond `nbytes` out of the row, and return them for :meth:`unmap`."""
@@ -157,17 +156,17 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
     """
     where, reserved = reserve_addresses(driver, nbytes)
     try:
-        claim = own(
-            f"region of {format_size(nbytes)} on {location} at {where.address:#x}",
-            None,
-            depends=(*depends, where.handle),
-        )
+        claim = own(partial(_label, where, location), None, depends=depends)
+        claim.handle.adopt(reserved)
     except BaseException as error:
         with unwinding(error):
             reserved.release()
         raise
-    reserved.release()
     return where, claim
+
+
+def _label(where: AddressRange, location: Location) -> str:
+    return f"region of {format_size(where.nbytes)} on {location} at {where.address:#x}"
 
 
 def measure(

@@ -117,14 +117,13 @@ class AddressReservation(Owned):
 def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: int = 0) -> tuple[AddressRange, Claim]:
     """Reserve addresses, from arguments that were checked, and return them with the first claim on them."""
     free = Free(driver, nbytes)
-    claim = own(f"reservation of {format_size(nbytes)}", free)
+    claim = own(free.describe, free)
     try:
         free.address = found = driver.address_reserve(nbytes, alignment=alignment, address=address)
     except BaseException as error:
         with unwinding(error):
             claim.release()
         raise
-    claim.handle.label += f" at {found:#x}"
     return AddressRange(driver, found, nbytes, claim.handle), claim
 
 
@@ -137,6 +136,11 @@ class Free:
         self.driver = driver
         self.nbytes = nbytes
         self.address: int | None = None
+
+    def describe(self) -> str:
+        """What the handle is called."""
+        where = "" if self.address is None else f" at {self.address:#x}"
+        return f"reservation of {format_size(self.nbytes)}{where}"
 
     def __call__(self) -> None:
         if self.address is not None:
@@ -157,6 +161,10 @@ class Unmap:
         # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
         self._done = threading.Lock()
         self._done.acquire()
+
+    def describe(self) -> str:
+        """What the handle is called."""
+        return f"mapping of {format_size(self.nbytes)} at {self.where.address + self.offset:#x}"
 
     def __call__(self) -> None:
         where = self.where
@@ -192,9 +200,7 @@ def map_at(
     """
     nbytes, address, driver = memory.nbytes, where.address + offset, where.driver
     undo = Unmap(where, offset, nbytes)
-    claim = own(
-        f"mapping of {format_size(nbytes)} at {address:#x}", undo, depends=(*depends, where.handle, memory.handle)
-    )
+    claim = own(undo.describe, undo, depends=(*depends, where.handle, memory.handle))
     try:
         where.book(undo)
         undo.is_mapped = True

@@ -1,0 +1,44 @@
+"""A keeper for all tests of a module, and the proof after each of them that it was left as it was found."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+import vram
+from vram.exchange import endpoint
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import private_keeper
+from vram.testing.keeper import until
+
+
+@pytest.fixture(scope="module")
+def running_keeper() -> Iterator[str]:
+    """The socket of a keeper; use ``kept``, which watches over it."""
+    with private_keeper() as path:
+        yield path
+
+
+@pytest.fixture
+def kept(running_keeper: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[vram.Keeper]:
+    """A keeper that is this process's default. A test that leaves a lease, or memory that nobody can reach, fails."""
+    monkeypatch.setenv("VRAM_KEEPER", running_keeper)
+    yield vram.Keeper(running_keeper)
+    gc.collect()
+    with KeeperClient.connect(running_keeper, label="cleaner") as cleaner:
+        until(lambda: not cleaner.statistics().leases, what="the return of every lease")
+        close_client(running_keeper)
+        for entry in cleaner.list():
+            cleaner.remove(entry.name)
+        until(lambda: cleaner.statistics().connections == 1, what="the end of every connection")
+        left = cleaner.statistics()
+    assert (left.entries, left.versions, left.nbytes, left.descriptors, left.waiting) == (0, 0, 0, 0, 0), left
+
+
+@pytest.fixture
+def hand_over() -> Iterator[None]:
+    """Arrays may travel in pickles of multiprocessing; afterwards nobody knows of it."""
+    yield
+    endpoint.shut_down()

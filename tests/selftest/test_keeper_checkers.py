@@ -1,0 +1,202 @@
+"""Bugs planted in channels and the keeper, each in a process of its own: machine, contract, kills and fuzz see them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Run with the bug in place: exit with 0 if nothing was noticed and with 1 if a check failed.
+MACHINE = """
+import runpy
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+found = runpy.run_path("tests/stateful/test_catalogue_machine.py")
+try:
+    run_state_machine_as_test(found["CatalogueMachine"], settings=settings(
+        max_examples=300, stateful_step_count=50, deadline=None, database=None, derandomize=True,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck)))
+except BaseException as error:
+    print("NOTICED", type(error).__name__)
+    raise SystemExit(1)
+"""
+CONTRACT = """
+import pytest
+raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/conformance/test_channel.py",
+                              "-k", "TestPair and not gives_up"]))
+"""
+# The keeper under test is another process: it gets the bug through a module that its interpreter loads first.
+SUITE = """
+import os, pathlib, pytest, tempfile
+with tempfile.TemporaryDirectory() as place:
+    pathlib.Path(place, "sitecustomize.py").write_text(HEAD + BUG)
+    os.environ["PYTHONPATH"] = place
+    raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {0!r}, "-k", {1!r}]))
+"""
+HOSTILE = SUITE.format("tests/hostile/test_keeper_hostile.py", "unfit or wrong_parts or given_back or hello")
+KILLS = SUITE.format("tests/processes/test_keeper_kills.py", "publisher or retired")
+TAKEOVER = SUITE.format("tests/processes/test_keeper_takeover.py", "nothing_had_been or slow_reader or killed")
+
+HEAD = """
+from vram.keeper import admission, catalogue, connection, server, service, snapshot
+from vram.keeper.catalogue import Catalogue
+from vram.sharing import channel
+from vram.sharing.channel import Channel
+"""
+NONE = ""
+LEASE_FORGOTTEN = """
+right = Catalogue._end
+Catalogue._end = lambda self, lease: (right(self, lease), [])[1]  # memory is not freed with its last lease
+"""
+FREED_TOO_EARLY = """
+right = Catalogue.commit
+def commit(self, *args, **options):
+    version, effects = right(self, *args, **options)
+    for older in self._names[version.name].older.values():
+        effects.insert(0, catalogue.Free(older.token))
+    return version, effects
+Catalogue.commit = commit
+"""
+NUMBERS_AGAIN = """
+right = Catalogue._tidy
+def tidy(self, name, known):
+    right(self, name, known)
+    self._numbers.clear()
+Catalogue._tidy = tidy
+"""
+CLAIM_LOST = """
+Catalogue.drop_claim = lambda self, session, claim, now: []
+"""
+LAST_COME_FIRST_SERVED = """
+right = Catalogue._serve
+def serve(self, name, now):
+    line = self._waiters.get(name, {})
+    for order in sorted(line, reverse=True):
+        line[order] = line.pop(order)
+    return right(self, name, now)
+Catalogue._serve = serve
+"""
+ANYBODY_REMOVES = """
+right = Catalogue.remove
+def remove(self, session, name, version=0, **options):
+    class Owner:
+        uid = next((v.owner for v in self.all_versions() if v.name == name), 0)
+    return right(self, Owner, name, version, **options)
+Catalogue.remove = remove
+"""
+RETIRED_IS_FREE = """
+from vram.keeper.accounts import Accounts
+right = Accounts.add
+def add(self, uid, nbytes, entries, handles):
+    right(self, uid, 0 if nbytes < 0 else nbytes, entries, handles)
+Accounts.add = add
+"""
+WATCH_LOST = """
+right = snapshot._restore_version
+snapshot._restore_version = lambda made, row, token: right(made, type(row)(*[
+    [] if field == "watchers" else getattr(row, field) for field in row.__struct_fields__]), token)
+"""
+NOT_CLOSE_ON_EXEC = """
+channel._CLOEXEC = 0
+"""
+TRUNCATION_IGNORED = """
+right = channel.receive
+def receive(sock, flags=0):
+    payload, fds, _ = right(sock, flags)
+    return payload[:1000], fds, False
+channel.receive = receive
+"""
+FD_LEAKED = """
+right = channel.transmit
+def transmit(sock, payload, fds=(), flags=0):
+    import os
+    right(sock, payload, [os.dup(fd) for fd in fds], flags)
+channel.transmit = transmit
+"""
+NOT_WOKEN = """
+import socket
+class Quiet(socket.socket):
+    def shutdown(self, how): pass
+right = Channel.__init__
+def init(self, sock):
+    right(self, Quiet(fileno=sock.detach()))
+Channel.__init__ = init
+"""
+ANYTHING_ADMITTED = """
+service.admit = lambda fd, size, **options: size
+"""
+NOTHING_HELD_BACK = """
+connection.Held.keep = lambda self: None
+right = connection.Held.drop
+def drop(self):
+    if self._uses > 0:
+        right(self)
+connection.Held.drop = drop
+"""
+HELLO_NOT_WAITED_FOR = """
+connection.Connection.overdue = lambda self, now, patience: False
+"""
+PART_LEAKED = """
+server.KeeperServer.dispose = lambda self, fds, nbytes: None
+"""
+LEASES_LOST = """
+import vram.keeper.takeover as takeover
+right = takeover.restore
+def restore(books, *args, **options):
+    made, publications = right(books, *args, **options)
+    made.leases.clear()
+    for session in made.sessions.values():
+        session.leases.clear()
+    return made, publications
+takeover.restore = restore
+"""
+
+CAUGHT = [
+    ("a lease forgotten", LEASE_FORGOTTEN, MACHINE),
+    ("freed too early", FREED_TOO_EARLY, MACHINE),
+    ("numbers used again", NUMBERS_AGAIN, MACHINE),
+    ("a claim lost", CLAIM_LOST, MACHINE),
+    ("last come, first served", LAST_COME_FIRST_SERVED, MACHINE),
+    ("anybody removes", ANYBODY_REMOVES, MACHINE),
+    ("retired memory not taken off the books", RETIRED_IS_FREE, MACHINE),
+    ("a watch lost in a takeover", WATCH_LOST, MACHINE),
+    ("inheritable descriptors", NOT_CLOSE_ON_EXEC, CONTRACT),
+    ("truncation ignored", TRUNCATION_IGNORED, CONTRACT),
+    ("a descriptor leaked", FD_LEAKED, CONTRACT),
+    ("closing wakes nobody", NOT_WOKEN, CONTRACT),
+    ("anything admitted", ANYTHING_ADMITTED, HOSTILE),
+    ("queued answers not held", NOTHING_HELD_BACK, HOSTILE),
+    ("the silent are waited for", HELLO_NOT_WAITED_FOR, HOSTILE),
+    ("descriptors of half a publication leaked", PART_LEAKED, KILLS),
+    ("a lease forgotten", LEASE_FORGOTTEN, KILLS),
+    ("leases lost in a takeover", LEASES_LOST, TAKEOVER),
+]
+
+
+def run(bug: str, checker: str) -> subprocess.CompletedProcess[str]:
+    code = checker if "BUG" in checker else HEAD + bug + checker
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"HEAD, BUG = {HEAD!r}, {bug!r}\n{code}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("checker", [MACHINE, CONTRACT, HOSTILE, KILLS, TAKEOVER])
+def test_without_a_bug_nothing_is_noticed(checker: str) -> None:
+    ran = run(NONE, checker)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(("name", "bug", "checker"), CAUGHT, ids=[f"{name}" for name, _, _ in CAUGHT])
+def test_a_planted_bug_is_noticed(name: str, bug: str, checker: str) -> None:
+    ran = run(bug, checker)
+    assert ran.returncode == 1, f"{name} went unnoticed\n{ran.stdout}\n{ran.stderr}"
+    assert "NOTICED" in ran.stdout or "FAILED" in ran.stdout or "ERROR" in ran.stdout, ran.stdout + ran.stderr
