@@ -280,8 +280,14 @@ def own(
     serial = handle._id
     handle._claims[serial] = (holder, None)
     try:
-        for other in depends:
-            handle.depend(other)
+        if depends:
+            with _lock:  # Handle.depend for each, under one lock
+                for other in depends:
+                    other.check()
+                    number = next(_serials)
+                    other._claims[number] = (handle, None)
+                    handle._depends[number] = other
+            _settle()
     except BaseException:
         handle._undo = None
         handle._state = _CLOSED

@@ -82,7 +82,9 @@ def _similar(items: list[object], chance: random.Random) -> None:
             elif isinstance(value, int):
                 items[at] = chance.choice([0, 1, 2, 3, 7, 2**20, 2**53])
             elif isinstance(value, str):
-                items[at] = chance.choice(["hostile/a", "hostile/b", "hostile/c", "", "r", "rw", "../x", "host", "h" * 200])
+                items[at] = chance.choice(
+                    ["hostile/a", "hostile/b", "hostile/c", "", "r", "rw", "../x", "host", "h" * 200]
+                )
             elif isinstance(value, float):
                 items[at] = chance.choice([0.0, 0.001, 1e9])
             elif isinstance(value, dict):

@@ -119,13 +119,12 @@ def run(seed: int, rounds: int) -> tuple[int, int]:
         data = chance.choice(spoilers)(chance, chance.choice(SEEDS))
         try:
             manifest = decode_manifest(data)
-        except ProtocolError as error:
-            assert len(str(error)) < 3000
+        except ProtocolError:
+            continue
         except BaseException as error:
             pytest.fail(f"seed {seed}, manifest {number}: {type(error).__name__}: {error}\n{data.hex()}")
-        else:
-            taken += 1
-            check_is_consistent(manifest)
+        taken += 1
+        check_is_consistent(manifest)
     return taken, rounds - taken
 
 

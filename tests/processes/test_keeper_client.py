@@ -37,9 +37,8 @@ from vram.keeper import client as module
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
 from vram.keeper.private import KeeperProcess, private_keeper, short_directory
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import READ_ONLY, WRITABLE, make_memfd, memfds, until
+from vram.testing.keeper import READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
-SOON = 20.0
 KIB4 = Segment(4096)
 
 

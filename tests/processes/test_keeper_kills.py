@@ -17,10 +17,9 @@ import pytest
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import close_fds
-from vram.testing.keeper import memfds, until
+from vram.testing.keeper import SOON, memfds, until
 
 STOPPED = Path(__file__).with_name("stopped.py")
-SOON = 20.0
 
 
 @contextlib.contextmanager
@@ -113,11 +112,14 @@ def test_a_retired_version_goes_with_its_last_reader_however_that_ends(
     keeper: KeeperProcess, watcher: KeeperClient
 ) -> None:
     publish(watcher)
+    idle = descriptors(keeper)
     with victim(1_000, "attach", keeper.path) as where:
         assert where == "end"
         publish(watcher)
         assert watcher.statistics().versions == 2
+        assert descriptors(keeper) == idle + 2  # the victim's connection, and the second version
     until(lambda: watcher.statistics().versions == 1)
+    until(lambda: descriptors(keeper) == idle, what="the end of the old version's memory")
 
 
 def test_a_claim_outlives_none_of_its_holders(keeper: KeeperProcess, watcher: KeeperClient) -> None:

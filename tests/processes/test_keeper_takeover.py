@@ -24,10 +24,9 @@ from vram.keeper import messages as m
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Watch
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import memfds, until
+from vram.testing.keeper import SOON, memfds, until
 
 STOPPED = Path(__file__).with_name("stopped.py")
-SOON = 20.0
 KIB4 = Segment(4096)
 
 

@@ -25,9 +25,7 @@ from vram.errors import (
 from vram.keeper.private import short_directory
 from vram.sharing import channel as module
 from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, close_fds
-from vram.testing.keeper import memfds
-
-SOON = 10.0
+from vram.testing.keeper import SOON, memfds
 
 
 @pytest.fixture

@@ -6,8 +6,12 @@ built in the same module, of the same processes and the same kind of connection,
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -42,14 +46,30 @@ def run_benchmarks(only: list[str], *, quick: bool, progress: bool) -> list[Resu
     if unknown:
         raise UsageError(f"no benchmark is called {unknown[0]!r}; there are {', '.join(NAMES)}")
     results = []
-    for name in NAMES:
-        if only and name not in only:
-            continue
-        if progress:
-            print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
-        begin = time.perf_counter()
-        result: Result = import_module(f".{name}", __name__).measure(quick)
-        results.append(result)
-        if progress:
-            print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    with _stoppable():
+        for name in NAMES:
+            if only and name not in only:
+                continue
+            if progress:
+                print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
+            begin = time.perf_counter()
+            result: Result = import_module(f".{name}", __name__).measure(quick)
+            if quick:
+                result.notes.append("--quick: it ran, but sizes and rounds are too small for figures worth quoting")
+            results.append(result)
+            if progress:
+                print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return results
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let SIGTERM end this as Ctrl-C does, so that files of a gigabyte do not stay."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -61,7 +61,9 @@ def attach_array(
     client = connect(path)
     where = Provenance(client.path, name, version, array, access, 0, 0)
     # A private copy is each array's own; everything else is the same memory for all.
-    whole = (None if access == "cow" else _again(client, where)) or _attach(client, where)
+    whole = None if access == "cow" else _again(client, where)
+    if whole is None:  # an array may be empty, and then is false
+        whole = _attach(client, where)
     if (start, shape) == (0, whole.shape):
         return whole
     return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)

@@ -377,7 +377,7 @@ def _look(name: object, value: object, writable: bool) -> _Item:
     if isinstance(value, Array):
         found: tuple[Region, int] | None = (value.region, value.offset)
     else:
-        found = find(source.address, source.nbytes)
+        found = find(source.address, source.nbytes if source.contiguous else 1)
     if found is None:
         return _Item(called, value, source, None, 0, "it is not in vram memory")
     region, offset = found

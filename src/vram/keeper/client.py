@@ -377,7 +377,7 @@ def client(path: str | None = None) -> KeeperClient:
             if existing.is_usable:
                 return existing
             del _clients[found]
-            existing.close()
+            existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
         made = _clients[found] = KeeperClient.connect(path, label=_own_label())
         return made
 

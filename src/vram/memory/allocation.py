@@ -145,21 +145,7 @@ class PhysicalAllocation(Owned):
         ProtocolError
             If the descriptor is not such memory, is smaller than `nbytes`, or could be truncated under its reader.
         """
-        if type(fd) is not int or fd < 0:
-            raise UsageError(f"fd must be an open file descriptor, not {fd!r}")
-        checks.kinds(kind)
-        granularity = driver.mem_granularity(Location(driver.name), kind).minimum
-        size = checks.positive(nbytes, "nbytes", granularity)
-        release = Release(driver, size)
-        claim = own(release.describe, release)
-        try:
-            release.driver_handle = raw = driver.mem_import(fd, kind, size)
-            properties = driver.mem_properties(raw)
-        except BaseException as error:
-            with unwinding(error):
-                claim.release()
-            raise
-        return cls(Memory(driver, raw, size, properties.location, properties.handle_kinds, claim.handle), claim)
+        return cls(*import_memory(driver, fd, nbytes, kind))
 
     @classmethod
     def of(cls, memory: Memory, holder: str = "lent") -> Self:
@@ -281,6 +267,25 @@ def create_memory(driver: Driver, nbytes: int, location: Location, kinds: Handle
             claim.release()
         raise
     return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
+
+
+def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) -> tuple[Memory, Claim]:
+    """Open memory that was exported, and return it with the first claim on it; see PhysicalAllocation.import_."""
+    if type(fd) is not int or fd < 0:
+        raise UsageError(f"fd must be an open file descriptor, not {fd!r}")
+    checks.kinds(kind)
+    granularity = driver.mem_granularity(Location(driver.name), kind).minimum
+    size = checks.positive(nbytes, "nbytes", granularity)
+    release = Release(driver, size)
+    claim = own(release.describe, release)
+    try:
+        release.driver_handle = raw = driver.mem_import(fd, kind, size)
+        properties = driver.mem_properties(raw)
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
+    return Memory(driver, raw, size, properties.location, properties.handle_kinds, claim.handle), claim
 
 
 @contextmanager

@@ -1,0 +1,227 @@
+"""A keeper that is none, or a bad one: its clients say so, keep no descriptor it sent, and do not hang (S7)."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from vram.errors import (
+    CapacityError,
+    InternalError,
+    NotFoundError,
+    PeerGoneError,
+    ProtocolError,
+    UnsupportedError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.keeper import conversation
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, PublishClaim, Segment
+from vram.keeper.private import short_directory
+from vram.sharing.channel import Channel, close_fds
+from vram.testing.keeper import SOON, memfds
+
+PIECE = m.Piece(4096, 1, 0)
+ENTRY = m.Entry("w", 1, 0, False, [PIECE], ["host"], b"", False, {})
+
+
+@contextlib.contextmanager
+def impostor(answer: Callable[[Channel], None], *, times: int = 1) -> Iterator[str]:
+    """Something that listens and talks to each of the next connections as it likes; yields its path."""
+    wrong: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            for _ in range(times):
+                with Channel(listener.accept()[0]) as channel:
+                    with contextlib.suppress(PeerGoneError):
+                        answer(channel)
+        except BaseException as error:
+            wrong.append(error)
+
+    with short_directory() as place, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{place}/k")
+        listener.listen()
+        listener.settimeout(SOON)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"{place}/k"
+        finally:
+            thread.join(SOON)
+        assert wrong == []
+
+
+def says(*words: bytes | tuple[bytes, int]) -> Callable[[Channel], None]:
+    """Answer the greeting, then each message with the next of `words`, some with so many descriptors; then hang up."""
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        with memfds(1) as fds:
+            for word in words:
+                close_fds(channel.recv(timeout=SOON)[1])
+                payload, count = (word, 0) if isinstance(word, bytes) else word
+                channel.send(payload, fds * count, timeout=SOON)
+            with contextlib.suppress(WaitTimeoutError):
+                while True:
+                    close_fds(channel.recv(timeout=0.2)[1])
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("greeting", "expected"),
+    [
+        (b"220 mail.example ESMTP", ProtocolError),
+        (m.encode(m.Done(0)), ProtocolError),
+        (m.encode(m.Error(0, "CapacityError", "full")), CapacityError),
+        (m.encode(m.Error(0, "UnsupportedError", "x", ["a", "b", "c", "d"])), UnsupportedError),
+        (m.encode(m.Error(0, "MemoryError", "x")), InternalError),
+        (None, PeerGoneError),
+    ],
+)
+def test_what_greets_like_no_keeper(greeting: bytes | None, expected: type[VramError]) -> None:
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        if greeting is not None:
+            with memfds(1) as fds:
+                channel.send(greeting, fds * 5, timeout=SOON)
+
+    with impostor(answer) as path, pytest.raises(expected) as caught:
+        KeeperClient.connect(path)
+    assert path in str(caught.value) or greeting is not None
+
+
+def test_what_does_not_greet_is_not_waited_for() -> None:
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.recv(timeout=SOON)
+
+    with impostor(answer) as path, pytest.raises(WaitTimeoutError, match=r"hangs, or no keeper"):
+        KeeperClient.connect(path, timeout=0.1)
+
+
+def test_a_server_of_another_kind_is_no_keeper() -> None:
+    with short_directory() as place, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"{place}/k")
+        listener.listen()
+        with pytest.raises(ProtocolError, match="another kind"):
+            KeeperClient.connect(f"{place}/k")
+
+
+ATTACHED = m.encode(m.Attached(1, 1, 1, ENTRY))
+BAD_ANSWERS: list[tuple[str, Any, Sequence[Any]]] = [
+    ("garbage", "attach", [b"garbage"]),
+    ("garbage with descriptors", "attach", [(b"garbage", 200)]),
+    ("another answer", "attach", [(m.encode(m.Done(1)), 3)]),
+    ("a claim that was not asked for", "attach", [m.encode(m.Claimed(1, 5))]),
+    ("too many descriptors", "attach", [(ATTACHED, 2)]),
+    ("more descriptors that do not come", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 1), m.encode(m.Done(2))]),
+    ("no further descriptors", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 1), m.encode(m.Descriptors(2, 1))]),
+    ("others first", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 1), (m.encode(m.Descriptors(2, 0)), 1)]),
+    ("as many as it says but not as it describes", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 2)]),
+    (
+        "a device that is not in its list",
+        "attach",
+        [(m.encode(m.Attached(1, 1, 1, m.Entry("w", 1, 0, False, [m.Piece(1, 1, 9)], ["host"], b"", False, {}))), 1)],
+    ),
+    ("descriptors with what has none", "list", [(m.encode(m.Listing(1, [], False)), 5)]),
+    ("parts for ever", "publish", [m.encode(m.Continue(1, 1))]),
+    ("an end in the middle", "publish", [m.encode(m.Continue(1, 0))]),
+]
+
+
+@pytest.mark.parametrize(("what", "call", "words"), BAD_ANSWERS, ids=[what for what, _, _ in BAD_ANSWERS])
+def test_answers_that_cannot_be(what: str, call: str, words: Sequence[Any]) -> None:
+    with impostor(says(*words)) as path, KeeperClient.connect(path) as client:
+        with memfds(1) as fds, pytest.raises((ProtocolError, PeerGoneError)):
+            {
+                "attach": lambda: client.attach("w"),
+                "list": lambda: client.list(),
+                "publish": lambda: client.publish("w", [Segment(4096)], fds),
+            }[call]()
+
+
+def test_a_page_that_never_ends_ends() -> None:
+    words = [m.encode(m.Listing(call, [], True)) for call in range(1, 3)]
+    with impostor(says(*words)) as path, KeeperClient.connect(path) as client:
+        assert client.list() == []
+
+
+def test_errors_are_raised_and_the_connection_goes_on() -> None:
+    words = [
+        (m.encode(m.Error(1, "NotFoundError", "no such thing")), 4),
+        m.encode(m.Error(2, "KeyboardInterrupt", "?")),
+        m.encode(m.Listing(3, [], False)),
+    ]
+    with impostor(says(*words)) as path, KeeperClient.connect(path) as client:
+        with pytest.raises(NotFoundError, match="no such thing"):
+            client.attach("w")
+        with pytest.raises(InternalError):
+            client.attach("w")
+        assert client.list() == []
+
+
+def test_answers_that_nobody_waits_for_are_given_back() -> None:
+    """A lease and a claim that come too late, or for nobody, go straight back."""
+    heard: list[m.Request] = []
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
+        with memfds(1) as fds:
+            channel.send(m.encode(m.Attached(99, 7, 1, ENTRY)), fds, timeout=SOON)
+            channel.send(m.encode(m.Claimed(98, 8)), fds * 3, timeout=SOON)
+            channel.send(m.encode(m.Notice(0, "w", 1, "replaced", 2)), fds, timeout=SOON)
+        channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
+        heard.extend(m.decode_request(channel.recv(timeout=SOON)[0]) for _ in range(2))
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client:
+        assert client.list() == []
+    assert heard == [m.Release(0, [7]), m.Abandon(0, 8)]
+
+
+def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "GRACE", 0.1)
+    with impostor(says()) as path, KeeperClient.connect(path) as client:
+        with pytest.raises(WaitTimeoutError, match="did not answer"):
+            client.list()
+
+
+def test_everybody_who_waits_hears_of_the_end() -> None:
+    ended: list[type[BaseException]] = []
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        for _ in range(4):
+            channel.recv(timeout=SOON)
+        channel.send(b"nonsense", timeout=SOON)
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client:
+
+        def wait() -> None:
+            try:
+                client.attach_or_claim("w")
+            except BaseException as error:
+                ended.append(type(error))
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SOON)
+    assert ended == [ProtocolError] * 4
+
+
+def test_a_claim_is_a_claim() -> None:
+    with impostor(says(m.encode(m.Claimed(1, 5)))) as path, KeeperClient.connect(path) as client:
+        assert client.attach_or_claim("w") == PublishClaim(5, "w")

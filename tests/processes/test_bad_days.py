@@ -1,0 +1,433 @@
+"""Bad input and bad days: each a typed error that says what to do, with nothing lost or leaked (I4, I10, I11)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tests.processes.other_users import OTHER, as_user, keeper_of
+
+import vram
+from vram.errors import (
+    AccessDeniedError,
+    CapacityError,
+    NotFoundError,
+    PeerGoneError,
+    ProtocolError,
+    RangeError,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.keeper import conversation
+from vram.keeper.client import close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.sharing.channel import Channel
+from vram.testing.keeper import until
+
+X = {"x": np.arange(3)}
+DEEP = np.zeros((1,) * 40)
+_made: list[vram.Array] = []
+
+
+class Listed(list[Any]):
+    """Looks like a mapping, and is none."""
+
+    def items(self) -> Any:
+        return enumerate(self)
+
+
+def structured() -> Any:
+    return np.zeros(3, [("a", "i4"), ("b", "f8")])
+
+
+def closed() -> vram.Array:
+    array = vram.zeros(3, device="host")
+    array.close()
+    return array
+
+
+# What was asked for, how it is refused, and a word of the remedy.
+PUBLISHED: list[tuple[Callable[[], Any], type[VramError], str]] = [
+    *(
+        (lambda name=name: vram.publish(name, X), UsageError, "a name")
+        for name in ["", "..", "a/../b", "/a", "a/", "a//b", "a b", "ä", "n" * 201, "a\n", "a\0", None, 5, b"n"]
+    ),
+    (lambda: vram.publish("n", [np.arange(3)]), UsageError, r'{"name": array}'),
+    (lambda: vram.publish("n", np.arange(3)), UsageError, r'{"name": array}'),
+    (lambda: vram.publish("n", Listed()), UsageError, r'{"name": array}'),
+    (lambda: vram.publish("n", {}), UsageError, "nothing to publish"),
+    (lambda: vram.publish("n", {"": np.arange(3)}), UsageError, "array names"),
+    (lambda: vram.publish("n", {5: np.arange(3)}), UsageError, "array names"),
+    (lambda: vram.publish("n", {"x" * 1025: np.arange(3)}), UsageError, "at most 1024"),
+    (lambda: vram.publish("n", {"\udc80": np.arange(3)}), UsageError, "UTF-8"),
+    (lambda: vram.publish("n", {"x": None}), UsageError, "is no array"),
+    (lambda: vram.publish("n", {"x": [1, 2, 3]}), UsageError, "numpy.asarray"),
+    (lambda: vram.publish("n", {"x": "text"}), UsageError, "is no array"),
+    (lambda: vram.publish("n", {"x": np.array([{}])}), UsageError, "Python objects"),
+    (lambda: vram.publish("n", {"x": structured()}), UsageError, "fields as arrays of their own"),
+    (lambda: vram.publish("n", {"x": np.arange(3, dtype=">i8")}), UsageError, "astype"),
+    (lambda: vram.publish("n", {"x": np.ma.masked_array([1], [True])}), UsageError, "mask"),
+    (lambda: vram.publish("n", {"x": DEEP}), UsageError, "at most 32"),
+    (lambda: vram.publish("n", {"x": np.arange(3), "y": closed()}), VramError, "was closed"),
+    *(
+        (lambda ttl=ttl: vram.publish("n", X, ttl=ttl), UsageError, "seconds above 0")
+        for ttl in [0, -1, float("nan"), float("inf"), 1e12, "5", True]
+    ),
+    (lambda: vram.publish("n", X, meta={"k": "v" * 4096}), UsageError, "4096 is the most"),
+    (lambda: vram.publish("n", X, meta={"k": 5}), UsageError, "convert it"),
+    (lambda: vram.publish("n", X, meta={5: "v"}), UsageError, "str to str"),
+    (lambda: vram.publish("n", X, meta={"k": "\ud800"}), UsageError, "UTF-8"),
+    (lambda: vram.publish("n", X, meta=["k"]), UsageError, "a mapping such as"),
+    (lambda: vram.publish("n", X, keeper=5), UsageError, "socket path"),
+    (lambda: vram.publish("n", X, keeper="/tmp/" + "x" * 200), UsageError, "107"),
+    (lambda: vram.publish("n", tuple(X.items()), consume=True), UsageError, r'{"name": array}'),
+    (lambda: vram.attach("n"), NotFoundError, "n"),
+    (lambda: vram.attach(".."), UsageError, "a name"),
+    (lambda: vram.attach(None), UsageError, "a name"),
+    (lambda: vram.attach("there", access="write"), UsageError, '"cow"'),
+    (lambda: vram.attach("there", access=["r"]), UsageError, '"cow"'),
+    *(
+        (lambda version=version: vram.attach("there", version=version), UsageError, "count from 1")
+        for version in [0, -1, "1", 1.5, True]
+    ),
+    (lambda: vram.attach("there", version=9), NotFoundError, "9"),
+    (lambda: vram.attach("there", expect=["k"]), UsageError, "a mapping such as"),
+    (lambda: vram.attach("there", expect={"k": 1}), UsageError, "convert it"),
+    *(
+        (lambda timeout=timeout: vram.attach("there", timeout=timeout), UsageError, "None for ever")
+        for timeout in [-1, "5", float("nan"), [], True]
+    ),
+    (lambda: vram.attach("there", access="rw"), AccessDeniedError, "cow"),
+    (lambda: vram.show("n"), NotFoundError, "n"),
+    (lambda: vram.show(".."), UsageError, "a name"),
+    (lambda: vram.remove("n"), NotFoundError, "n"),
+    (lambda: vram.remove("there", version=7), NotFoundError, "7"),
+    (lambda: vram.list("a b"), UsageError, "begins no name"),
+    (lambda: vram.attach_or_publish("..", dict), UsageError, "a name"),
+    (lambda: vram.attach_or_publish("n", dict, expect=5), UsageError, "a mapping such as"),
+    (lambda: vram.attach_or_publish("n", dict, timeout="x"), UsageError, "None for ever"),
+    (lambda: vram.attach_or_publish("n", lambda: X, ttl=-1), UsageError, "seconds above 0"),
+]
+MADE: list[tuple[Callable[[], Any], type[VramError], str]] = [
+    (lambda: vram.empty(3, "flaot32", device="host"), UsageError, "float32"),
+    (lambda: vram.empty(3, object, device="host"), UsageError, "Python objects"),
+    (lambda: vram.empty(3, None, device="host"), UsageError, "must be named"),
+    (lambda: vram.empty(-1, device="host"), UsageError, "negative"),
+    (lambda: vram.empty((3, 1.5), device="host"), UsageError, "ints"),
+    (lambda: vram.empty("3", device="host"), UsageError, "ints"),
+    (lambda: vram.empty((2**40, 2**40), device="host"), RangeError, "bytes"),
+    (lambda: vram.empty(10, device="host", capacity=5), CapacityError, "capacity of 5 rows"),
+    (lambda: vram.empty((0, 3), device="host", capacity=(10, 4)), UsageError, r"write \(10, 3\)"),
+    (lambda: vram.empty(10, device="host", capacity="much"), UsageError, "ints"),
+    (lambda: vram.empty(10, device="host", chunk="64 bananas"), UsageError, "64MiB"),
+    (lambda: vram.empty(10, device="host", chunk=0), UsageError, "granule"),
+    (lambda: vram.empty(10, device="host", chunk=-1), UsageError, "0 to 2"),
+    (lambda: vram.empty(10, device="gpu"), UsageError, '"host"'),
+    (lambda: vram.empty(10, device=None), UsageError, '"host"'),
+    (lambda: vram.empty(10, device="cuda:0"), UnsupportedError, 'device="host"'),
+    (lambda: vram.zeros(10, device=""), UsageError, '"host"'),
+    (lambda: vram.asarray([[1], [1, 2]], device="host"), UsageError, "rows of one length"),
+    (lambda: vram.asarray(["a"], "float32", device="host"), UsageError, "numbers that fit"),
+    (lambda: vram.asarray(np.array(["a"]), "float32", device="host"), UsageError, "does not convert"),
+    (lambda: vram.asarray({"a": 1}, device="host"), UsageError, "is no array"),
+    (lambda: vram.asarray(closed(), device="host"), VramError, "was closed"),
+    (lambda: vram.empty(2**50, "uint8", device="host"), VramError, "memory|ENOMEM"),
+]
+
+
+def refuses(act: Callable[[], Any], kind: type[VramError], remedy: str) -> None:
+    with pytest.raises(kind, match=remedy) as caught:
+        act()
+    assert isinstance(caught.value, VramError)
+    assert len(str(caught.value)) < 1000
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("act", "kind", "remedy"), PUBLISHED)
+def test_i4_bad_input_to_a_keeper(kept: vram.Keeper, act: Any, kind: type[VramError], remedy: str) -> None:
+    vram.publish("there", X)
+    before = vram.statistics()
+    refuses(act, kind, remedy)
+    after = vram.statistics()
+    assert (after.entries, after.versions, after.nbytes, after.leases) == (1, 1, before.nbytes, 0)
+
+
+@pytest.mark.parametrize(("act", "kind", "remedy"), MADE)
+def test_i4_bad_input_to_what_makes_arrays(act: Any, kind: type[VramError], remedy: str) -> None:
+    refuses(act, kind, remedy)
+
+
+def test_asarray_returns_what_fits_and_converts_what_does_not() -> None:
+    with vram.asarray([[1, 2], [3, 4]], "float32", device="host") as a:
+        assert vram.asarray(a, device="host") is a
+        assert vram.asarray(a, "float32", device="host") is a
+        for kind in ("float64", "int8", "bfloat16"):
+            with vram.asarray(a, kind, device="host") as other:
+                assert other is not a
+                assert other.dtype == kind
+                assert other.numpy().astype("float32").tolist() == [[1, 2], [3, 4]]
+        with vram.asarray(a, device="host", capacity=100) as larger:
+            larger.resize(100)
+            assert larger.numpy()[:2].tolist() == [[1, 2], [3, 4]]
+            assert a.shape == (2, 2)
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+FILES: dict[str, bytes] = {
+    "is empty": b"",
+    "is text": b"this is no tensor at all, but some text that goes on for a while",
+    "is a pickle": b"\x80\x02}q\x00.",
+    "has a header longer than itself": struct.pack("<Q", 10_000) + b"{}",
+    "has a header beyond reason": struct.pack("<Q", 2**63) + b"{}",
+    "is cut off": safetensors({"a": ENTRY}, b"1234"),
+    "has bytes left over": safetensors({"a": ENTRY}, b"12345678and more"),
+    "lies about a size": safetensors({"a": ENTRY | {"shape": [3]}}, b"12345678"),
+    "lies about an offset": safetensors({"a": ENTRY | {"data_offsets": [8, 16]}}, b"12345678"),
+    "goes backwards": safetensors({"a": ENTRY | {"data_offsets": [8, 0]}}, b"12345678"),
+    "names an unknown type": safetensors({"a": ENTRY | {"dtype": "F33"}}, b"12345678"),
+    "has a shape beyond reason": safetensors({"a": ENTRY | {"shape": [2**62, 2**62]}}, b"12345678"),
+    "has no tensors": safetensors({}),
+    "is broken JSON": safetensors(b'{"a": ', b""),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_i4_a_bad_file_publishes_nothing(kept: vram.Keeper, tmp_path: Path, what: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(FILES[what])
+    refuses(lambda: vram.put("model", path, device="host"), UsageError, "model.safetensors")
+    assert vram.list() == []
+
+
+def test_i4_a_file_that_cannot_be_read_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> None:
+    refuses(lambda: vram.put("model", tmp_path / "none", device="host"), NotFoundError, "no file")
+    refuses(lambda: vram.put("model", tmp_path, device="host"), UsageError, "directory")
+    refuses(lambda: vram.put("model", 5, device="host"), UsageError, "path")  # type: ignore[arg-type]
+    secret = tmp_path / "secret"
+    save_file({"a": np.arange(3)}, secret)
+    secret.chmod(0)
+    if not os.geteuid():
+        kind, _ = as_user(OTHER, lambda: vram.put("model", secret, device="host", keeper="/nowhere"))
+        assert issubclass(kind, VramError)
+
+
+def test_a_file_is_read_only_if_it_will_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No keeper, a bad name or too small a quota are said before minutes of reading."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.arange(1_000_000)}, path)
+    monkeypatch.setattr("vram.arrays.weights.load", lambda *_: pytest.fail("the file was read"))
+    refuses(lambda: vram.put("model", path, device="host", keeper=tmp_path / "none"), PeerGoneError, "vram keep")
+    with vram.keeper(max_bytes=4 << 20):
+        refuses(lambda: vram.put("..", path, device="host"), UsageError, "a name")
+        refuses(lambda: vram.put("model", path, device="host", ttl=-1), UsageError, "seconds above 0")
+        refuses(lambda: vram.put("model", path, device="host", meta=[]), UsageError, "mapping")  # type: ignore[arg-type]
+        refuses(lambda: vram.put("model", path, device="host"), CapacityError, "room")
+
+
+def test_a_file_is_published_with_its_name(kept: vram.Keeper, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"m\xff.safetensors")  # not a name that UTF-8 can say
+    save_file({"a": np.arange(3), "none": np.empty((0, 2), "f4")}, path)
+    receipt = vram.put("model", path, device="host", meta={"config": "1"})
+    assert receipt.zero_copy
+    assert receipt.arrays == 2
+    with vram.attach("model") as lease:
+        assert lease.meta == {"source": "m?.safetensors", "config": "1"}
+        assert lease["a"].numpy().tolist() == [0, 1, 2]
+        assert lease["none"].shape == (0, 2)
+
+
+# -- keepers that are none ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """A path for a socket."""
+    with short_directory() as directory:
+        path = os.path.join(directory, "keeper.sock")
+        yield path
+        close_client(path)
+
+
+def everything(path: str) -> list[Callable[[], Any]]:
+    return [
+        lambda: vram.publish("n", X, keeper=path),
+        lambda: vram.attach("n", keeper=path),
+        lambda: vram.attach_or_publish("n", lambda: X, keeper=path),
+        lambda: vram.list(keeper=path),
+        lambda: vram.show("n", keeper=path),
+        lambda: vram.remove("n", keeper=path),
+        lambda: vram.statistics(keeper=path),
+    ]
+
+
+def test_where_nobody_listens(place: str) -> None:
+    for act in everything(place):
+        refuses(act, PeerGoneError, f"start one with `vram keep --socket {place}`")
+    Path(place).write_text("a file")
+    for act in everything(place):
+        refuses(act, PeerGoneError, "vram keep")
+    os.unlink(place)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
+        stale.bind(place)
+    for act in everything(place):  # the socket of a keeper that was killed
+        refuses(act, PeerGoneError, "vram keep")
+
+
+def test_a_socket_of_another_kind_is_no_keeper(place: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
+        stream.bind(place)
+        stream.listen()
+        for act in everything(place):
+            refuses(act, ProtocolError, "another kind")
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request", b"", b"\x92\xa7welcome\x01", None], ids=repr)
+def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
+    place: str, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation.Conversation.connect.__func__, "__kwdefaults__", {"timeout": 0.2, "label": ""})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(place)
+        listener.listen()
+        acts = everything(place)
+
+        def serve() -> None:
+            for _ in acts:
+                peer, _ = listener.accept()
+                with peer:
+                    peer.recv(1000)
+                    if answer:
+                        peer.send(answer)
+                    if answer is None:
+                        peer.recv(1000)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        for act in acts:
+            refuses(act, WaitTimeoutError if answer is None else (PeerGoneError, ProtocolError), "no keeper")  # type: ignore[arg-type]
+        server.join(10)
+
+
+def test_a_keeper_of_a_user_whom_nobody_trusts_is_not_spoken_to(place: str) -> None:
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    directory = os.path.dirname(place)
+    os.chmod(directory, 0o777)
+    with keeper_of(OTHER, place):
+        for act in everything(place):
+            refuses(act, AccessDeniedError, f"uid {OTHER}")
+
+
+def test_another_users_process_is_kept_out_unless_it_is_let_in(kept: vram.Keeper) -> None:
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    kind, text = as_user(OTHER, lambda: vram.list())
+    assert kind in (AccessDeniedError, PeerGoneError)
+    assert f"uid {OTHER}" in text
+
+
+# -- the keeper goes ------------------------------------------------------------------------------------------------
+
+
+def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
+    keeper = KeeperProcess(place)
+    successor = None
+    try:
+        with vram.zeros(8, "int64", device="host") as a, contextlib.ExitStack() as leases:
+            vram.publish("n", {"a": a, "x": np.arange(5)}, keeper=place)
+            lease = leases.enter_context(vram.attach("n", keeper=place))
+            other = vram.attach("n", keeper=place)
+            view = lease["x"].numpy()
+            assert lease.fileno() > 0
+            keeper.kill()
+            for act in everything(place):
+                refuses(act, PeerGoneError, "vram keep")
+            for use in (lambda: lease.stale, lease.upgrade):
+                refuses(use, PeerGoneError, "vram keep")
+            assert view.tolist() == lease["x"].numpy().tolist() == [0, 1, 2, 3, 4]
+            other.close()
+
+            # Another one comes to the same place: who asks now, asks that one.
+            os.unlink(place)
+            successor = KeeperProcess(place)
+            assert vram.list(keeper=place) == []
+            refuses(lambda: lease.stale, PeerGoneError, "keeper")
+            refuses(lease.upgrade, NotFoundError, "n")
+            vram.publish("n", {"x": np.arange(7)}, keeper=place)
+            with lease.upgrade() as newer:
+                assert newer["x"].shape == (7,)
+            vram.publish("n", lease, keeper=place)
+            with vram.attach("n", keeper=place) as saved:
+                assert saved["x"].numpy().tolist() == [0, 1, 2, 3, 4]
+            assert view.tolist() == [0, 1, 2, 3, 4]
+            del view
+        assert vram.statistics(keeper=place).leases == 0
+    finally:
+        keeper.stop()
+        if successor is not None:
+            successor.stop()
+
+
+def test_s5_a_process_that_is_killed_gives_everything_back(kept: vram.Keeper) -> None:
+    vram.publish("n", X)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            lease = vram.attach("n")
+            os.write(writer, b"%d" % lease.version)
+            threading.Event().wait()
+        os._exit(1)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        assert pipe.read(1)
+    assert vram.statistics().leases == 1
+    vram.remove("n")
+    assert vram.statistics().nbytes
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    until(lambda: vram.statistics().leases == 0)
+    assert vram.statistics().nbytes == 0
+
+
+def test_i4_losing_the_keeper_while_publishing_is_said_and_leaves_nothing(place: str) -> None:
+    """The arrays are sealed by then, and the error says so."""
+    keeper = KeeperProcess(place)
+    really = Channel.send
+
+    def send(self: Channel, payload: bytes, fds: Any = (), **options: Any) -> None:
+        if fds:
+            keeper.kill()
+        really(self, payload, fds, **options)
+
+    try:
+        with vram.zeros(8, "int64", device="host") as a, pytest.MonkeyPatch.context() as patch:
+            assert vram.list(keeper=place) == []
+            patch.setattr(Channel, "send", send)
+            with pytest.raises(PeerGoneError, match="keeper") as caught:
+                vram.publish("n", {"a": a, "x": np.arange(3)}, keeper=place)
+            assert "read-only from now on" in caught.value.__notes__[0]
+            assert a.readonly
+            assert a.numpy().sum() == 0
+    finally:
+        keeper.stop()
