@@ -34,7 +34,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning
+from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning, UsageError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -89,7 +89,7 @@ class Handle:
         """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here."""
         if self._generation != _generation:
             raise ForkedError(
-                f"{self.label} belongs to the parent of this fork; send it over a Channel or a multiprocessing "
+                f"{self.label} belongs to the parent of this fork; send it over an ArrayChannel or a multiprocessing "
                 f"queue, attach by name, or start workers with the spawn method"
             )
         if self._state != _OPEN:
@@ -367,6 +367,12 @@ class Owned:
             Only if `strict`, naming the other claims.
         """
         self._claim.release(strict=strict)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise UsageError(
+            f"{self._claim.handle.label} belongs to this process and cannot be pickled; send arrays, or the name that "
+            f"they were published under"
+        )
 
     def __enter__(self) -> Self:
         self.handle  # noqa: B018  (raises when it is too late)

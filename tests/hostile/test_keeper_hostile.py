@@ -10,6 +10,7 @@ import array
 import contextlib
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from tests.processes.other_users import OTHER, keeper_of
 
 from vram.errors import CapacityError, ProtocolError, VramError
 from vram.keeper import messages as m
-from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.client import KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import GROW, READ_ONLY, SHRINK, SOON, WRITABLE, make_memfd, memfds, until
@@ -350,6 +351,21 @@ def test_who_reads_nothing_is_cut_off_and_delays_nobody(keeper: KeeperProcess) -
         for peer in deaf:
             peer.close()
         assert worst < 2.0
+
+
+def test_a_thousand_who_wait_and_die_together(keeper: KeeperProcess) -> None:
+    """Each death hands the claim to the next, who is dead as well."""
+    peers = [Peer(keeper.path) for _ in range(1_000)]
+    for peer in peers:
+        peer.send(m.encode(m.Attach(1, "hostile/w", 0, "r", None, None, True)))
+    with KeeperClient.connect(keeper.path) as good:
+        until(lambda: good.statistics().waiting == 999)
+        os.kill(keeper.pid, signal.SIGSTOP)
+        for peer in peers:
+            peer.close()
+        os.kill(keeper.pid, signal.SIGCONT)
+        claim = good.attach_or_claim("hostile/w", timeout=SOON)
+        assert isinstance(claim, PublishClaim)
 
 
 def test_who_reads_slowly_gets_everything(keeper: KeeperProcess, peer: Peer) -> None:

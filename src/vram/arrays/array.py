@@ -393,7 +393,7 @@ class Array(Viewable):
         if made is None:
             raise UsageError(
                 "plain pickle cannot carry shared memory: publish the array and attach it by name, or send it "
-                "through a multiprocessing Queue, Pipe or Pool or a vram Channel, which pass it without a copy. "
+                "through a multiprocessing Queue, Pipe or Pool or a vram.ArrayChannel, which pass it without a copy. "
                 ".copy() gives a numpy array that pickles with its contents"
             )
         return made

@@ -29,7 +29,7 @@ def measure(quick: bool) -> Result:
             path = directory / f"{count}.safetensors"
             nbytes = total // count // 64 * 64
             write_weights(path, {f"layer.{number}.weight": nbytes for number in range(count)})
-            rows += _compare(path, count, keeper, 2 if quick else 5)
+            rows += _compare(path, count, keeper, 2 if quick else 9)
             path.unlink()
     sizes = ", ".join(f"{count} tensors of {format_size(total // count)}" for count in (_FEW, _MANY))
     return Result("put", f"vram put of a file of {format_size(total)}, in the page cache", rows, [f"files of {sizes}"])

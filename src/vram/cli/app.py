@@ -59,23 +59,27 @@ def keep(
     group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB".')] = None,
     max_entries: Annotated[int | None, typer.Option(help="Most names to keep.")] = None,
+    max_bytes_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
+    max_entries_per_user: Annotated[int | None, typer.Option(help="The same for each user but this one.")] = None,
     takeover: Annotated[bool, typer.Option("--takeover", help="Take everything over from the running keeper.")] = False,
 ) -> None:
     """Run a keeper in the foreground, until SIGTERM or Ctrl-C."""
     if not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
-    if max_entries is not None and max_entries < 0:
-        raise UsageError(f"--max-entries {max_entries} is less than none")
+    if min(max_entries or 0, max_entries_per_user or 0) < 0:
+        raise UsageError("--max-entries and --max-entries-per-user count entries: 0 or more")
     # -P: what lies in the current directory is no part of the library
     command = [sys.executable, "-P", "-m", "vram.keeper", "--mode", mode]
     if socket is not None:
         command += ["--socket", socket]
     if group is not None:
         command += ["--group", group]
-    if max_bytes is not None:
-        command += ["--max-bytes", str(parse_size(max_bytes, what="--max-bytes"))]
-    if max_entries is not None:
-        command += ["--max-entries", str(max_entries)]
+    for option, size in (("--max-bytes", max_bytes), ("--max-bytes-per-user", max_bytes_per_user)):
+        if size is not None:
+            command += [option, str(parse_size(size, what=option))]
+    for option, count in (("--max-entries", max_entries), ("--max-entries-per-user", max_entries_per_user)):
+        if count is not None:
+            command += [option, str(count)]
     if takeover:
         command.append("--takeover")
     sys.stdout.flush()
@@ -102,7 +106,8 @@ def put(
     _print(
         published,
         as_json,
-        f"{name} version {published.version}: {published.arrays} arrays, {format_size(published.nbytes)} on {device}",
+        f"{name} version {published.version}: {published.arrays} arrays, {format_size(published.nbytes)} on {device}, "
+        + ("shared in place" if published.zero_copy else f"{len(published.copied)} of them copied"),
     )
 
 

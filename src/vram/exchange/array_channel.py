@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+import socket
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -14,7 +18,7 @@ from ..arrays import Array
 from ..errors import ClosedError, PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
 from ..lifetime import Owned
 from ..sharing.channel import Channel, close_fds
-from .handover import Borrower, Lender, MemoryPart, Reference, Size, refer
+from .handover import Borrower, Lender, MemoryPart, Reference, Size, nothing, refer
 
 __all__ = ["ArrayChannel"]
 
@@ -74,12 +78,14 @@ class ArrayChannel(Owned):
     The first time an array's memory is sent its file descriptors travel; after that an id does, and a hand-over
     costs about as much as any small message. The receiver sees the same memory, read-write unless it was published
     read-only. An array that its owner resized and sends again appears at the same address there. An array that comes
-    back to where it was made is the same object.
+    back to where it was made is the same object, and what is sent again is the same object at the receiver while it
+    is in use there.
 
     Parameters
     ----------
-    channel : Channel
-        A connection, taken over; :meth:`pair` and :meth:`connect` make one.
+    channel : Channel or socket.socket
+        A connection, taken over: a connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket that you have already, or what
+        :meth:`pair` or :meth:`connect` makes.
 
     Notes
     -----
@@ -92,6 +98,10 @@ class ArrayChannel(Owned):
         "_borrower",
         "_channel",
         "_inbox",
+        "_is_fresh",
+        "_last",
+        "_last_message",
+        "_last_state",
         "_lender",
         "_receiving",
         "_retired",
@@ -102,12 +112,17 @@ class ArrayChannel(Owned):
 
     _warn_on_leak = False
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel | socket.socket) -> None:
+        channel = channel if isinstance(channel, Channel) else Channel(channel)
         self._channel = channel
         self._lender = Lender(self._retire)
         self._borrower = Borrower()
         self._retired: deque[int] = deque()
         self._inbox: deque[object] = deque()
+        self._is_fresh = True
+        self._last: Callable[[], Array | None] = nothing
+        self._last_state: tuple[object, ...] = ()
+        self._last_message = b""
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._unanswered = 0  # parts of memory that the other end has not asked to go on from; the sender's
@@ -117,7 +132,10 @@ class ArrayChannel(Owned):
 
     @classmethod
     def pair(cls) -> tuple[ArrayChannel, ArrayChannel]:
-        """Return two ends that are connected with each other."""
+        """Return two ends that are connected with each other.
+
+        One of them can be an argument of a ``multiprocessing`` process: close it here once the process has started.
+        """
         one, other = Channel.pair()
         return cls(one), cls(other)
 
@@ -129,6 +147,18 @@ class ArrayChannel(Owned):
     def fileno(self) -> int:
         """Lend the socket's descriptor, to wait for messages with."""
         return self._channel.fileno()
+
+    def give_away(self) -> int:
+        """Lend the socket's descriptor for another process to take this end over; close this object then.
+
+        Raises
+        ------
+        UsageError
+            If something was sent or received here: the other end knows memory by the numbers of this one.
+        """
+        if not self._is_fresh:
+            raise UsageError("this end was used already; hand the end of a channel on before anything is sent on it")
+        return self._channel.give_away()
 
     def send(self, value: object, *, timeout: float | None = None) -> None:
         """Send an array, or any value that msgpack can say (None, numbers, strings, bytes, lists, dicts).
@@ -150,6 +180,7 @@ class ArrayChannel(Owned):
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
         try:
             with self._sending:
+                self._is_fresh = False
                 if self._retired:
                     self._flush()
                 if isinstance(value, Array):
@@ -188,6 +219,7 @@ class ArrayChannel(Owned):
         deadline = time.monotonic() + timeout if timeout else None
         left = timeout
         inbox = self._inbox
+        self._is_fresh = False
         with self._receiving:
             while not inbox:
                 if deadline is not None:
@@ -211,6 +243,19 @@ class ArrayChannel(Owned):
 
     # -- sending ------------------------------------------------------------------------------------------------
     def _refer(self, array: Array, timeout: float | None) -> bytes:
+        """Return the message for an array, after what its receiver needs to know of the memory."""
+        region = array.region
+        # Whoever receives the array may read it at once (S10). A no-op on the host.
+        region.driver.synchronize(region.location)
+        # The same array again is what channels are for. Each of these is replaced, never changed.
+        state = (array.shape, region.layout, region.access)
+        if self._last() is array and all(map(operator.is_, state, self._last_state)):
+            return self._last_message
+        message = self._introduce(array, timeout)
+        self._last, self._last_state, self._last_message = weakref.ref(array), state, message
+        return message
+
+    def _introduce(self, array: Array, timeout: float | None) -> bytes:
         number = self._borrower.number_of(array)
         if number is not None:
             return _encode(_Returned(refer(number, 0, array)))

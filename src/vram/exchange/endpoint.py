@@ -90,6 +90,7 @@ class Endpoint:
     def write_down(self, array: Array) -> tuple[object, ...]:
         """Return what a pickle says of an array, and keep its memory until that is unpickled."""
         region = array.region
+        region.driver.synchronize(region.location)  # whoever unpickles it may read it at once (S10)
         with self._lock:
             self._check()
             lent = self.lender.lend(array)

@@ -31,7 +31,7 @@ from .mapping import describe, extend_memory, map_memory
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Borrower", "Lender", "Lent", "MemoryPart", "Reference", "UnknownMemoryError", "refer"]
+__all__ = ["Borrower", "Lender", "Lent", "MemoryPart", "Reference", "UnknownMemoryError", "nothing", "refer"]
 
 Size = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)]
@@ -109,7 +109,7 @@ class Lent:
         self.handle = handle
         self.writable = region.access is Access.READ_WRITE
         self.sent = -1
-        self._latest: Callable[[], Array | None] = _nothing
+        self._latest: Callable[[], Array | None] = nothing
         self._arrays: weakref.WeakValueDictionary[tuple[object, ...], Array] | None = None
         self.describe(region)
 
@@ -283,6 +283,7 @@ class Borrower:
     def __init__(self) -> None:
         self._regions: dict[int, Region] = {}
         self._numbers: dict[Handle, int] = {}
+        self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
 
     def learn(self, part: MemoryPart, fds: list[int]) -> None:
         """Map a memory, or what it has grown by. `fds` are lent.
@@ -305,13 +306,23 @@ class Borrower:
             extend_memory(region, part.descriptor.segments, fds)
 
     def array(self, reference: Reference) -> Array:
-        """Return the array that a reference means.
+        """Return the array that a reference means: the same object as the last time while that is in use.
 
         Raises
         ------
         UnknownMemoryError
             If its memory, or that much of it, was not shared yet.
         """
+        latest = self._latest.get(reference.memory)
+        if latest is not None and latest[0] == reference:
+            array = latest[1]()
+            if array is not None and not array.is_closed:
+                return array
+        array = self._make(reference)
+        self._latest[reference.memory] = (reference, weakref.ref(array))
+        return array
+
+    def _make(self, reference: Reference) -> Array:
         region = self._regions.get(reference.memory)
         if region is None:
             raise UnknownMemoryError(reference.memory, -1)
@@ -329,6 +340,7 @@ class Borrower:
 
     def forget(self, number: int) -> None:
         """Let go of a memory; views of it that are alive keep it."""
+        self._latest.pop(number, None)
         region = self._regions.pop(number, None)
         if region is not None:
             self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
@@ -343,7 +355,7 @@ class Borrower:
 _name = functools.cache(dtype_name)  # element types are few, and asked for in every message
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """A weak reference to no array."""
 
 

@@ -167,6 +167,7 @@ def publish_to(
             claim=claim,
         )
         plan.copy()
+        plan.synchronize()
         manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
         if not writable:
             plan.freeze()
@@ -318,6 +319,11 @@ class _Plan:
                 item.value.close()
             item.value, item.source = target, as_source(target)
         region.grow(region.capacity)
+
+    def synchronize(self) -> None:
+        """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
+        for span in self.spans.values():
+            span.region.driver.synchronize(span.region.location)
 
     def freeze(self) -> None:
         """Seal everything."""

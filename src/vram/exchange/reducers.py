@@ -1,20 +1,25 @@
-"""How multiprocessing pickles arrays: as a reference to shared memory, or by name what was attached."""
+"""How multiprocessing pickles arrays: as a reference to shared memory, or by name what was attached.
+
+An end of an :class:`ArrayChannel` can be the argument of a process, too."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 from ..arrays import Array
+from .array_channel import ArrayChannel
 from .endpoint import endpoint
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Teach :mod:`multiprocessing` (Queue, Pipe, Pool, Process arguments) to pass arrays without copying them."""
+    """Teach :mod:`multiprocessing` (queues, pipes, pools, process arguments) to pass arrays without copying them."""
     ForkingPickler.register(Array, _reduce)
+    ForkingPickler.register(ArrayChannel, _reduce_channel)
 
 
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
@@ -24,6 +29,14 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
         if by_name is not None:
             return by_name
     return _rebuild, endpoint().write_down(array)
+
+
+def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel], tuple[Any, ...]]:
+    return _rebuild_channel, (DupFd(channel.give_away()),)
+
+
+def _rebuild_channel(descriptor: Any) -> ArrayChannel:
+    return ArrayChannel(socket.socket(fileno=descriptor.detach()))
 
 
 def _rebuild(*reference: Any) -> Array:

@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.ready_fd >= 0:
             os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
             os.close(given.ready_fd)
+        else:
+            print(f"vram keep: serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it", flush=True)
 
     try:
         server = KeeperServer(

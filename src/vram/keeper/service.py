@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class Service:
     def __init__(self, server: KeeperServer) -> None:
         self.server = server
         self.catalogue = server.catalogue
+        self._due: deque[Effect] = deque()
+        self._at_work = False
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
@@ -78,25 +81,37 @@ class Service:
             connection.close()
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Do what the catalogue decided."""
-        for effect in effects:
-            if isinstance(effect, Free):
-                effect.token.drop()
-                continue
-            if self.server.closing:
-                continue
-            connection = self.server.connections.get(effect.session.id)
-            if connection is None:
-                continue
-            if isinstance(effect, Granted):
-                self._send_lease(connection, effect.call, effect.lease)
-            elif isinstance(effect, Claimed):
-                connection.send(m.encode(m.Claimed(effect.call, effect.claim.id)))
-            elif isinstance(effect, Refused):
-                connection.send(m.encode(failure(effect.call, effect.error)))
-            elif isinstance(effect, Notify):
-                notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
-                connection.send(m.encode(notice))
+        """Do what the catalogue decided, and what comes of that.
+
+        Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
+        peers that died together would be a thousand calls deep.
+        """
+        self._due.extend(effects)
+        if self._at_work:
+            return
+        self._at_work = True
+        try:
+            while self._due:
+                self._do(self._due.popleft())
+        finally:
+            self._at_work = False
+
+    def _do(self, effect: Effect) -> None:
+        if isinstance(effect, Free):
+            effect.token.drop()
+            return
+        connection = self.server.connections.get(effect.session.id)
+        if connection is None or self.server.closing:
+            return
+        if isinstance(effect, Granted):
+            self._send_lease(connection, effect.call, effect.lease)
+        elif isinstance(effect, Claimed):
+            connection.send(m.encode(m.Claimed(effect.call, effect.claim.id)))
+        elif isinstance(effect, Refused):
+            connection.send(m.encode(failure(effect.call, effect.error)))
+        elif isinstance(effect, Notify):
+            notice = m.Notice(0, effect.name, effect.version, effect.reason, effect.current)
+            connection.send(m.encode(notice))
 
     # -- the conversation -----------------------------------------------------------------------------------------
     def _greet(self, connection: Connection, payload: bytes, fds: list[int]) -> None:

@@ -192,7 +192,7 @@ class Channel(lifetime.Owned):
     parent does) and every call raises :class:`ForkedError`.
     """
 
-    __slots__ = ("_handle", "_sock")
+    __slots__ = ("_handle", "_ours", "_sock")
 
     _warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
 
@@ -202,12 +202,15 @@ class Channel(lifetime.Owned):
         sock.settimeout(None)
         sock.set_inheritable(False)
         self._sock = sock
+        self._ours = ours = [True]  # until it was given away
         _open_channels.add(self)
 
         def undo() -> None:
-            # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not.
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not. It also ends the
+            # connection for every process that has the socket, which is not for us to do once we gave it away.
+            if ours[0]:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
         self._claim = lifetime.own(f"channel on fd {sock.fileno()}", undo)
@@ -241,6 +244,12 @@ class Channel(lifetime.Owned):
         poll = select.poll()
         poll.register(self._sock, 0)  # hang-up and errors are always told
         return bool(poll.poll(0))
+
+    def give_away(self) -> int:
+        """Lend the descriptor for another process to take this end over. Closing this object then ends nothing."""
+        fd = self.fileno()
+        self._ours[0] = False
+        return fd
 
     def peer(self) -> Credentials:
         """Return the verified identity of the process that connected or listened on the other side."""

@@ -1,0 +1,759 @@
+"""Arrays through channels: descriptors once, ids ever after; growth followed; peers that die or lie (S4, S6, S7)."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.processes import workers
+
+import vram
+from vram import ArrayChannel
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    ClosedError,
+    ForkedError,
+    PeerGoneError,
+    ProtocolError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.keeper.private import short_directory
+from vram.sharing.channel import MAX_FDS, Channel
+from vram.testing.keeper import READ_ONLY, WRITABLE, make_memfd
+
+SOON = 20.0
+GRANULE = 2 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracker() -> None:
+    """multiprocessing's own helper process, which outlives the first test that spawns anything."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[ArrayChannel, ArrayChannel]]:
+    one, other = ArrayChannel.pair()
+    with one, other:
+        yield one, other
+
+
+def rows(count: int = 8, **options: Any) -> vram.Array:
+    array = vram.empty((count, 4), "int64", device="host", **options)
+    array.numpy()[:] = np.arange(count * 4).reshape(count, 4)
+    return array
+
+
+def pass_on(one: ArrayChannel, other: ArrayChannel, array: vram.Array) -> vram.Array:
+    one.send(array, timeout=SOON)
+    found = other.recv(timeout=SOON)
+    assert isinstance(found, vram.Array)
+    return found
+
+
+def mappings() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:vram")
+
+
+@contextmanager
+def sent() -> Iterator[list[int]]:
+    """How many descriptors went with each message."""
+    counts: list[int] = []
+    really = Channel.send
+
+    def send(self: Channel, payload: Any, fds: Any = (), **options: Any) -> None:
+        really(self, payload, fds, **options)
+        counts.append(len(fds))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "send", send)
+        yield counts
+
+
+# -- with another process -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[ArrayChannel, Any]]:
+    """A channel to a process that sends everything back, and the process."""
+    with short_directory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        path = os.path.join(directory, "channel.sock")
+        listener.bind(path)
+        listener.listen()
+        listener.settimeout(SOON)
+        process = multiprocessing.get_context("spawn").Process(target=workers.echo, args=(path,))
+        process.start()
+        try:
+            accepted, _ = listener.accept()
+            with ArrayChannel(Channel(accepted)) as channel:
+                yield channel, process
+        finally:
+            process.kill()
+            process.join(SOON)
+            process.close()
+
+
+def test_another_process_uses_the_same_memory(echo: tuple[ArrayChannel, Any]) -> None:
+    channel, process = echo
+    with rows(capacity=1_000_000) as a:
+        with sent() as descriptors:
+            for n in range(1, 4):
+                channel.send(a)
+                assert channel.recv(timeout=SOON) is a, "what comes back home is the same object"
+                assert a.numpy()[0, 0] == n
+        assert descriptors == [1, 0, 0, 0], "the memory once, then an id"
+        channel.send("where")
+        address, shape, readonly = channel.recv(timeout=SOON)
+        assert (shape, readonly) == ([8, 4], False)
+        before = len(a.region.chunks)
+        a.resize(900_000)
+        assert len(a.region.chunks) > before
+        channel.send(a)
+        assert channel.recv(timeout=SOON) is a
+        assert a.numpy()[899_999, 3] == 1
+        channel.send("where")
+        assert channel.recv(timeout=SOON) == [address, [900_000, 4], False], "growth is at the same address"
+        channel.send({"plain": [1, None, "x", b"y", 2.5]})
+        assert channel.recv(timeout=SOON) == {"plain": [1, None, "x", b"y", 2.5]}
+    channel.send("drop")
+    assert channel.recv(timeout=SOON) == 0, "what was closed here is unmapped there"
+    channel.send(None)
+    process.join(SOON)
+    assert process.exitcode == 0
+    with pytest.raises(PeerGoneError):
+        channel.recv(timeout=SOON)
+
+
+def test_a_peer_that_is_killed_is_gone_and_its_memory_freed(echo: tuple[ArrayChannel, Any]) -> None:
+    channel, process = echo
+    before = mappings()
+    with rows() as a:
+        channel.send(a)
+        assert channel.recv(timeout=SOON) is a
+        process.kill()
+        process.join(SOON)
+        with pytest.raises(PeerGoneError):
+            channel.recv(timeout=SOON)
+        with pytest.raises(PeerGoneError):
+            channel.send(a)
+        assert a.numpy()[0, 0] == 1
+    assert mappings() == before
+
+
+# -- what the receiver sees -----------------------------------------------------------------------------------------
+
+
+def test_the_receiver_sees_the_senders_memory(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    with rows() as a:
+        b = pass_on(one, other, a)
+        assert b.address != a.address
+        b[0, 0] = 99
+        assert a.numpy()[0, 0] == 99
+        assert pass_on(other, one, b) is a
+        b.close()
+
+
+def test_a_slice_sent_first_does_not_hide_the_array(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    with rows() as a, a[2:5] as part:
+        back = [pass_on(other, one, pass_on(one, other, x)) for x in (part, a, a[5:6], part, a)]
+        assert back[0] is part
+        assert back[1] is a
+        assert back[2].numpy().tolist() == [[20, 21, 22, 23]], "a slice that nobody kept is made anew"
+        assert back[3] is part
+        assert back[4] is a
+        part_of_it = pass_on(one, other, a)[1:3]
+        with pass_on(other, one, part_of_it) as home:
+            assert home.address == a.address + 32
+
+
+def test_what_was_closed_at_home_cannot_come_back(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    a = rows()
+    b = pass_on(one, other, a)
+    kept = a.numpy()
+    a.close()
+    other.send(b)
+    other.send("and on")
+    with pytest.raises(ClosedError, match="came back after it was closed"):
+        one.recv(timeout=SOON)
+    assert one.recv(timeout=SOON) == "and on"
+    assert (b.numpy() == kept).all()
+    b.close()
+    del kept
+
+
+def test_i5_growth_is_followed_at_the_same_address(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    with rows(0, capacity=2_000_000) as a:
+        first = pass_on(one, other, a)
+        assert first.shape == (0, 4)
+        views = []
+        for count in (1, 8, 100_000, 1_000_000, 2_000_000):
+            a.resize(count)
+            a[count - 1] = count
+            found = pass_on(one, other, a)
+            assert found.address == first.address
+            assert found.numpy()[count - 1, 0] == count
+            views.append(found.numpy()[:1])
+            assert pass_on(other, one, found) is a
+        assert len({view.__array_interface__["data"][0] for view in views}) == 1
+        del views, found
+        first.close()
+
+
+def test_shrinking_and_growing_again_is_new_memory(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    with rows(200_000, chunk="2MiB", capacity=400_000) as a:
+        old = pass_on(one, other, a)
+        a.resize(8)
+        smaller = pass_on(one, other, a)
+        assert smaller.numpy().tolist() == a.numpy().tolist()
+        a.resize(200_000)
+        a[:] = -1
+        new = pass_on(one, other, a)
+        assert (new.numpy() == -1).all()
+        assert old.numpy()[199_999, 0] == 199_999 * 4, "who has the old memory keeps it"
+        assert len({old.address, smaller.address, new.address}) >= 2
+        assert pass_on(other, one, new) is a
+        for array in (old, smaller, new):
+            array.close()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()])
+def test_empty_and_single_ones_arrive(pair: tuple[ArrayChannel, ArrayChannel], shape: tuple[int, ...]) -> None:
+    with vram.zeros(shape, "float32", device="host") as a:
+        found = pass_on(*pair, a)
+        assert (found.shape, found.dtype) == (shape, a.dtype)
+        assert pass_on(pair[1], pair[0], found) is a
+        found.close()
+
+
+def test_s8_read_only_memory_arrives_read_only(pair: tuple[ArrayChannel, ArrayChannel], kept: vram.Keeper) -> None:
+    one, other = pair
+    with rows() as a:
+        before = pass_on(one, other, a)
+        assert not before.readonly
+        vram.publish("n", {"a": a})
+        after = pass_on(one, other, a)
+        assert after.readonly
+        assert pass_on(other, one, after) is a
+        with vram.attach("n") as lease:
+            assert pass_on(one, other, lease["a"]).readonly
+            assert lease["a"].numpy()[7, 3] == 31
+        before.close()
+        after.close()
+
+
+def test_private_memory_cannot_be_sent(pair: tuple[ArrayChannel, ArrayChannel], kept: vram.Keeper) -> None:
+    vram.publish("n", {"x": np.arange(3)})
+    with vram.attach("n", access="cow") as lease:
+        with pytest.raises(UsageError, match="private copy"):
+            pair[0].send(lease["x"])
+        pair[0].send("and on")
+        assert pair[1].recv(timeout=SOON) == "and on"
+
+
+def test_many_arrays_go_both_ways_at_once(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    wrong: list[object] = []
+
+    def work(mine: ArrayChannel, base: int) -> None:
+        try:
+            arrays = [rows(count + 1, capacity=1000) for count in range(10)]
+            for array in arrays:
+                array[:] = base
+            ours = {id(array) for array in arrays}
+            for turn in range(300):
+                mine.send(arrays[turn % 10])
+                theirs = mine.recv(timeout=SOON)
+                mine.send(theirs)
+                back = mine.recv(timeout=SOON)
+                if id(back) not in ours or theirs.numpy()[0, 0] != 3 - base:
+                    wrong.append(turn)
+                del theirs, back
+            for array in arrays:
+                array.close()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(channel, 1 + n)) for n, channel in enumerate(pair)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+
+
+# -- in parts -------------------------------------------------------------------------------------------------------
+
+
+def chunked(count: int) -> vram.Array:
+    """An array of so many chunks, of which little is ever touched."""
+    array = vram.empty((count, GRANULE), "uint8", device="host", chunk=GRANULE)
+    array.numpy()[:, 0] = np.arange(count) % 251
+    return array
+
+
+def test_s4_descriptors_go_in_parts_that_are_acknowledged(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    received: list[Any] = []
+    thread = threading.Thread(target=lambda: received.append(other.recv(timeout=SOON)))
+    with chunked(600) as a:
+        thread.start()
+        with sent() as counts:
+            one.send(a, timeout=SOON)
+        thread.join(SOON)
+        (found,) = received
+        assert [count for count in counts if count] == [MAX_FDS, MAX_FDS, 600 - 2 * MAX_FDS]
+        assert (found.numpy()[:, 0] == a.numpy()[:, 0]).all()
+        found.close()
+
+
+def test_s4_two_that_send_many_parts_to_each_other_do_not_wait_for_ever(
+    pair: tuple[ArrayChannel, ArrayChannel],
+) -> None:
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        with chunked(300 + number) as array:
+            pair[number].send(array, timeout=SOON)
+            theirs = found[number] = pair[number].recv(timeout=SOON)
+            pair[number].send("done", timeout=SOON)
+            assert pair[number].recv(timeout=SOON) == "done"
+            found[number] = int(theirs.numpy()[:, 0].sum())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {1 - n: int((np.arange(300 + n) % 251).sum()) for n in range(2)}
+
+
+def test_s4_a_peer_that_does_not_read_costs_one_part(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    with chunked(600) as a:
+        with sent() as counts:
+            for _ in range(2):
+                started = time.monotonic()
+                with pytest.raises(WaitTimeoutError):
+                    one.send(a, timeout=0.1)
+                assert time.monotonic() - started < 5
+            with pytest.raises(WaitTimeoutError):
+                one.send(a, timeout=0)
+        assert sum(counts) == MAX_FDS
+        # It reads after all: the rest follows from where it stopped.
+        received: list[Any] = []
+        thread = threading.Thread(target=lambda: received.append(other.recv(timeout=SOON)))
+        thread.start()
+        one.send(a, timeout=SOON)
+        thread.join(SOON)
+        assert (received[0].numpy()[:, 0] == a.numpy()[:, 0]).all()
+        received.pop().close()
+
+
+def test_what_arrives_while_sending_is_not_lost(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    """A sender that waits for an answer takes messages off the socket; they are for whoever receives next."""
+    one, other = pair
+    a = rows()
+    b = pass_on(other, one, a)
+    a.close()
+    other.send("first")
+    one.send(b)
+    with pytest.raises(ClosedError):
+        other.recv(timeout=SOON)
+    other.send("second")
+    with chunked(300) as c:
+        thread = threading.Thread(target=lambda: other.send(other.recv(timeout=SOON).shape[0]))
+        thread.start()
+        one.send(c, timeout=SOON)
+        thread.join(SOON)
+    assert [one.recv(timeout=SOON) for _ in range(3)] == ["first", "second", 300]
+    b.close()
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_an_array_frees_the_peers_cache(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    before = mappings()
+    for _ in range(3):
+        with rows() as a:
+            pass_on(one, other, a)
+        one.send("next")
+        assert other.recv(timeout=SOON) == "next"
+        assert mappings() == before
+    a = rows()
+    found = pass_on(one, other, a)
+    a.close()
+    one.send("next")
+    assert other.recv(timeout=SOON) == "next"
+    assert found.numpy()[7, 3] == 31, "what is in use stays"
+    del a, found
+    assert mappings() == before
+
+
+def test_i3_an_array_that_is_collected_while_sending_is_forgotten_too(
+    pair: tuple[ArrayChannel, ArrayChannel],
+) -> None:
+    """A finalizer in the middle of send() only leaves a note; the note is delivered, also when send() fails."""
+    one, other = pair
+    before = mappings()
+    loop: list[Any] = [rows()]
+    loop.append(loop)
+    pass_on(one, other, loop[0])
+
+    class Unsendable:
+        def __reduce__(self) -> Any:
+            raise AssertionError
+
+    really = one._channel.send
+
+    def send(*arguments: Any, **options: Any) -> None:
+        gc.collect()
+        really(*arguments, **options)
+
+    del loop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channel, "send", lambda self, *rest, **options: (gc.collect(), really(*rest, **options))[1])
+        one.send("next")
+    with pytest.raises(UsageError, match="plain values"):
+        one.send(Unsendable())
+    other.recv(timeout=SOON)
+    with pytest.raises(WaitTimeoutError):
+        other.recv(timeout=0.05)
+    assert mappings() == before
+
+
+def test_i6_what_is_alive_outlives_the_channel() -> None:
+    one, other = ArrayChannel.pair()
+    with rows() as a:
+        found = pass_on(one, other, a)
+        part = found[2:3]
+        one.close()
+        with pytest.raises(PeerGoneError):
+            other.recv(timeout=SOON)
+        other.close()
+        other.close()
+        assert repr(other) == "<ArrayChannel, closed>"
+        for use in (lambda: other.send(1), other.recv, other.fileno):
+            with pytest.raises(ClosedError):
+                use()
+        assert found.numpy()[7, 3] == 31
+        found.close()
+        assert part.numpy()[0, 0] == 8
+        part.close()
+
+
+def test_i2_a_strict_close_refuses_only_for_others(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    one.close(strict=True)
+    assert one.is_closed
+    claim = other._channel.handle.claim("somebody else")
+    with pytest.raises(BusyError, match="somebody else"):
+        other.close(strict=True)
+    assert not other.is_closed
+    claim.release()
+
+
+def test_a_channel_that_is_dropped_leaves_nothing() -> None:
+    one, other = ArrayChannel.pair()
+    with rows() as a:
+        pass_on(one, other, a).close()
+        del one, other
+        gc.collect()
+
+
+def test_i7_a_forked_child_cannot_use_it(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    with rows() as a:
+        found = pass_on(one, other, a)
+        view = found.numpy()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            said = ""
+            try:
+                for use in (lambda: one.send(1), lambda: one.recv(timeout=1), lambda: one.send(a)):
+                    try:
+                        use()
+                        said += "used "
+                    except ForkedError:
+                        said += "forked "
+                one.close()
+                other.close()
+                said += str(int(view[7, 3]))
+            except BaseException as error:
+                said += repr(error)
+            finally:
+                os.write(writer, said.encode())
+                os._exit(0)
+        os.close(writer)
+        with open(reader) as pipe:
+            assert pipe.read() == "forked forked forked 31"
+        os.waitpid(child, 0)
+        assert pass_on(other, one, found) is a
+        found.close()
+        del view
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}.__iter__(), 2**70, "\ud800", b"x" * 70_000, [np.arange(3)], {"a": rows}], ids=repr
+)
+def test_what_cannot_be_said_is_refused_and_nothing_is_sent(
+    pair: tuple[ArrayChannel, ArrayChannel], value: object
+) -> None:
+    one, other = pair
+    with pytest.raises(UsageError):
+        one.send(value)
+    one.send("and on")
+    assert other.recv(timeout=SOON) == "and on"
+
+
+def test_a_list_of_arrays_is_refused_with_a_remedy(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    with rows() as a, pytest.raises(UsageError, match="vram arrays and plain values"):
+        pair[0].send([a])
+
+
+def test_waiting_ends_in_time(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    one, other = pair
+    for timeout in (0, 0.05):
+        with pytest.raises(WaitTimeoutError):
+            one.recv(timeout=timeout)
+
+    def fill() -> None:
+        for _ in range(100_000):
+            one.send("x" * 1000, timeout=0.05)
+
+    with pytest.raises(WaitTimeoutError):
+        fill()
+    assert other.recv(timeout=0) == "x" * 1000
+
+
+# -- hostile peers --------------------------------------------------------------------------------------------------
+
+encode = msgspec.msgpack.encode
+HOST = ["host", [[GRANULE, 1]], 0, GRANULE, GRANULE]
+
+
+def part(memory: int = 1, first: int = 0, last: object = True, writable: object = True, **spoilt: object) -> list[Any]:
+    device, segments, offset, nbytes, capacity = (
+        spoilt.get(name, value)
+        for name, value in zip(("device", "segments", "offset", "nbytes", "capacity"), HOST, strict=True)
+    )
+    return ["m", [memory, first, last, writable, [device, segments, offset, nbytes, capacity]]]
+
+
+def shared(
+    memory: int = 1, segments: int = 1, offset: object = 0, dtype: object = "int64", shape: object = (4,)
+) -> Any:
+    return ["v", [memory, segments, offset, dtype, shape]]
+
+
+GARBAGE: list[bytes] = [
+    b"\xc1",
+    b"\x00",
+    b"x" * 60_000,
+    encode(None),
+    encode(["m"]),
+    encode(["q", 1]),
+    encode({"m": 1}),
+    encode(["v", [1]]),
+    encode(["v", [-1, 0, 0, "int64", [1]]]),
+    encode(["v", [1, 5000, 0, "int64", [1]]]),
+    encode(["f", ["x"]]),
+    encode(["f", [1] * 5000]),
+    b"\x92\xa1x" + b"\x91" * 50_000 + b"\xc0",
+]
+LIES: list[tuple[list[Any], list[tuple[int, int]]]] = [
+    # a message, and the (size, seals) of the memfds that go with it
+    (part(), []),
+    (part(), [(GRANULE, WRITABLE)] * 2),
+    (part(), [(GRANULE, 0)]),
+    (part(), [(GRANULE // 2, WRITABLE)]),
+    (part(segments=[[2 * GRANULE, 1]], nbytes=2 * GRANULE, capacity=2 * GRANULE), [(GRANULE, WRITABLE)]),
+    (part(segments=[[4096, 1]], nbytes=4096), [(GRANULE, WRITABLE)]),
+    (part(segments=[[GRANULE, 8]]), [(GRANULE, WRITABLE)]),
+    (part(segments=[[0, 1]], nbytes=0), [(GRANULE, WRITABLE)]),
+    (part(nbytes=2 * GRANULE), [(GRANULE, WRITABLE)]),
+    (part(offset=GRANULE), [(GRANULE, WRITABLE)]),
+    (part(capacity=GRANULE - 1), [(GRANULE, WRITABLE)]),
+    (part(capacity=2**60), [(GRANULE, WRITABLE)]),
+    (part(first=1), [(GRANULE, WRITABLE)]),
+    (part(device="cuda:0"), [(GRANULE, WRITABLE)]),
+    (part(device="0"), [(GRANULE, WRITABLE)]),
+    (part(device="GPU-x"), [(GRANULE, WRITABLE)]),
+    (shared(), []),
+    (shared(memory=2**60), []),
+    (["r", [1, 0, 0, "int64", [1]]], []),
+    (["r", [2**62, 0, 0, "int64", [1]]], []),
+]
+
+
+@pytest.fixture
+def hostile() -> Iterator[tuple[socket.socket, ArrayChannel]]:
+    """A socket of somebody who says what he likes, and our end."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, ArrayChannel(Channel(other)) as channel:
+        yield one, channel
+
+
+def tell(sock: socket.socket, message: bytes, fds: list[int]) -> None:
+    socket.send_fds(sock, [message], fds)
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: garbage[:8].hex())
+def test_s7_garbage_is_refused(hostile: tuple[socket.socket, ArrayChannel], garbage: bytes) -> None:
+    sock, channel = hostile
+    tell(sock, garbage, [make_memfd(), *os.pipe()])
+    with pytest.raises(ProtocolError):
+        channel.recv(timeout=SOON)
+    sock.send(encode(["x", "and on"]))
+    assert channel.recv(timeout=SOON) == "and on"
+
+
+@pytest.mark.parametrize(("message", "memfds"), LIES)
+def test_s7_lies_are_refused(
+    hostile: tuple[socket.socket, ArrayChannel], message: list[Any], memfds: list[tuple[int, int]]
+) -> None:
+    sock, channel = hostile
+    before = mappings()
+    tell(sock, encode(message), [make_memfd(size, seals=seals) for size, seals in memfds])
+    with pytest.raises((ProtocolError, ClosedError)):
+        channel.recv(timeout=SOON)
+    assert mappings() == before
+    sock.send(encode(["x", "and on"]))
+    assert channel.recv(timeout=SOON) == "and on"
+
+
+def test_s7_descriptors_of_other_things_are_refused(hostile: tuple[socket.socket, ArrayChannel]) -> None:
+    sock, channel = hostile
+    for open_ in (
+        lambda: os.open("/dev/zero", os.O_RDWR),
+        lambda: os.open("/dev/shm", os.O_RDONLY),
+        lambda: os.open("/dev/shm", os.O_PATH),
+        lambda: os.eventfd(0),
+        lambda: os.open(__file__, os.O_RDONLY),
+        lambda: socket.socket().detach(),
+    ):
+        tell(sock, encode(part()), [open_()])
+        with pytest.raises(ProtocolError):
+            channel.recv(timeout=SOON)
+    tell(sock, encode(part()), [make_memfd(GRANULE, seals=READ_ONLY)])
+    with pytest.raises(VramError):  # said to be writable, and is not
+        channel.recv(timeout=SOON)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        shared(shape=(GRANULE,)),
+        shared(offset=GRANULE),
+        shared(offset=2**62),
+        shared(segments=2),
+        shared(dtype="float33"),
+        shared(dtype="O"),
+        shared(dtype="S99999999"),
+        shared(shape=(2**62, 2**62)),
+        shared(shape=(1,) * 50),
+        shared(memory=2),
+    ],
+    ids=repr,
+)
+def test_s7_references_that_lie_are_refused(hostile: tuple[socket.socket, ArrayChannel], reference: Any) -> None:
+    sock, channel = hostile
+    tell(sock, encode(part()), [make_memfd(GRANULE, seals=WRITABLE)])
+    tell(sock, encode(reference), [])
+    with pytest.raises(ProtocolError):
+        channel.recv(timeout=SOON)
+    tell(sock, encode(shared()), [])
+    assert channel.recv(timeout=SOON).shape == (4,)
+    # The same of memory that is ours and is said to come back.
+    with rows() as a:
+        channel.send(a)
+        tell(sock, encode(["r", reference[1]]), [])
+        if reference[1][0] == 1 and reference[1][2:] == [0, "int64", (4,)]:
+            assert channel.recv(timeout=SOON).shape == (4,)  # how many segments there are is known at home
+        else:
+            with pytest.raises((ProtocolError, ClosedError)):
+                channel.recv(timeout=SOON)
+    gc.collect()
+
+
+def test_s7_the_same_memory_is_not_described_twice(hostile: tuple[socket.socket, ArrayChannel]) -> None:
+    sock, channel = hostile
+    before = mappings()
+    for _ in range(2):
+        tell(sock, encode(part()), [make_memfd(GRANULE, seals=WRITABLE)])
+    tell(sock, encode(["f", [7, 1, 1]]), [])
+    tell(sock, encode(["g"]), [])
+    tell(sock, encode(["x", 1]), [])
+    with pytest.raises(ProtocolError, match="came after 1"):
+        channel.recv(timeout=SOON)
+    assert channel.recv(timeout=SOON) == 1
+    assert mappings() == before
+
+
+def test_s7_random_messages_cost_nothing_but_themselves(hostile: tuple[socket.socket, ArrayChannel]) -> None:
+    """Well-formed messages with single items spoilt, with the wrong descriptors, in any order."""
+    sock, channel = hostile
+    chance = random.Random(20_252)
+    before = mappings()
+    numbers = [0, 1, 2, 3, -1, 253, 1024, GRANULE, 2**47, 2**62, 2**63, None, "host", [], True, 0.5]
+    arrived = 0
+    with rows() as a:
+        channel.send(a)
+        for number in range(2500):
+            message: list[Any] = chance.choice(
+                [part(memory=number % 5), part(chance.randrange(5), 1, False), shared(chance.randrange(5)),
+                 ["r", [1, 0, 0, "int64", [4]]], ["f", [chance.randrange(5)]], ["g"], ["x", number]]
+            )  # fmt: skip
+            if chance.random() < 0.6:
+                holder: Any = message
+                while isinstance(holder[-1], list) and holder[-1] and chance.random() < 0.8:
+                    holder = chance.choice([item for item in holder if isinstance(item, list) and item])
+                holder[chance.randrange(len(holder))] = chance.choice(numbers)
+            kinds = [WRITABLE, WRITABLE, WRITABLE, READ_ONLY, 0]
+            fds = [make_memfd(GRANULE, seals=chance.choice(kinds)) for _ in range(chance.choice([0, 0, 1, 1, 1, 2]))]
+            tell(sock, encode(message), fds)
+            try:
+                while True:
+                    found = channel.recv(timeout=0)
+                    arrived += 1
+                    if isinstance(found, vram.Array):
+                        assert found.numpy().size >= 0
+                    del found
+            except WaitTimeoutError:
+                pass
+            except (ProtocolError, ClosedError, AccessDeniedError):
+                pass
+            sock.setblocking(False)
+            try:
+                while True:
+                    sock.recv(100_000)
+            except BlockingIOError:
+                sock.setblocking(True)
+    assert arrived > 300
+    channel.close()
+    assert mappings() == before

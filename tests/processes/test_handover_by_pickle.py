@@ -1,0 +1,745 @@
+"""Arrays in queues, pipes, pools and arguments of multiprocessing: the descriptor travels, the bytes never (I6, S6)."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import resource_tracker
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tests.processes import workers
+from tests.processes.other_users import OTHER, as_user
+
+import vram
+from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from vram.exchange import endpoint as module
+from vram.exchange import fetching, flights
+from vram.exchange.endpoint import endpoint
+from vram.exchange.reducers import _rebuild
+from vram.testing.keeper import WRITABLE, make_memfd, until
+
+pytestmark = pytest.mark.usefixtures("hand_over")
+SOON = 20.0
+GRANULE = 2 << 20
+SPAWN = multiprocessing.get_context("spawn")
+
+
+class Servant:
+    """A process that does what it is told."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=workers.serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def __call__(self, *order: Any) -> Any:
+        self.pipe.send(order)
+        del order
+        assert self.pipe.poll(SOON), "the servant does not answer"
+        answer = self.pipe.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+        self.process.kill()
+        self.process.join(SOON)
+
+    def close(self) -> None:
+        """End it, politely if it listens."""
+        if self.process.is_alive():
+            self.pipe.send(None)
+            self.process.join(SOON)
+        self.kill()
+        self.pipe.close()
+        self.process.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tracker() -> None:
+    """multiprocessing's own helper process, which outlives the first test that spawns anything."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[tuple[Servant, Servant]]:
+    one, other = Servant(), Servant()
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.fixture
+def servant(processes: tuple[Servant, Servant]) -> Iterator[Servant]:
+    """Another process. After the test it holds nothing, and maps nothing of ours."""
+    yield processes[0]
+    processes[0]("drop")
+    module.shut_down()
+    until(lambda: processes[0]("mapped") == 0, seconds=SOON, what="the unmapping in the other process")
+
+
+@pytest.fixture
+def second(processes: tuple[Servant, Servant]) -> Iterator[Servant]:
+    """A third process."""
+    yield processes[1]
+    processes[1]("drop")
+
+
+@pytest.fixture
+def mortal() -> Iterator[Servant]:
+    """A process to be killed."""
+    servant = Servant()
+    yield servant
+    servant.close()
+
+
+def rows(count: int = 10, **options: Any) -> vram.Array:
+    array = vram.empty((count, 4), "int64", device="host", **options)
+    array.numpy()[:] = np.arange(count * 4).reshape(count, 4)
+    return array
+
+
+def dumps(array: vram.Array) -> bytes:
+    return bytes(ForkingPickler.dumps(array))
+
+
+def loads(pickled: bytes) -> vram.Array:
+    found = ForkingPickler.loads(pickled)
+    assert isinstance(found, vram.Array)
+    return found
+
+
+def landed() -> bool:
+    return not endpoint().flights._flights
+
+
+def mappings() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:vram")
+
+
+# -- the ways there are ---------------------------------------------------------------------------------------------
+
+
+def test_through_a_pipe_and_back_it_is_the_same_object(servant: Servant) -> None:
+    with rows(capacity=1_000_000) as a:
+        address, shape, writable = servant("keep", "a", a)
+        assert (shape, writable) == ((10, 4), True)
+        assert address != a.address
+        assert servant("add", "a", 1) == a.numpy().sum() == 820
+        assert servant("give", "a") is a
+        a.resize(900_000)
+        assert servant("keep", "a", a) == (address, (900_000, 4), True), "growth is at the same address"
+        assert servant("give", "a") is a
+        a[899_999] = 7
+        assert servant("total", "a") == a.numpy().sum()
+        with a[5:7] as part:
+            assert servant("keep", "part", part)[0] == address + 5 * 32
+            assert servant("give", "part") is part
+            assert servant("give", "a") is a
+        assert len(dumps(a)) < 400
+        until(lambda: endpoint().flights.find(1) is not None)
+
+
+def test_through_queues_of_spawned_processes() -> None:
+    incoming, outgoing = SPAWN.Queue(), SPAWN.Queue()
+    process = SPAWN.Process(target=workers.from_queue, args=(incoming, outgoing))
+    process.start()
+    try:
+        with rows() as a:
+            for n in range(1, 20):
+                incoming.put(a)
+                assert outgoing.get(timeout=SOON) is a
+                assert a.numpy()[0, 0] == n
+        for _ in range(5):  # dropped as soon as they are in
+            incoming.put(rows())
+        found = [outgoing.get(timeout=SOON) for _ in range(5)]
+        assert [int(array.numpy()[9, 3]) for array in found] == [40] * 5
+        del found, array
+        incoming.put(None)
+        incoming.put("all taken")
+        process.join(SOON)
+        assert process.exitcode == 0
+        until(landed)
+        assert mappings() == 0
+    finally:
+        process.kill()
+        process.join(SOON)
+        process.close()
+        for pipe in (incoming, outgoing):
+            pipe.close()
+            pipe.join_thread()
+
+
+def test_as_an_argument_of_a_process() -> None:
+    ours, theirs = SPAWN.Pipe()
+    with rows() as a, ours:
+        process = SPAWN.Process(target=workers.as_argument, args=(a, theirs))
+        process.start()
+        theirs.close()
+        assert ours.poll(SOON)
+        assert ours.recv() == process.pid
+        process.join(SOON)
+        process.close()
+        assert a.numpy()[0, 0] == 1
+        until(landed)
+
+
+def test_through_pools() -> None:
+    with rows() as a, SPAWN.Pool(2) as pool:
+        parts = pool.map(workers.second_row, [a] * 8, chunksize=1)
+        assert all(part.address == a.address + 32 for part in parts)
+        assert a.numpy()[1, 0] == 4 + 8
+        with pytest.raises(ValueError, match=r"\(10, 4\)"):
+            pool.apply(workers.fail, (a,))
+        del parts
+        pool.close()
+        pool.join()
+    with rows() as a, ProcessPoolExecutor(1, mp_context=SPAWN) as executor:
+        part = executor.submit(workers.second_row, a).result(SOON)
+        assert part.numpy().tolist() == [[5, 6, 7, 8]]
+        part.close()
+    assert mappings() == 0
+
+
+def test_i7_a_forked_child_fetches_like_everybody_else() -> None:
+    context = multiprocessing.get_context("fork")
+    incoming, outgoing = context.SimpleQueue(), context.SimpleQueue()
+    with rows() as a, rows() as before:
+        incoming.put(before)
+        assert incoming.get() is before  # our endpoint is up when we fork
+        view = before.numpy()
+
+        def work() -> None:
+            array = incoming.get()
+            array.numpy()[...] += 1
+            outgoing.put(array)
+            outgoing.put(int(view[9, 3]))
+            try:
+                outgoing.put(before)
+            except ClosedError as error:
+                outgoing.put(str(error))
+            incoming.get()
+
+        process = context.Process(target=work)
+        process.start()
+        incoming.put(a)
+        assert outgoing.get() is a
+        assert a.numpy()[0, 0] == 1
+        assert outgoing.get() == 39
+        assert "fork" in outgoing.get()
+        incoming.put("done")
+        process.join(SOON)
+        assert process.exitcode == 0
+        process.close()
+        incoming.put(a)
+        assert incoming.get() is a, "our own endpoint is what it was"
+        del view
+    for pipe in (incoming, outgoing):
+        pipe.close()
+
+
+def test_what_was_attached_goes_by_name(servant: Servant, kept: vram.Keeper) -> None:
+    """The keeper knows who holds what."""
+    with rows() as a:
+        vram.publish("n", {"a": a}, keeper=kept)
+        with vram.attach("n", keeper=kept) as lease:
+            assert servant("keep", "a", lease["a"][2:4])[1:] == ((2, 4), False)
+            assert servant("total", "a") == a.numpy()[2:4].sum()
+            assert {holder.pid for holder in vram.show("n").versions[0].holders} == {os.getpid(), servant.process.pid}
+        assert servant("keep", "b", a)[2] is False, "published by us, it is ours to hand over, read-only as it is"
+    assert vram.statistics().leases == 1
+    servant("drop")
+    until(lambda: vram.statistics().leases == 0)
+
+
+# -- in flight ------------------------------------------------------------------------------------------------------
+
+
+def test_i6_what_is_in_flight_outlives_the_array(servant: Servant) -> None:
+    with rows() as a:
+        pickled = dumps(a)
+    del a
+    gc.collect()
+    assert mappings() == 1, "it is on its way"
+    assert servant("read", "a", pickled)[1] == (10, 4)
+    until(landed)
+    assert servant("total", "a") == 780
+    assert mappings() == 0, "it has arrived"
+
+
+def test_i6_what_is_in_flight_is_not_shrunk_away(servant: Servant) -> None:
+    with rows(200_000, chunk="2MiB", capacity=400_000) as a:
+        first = dumps(a)
+        a.resize(400_000)
+        second = dumps(a)
+        with pytest.raises(BusyError, match="in flight"):
+            a.resize(300_000)
+        servant("read", "first", first)
+        servant("read", "second", second)
+        until(landed)
+        a.resize(8)
+        assert servant("total", "first") == sum(range(800_000))
+        a.resize(200_000)
+        servant("keep", "third", a)
+        assert servant("total", "third") == sum(range(32)), "what was given back is not what came after"
+
+
+def test_s8_what_is_in_flight_may_be_frozen(servant: Servant, kept: vram.Keeper) -> None:
+    """Published meanwhile, it arrives read-only; an id that was replaced by then is still good."""
+    with rows() as a:
+        early = dumps(a)
+        vram.publish("n", {"a": a}, keeper=kept)
+        late = dumps(a)
+        assert servant("read", "late", late)[2] is False
+        assert servant("read", "early", early)[2] is False
+        assert servant("total", "early") == servant("total", "late") == 780
+        assert loads(dumps(a)) is a
+        until(landed)
+
+
+def test_unpickling_twice_gives_two_arrays_on_one_memory(servant: Servant) -> None:
+    with rows() as a:
+        pickled = dumps(a)
+        assert servant("read", "one", pickled)[0] == servant("read", "two", pickled)[0]
+        until(landed)
+        assert loads(pickled) is a
+        assert loads(pickled) is a
+        servant("add", "one", 1)
+        assert servant("total", "two") == a.numpy().sum()
+
+
+def test_flights_that_nobody_ends_end_in_time(monkeypatch: pytest.MonkeyPatch, servant: Servant) -> None:
+    module.shut_down()
+    monkeypatch.setattr(flights, "FLIGHT_SECONDS", 0.3)
+    with rows() as kept_array:
+        forgotten = dumps(kept_array)
+        with rows() as a:
+            pickled = dumps(a)
+        del a
+        assert mappings() == 2
+        until(lambda: mappings() == 1)
+        assert endpoint().flights.find(1) is not None, "an array that its sender has is not given up"
+        with pytest.raises(ClosedError, match="closed by its sender"):
+            servant("read", "a", pickled)
+        assert servant("read", "b", forgotten)[1] == (10, 4)
+    until(landed)
+
+
+def test_a_queue_that_is_still_in_use_keeps_its_flights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time counts from the last array that was pickled, not from the first."""
+    module.shut_down()
+    monkeypatch.setattr(flights, "FLIGHT_SECONDS", 0.6)
+    a = rows()
+    pickled = dumps(a)
+    for _ in range(4):
+        assert not select.select([], [], [], 0.25)[0]
+        dumps(a)
+    del a
+    found = loads(pickled)
+    assert found.numpy()[9, 3] == 39
+    found.close()
+    del found
+    until(lambda: mappings() == 0)
+
+
+def test_a_worker_that_is_killed_costs_nothing_for_good(mortal: Servant, monkeypatch: pytest.MonkeyPatch) -> None:
+    module.shut_down()
+    monkeypatch.setattr(flights, "FLIGHT_SECONDS", 0.3)
+    with rows() as a:
+        mortal("keep", "a", a)
+        until(landed)
+        pickled = dumps(a)
+        mortal.kill()
+        assert a.numpy().sum() == 780
+    del a, pickled
+    until(lambda: mappings() == 0)
+
+
+# -- memory of the other process ------------------------------------------------------------------------------------
+
+
+def test_arrays_of_the_other_process_live_here(servant: Servant) -> None:
+    a = servant("make", "x", 5)
+    assert a.numpy().sum() == 200
+    address = a.address
+    servant("add", "x", 1)
+    assert a.numpy()[0, 0] == 6
+    b = servant("grow", "x", 500_000)
+    assert (b.address, b.shape) == (address, (500_000, 4))
+    assert servant("keep", "y", b) == servant("keep", "x", servant("give", "x"))
+    a.close()
+    b.close()
+    del a, b
+    servant("drop")
+    until(lambda: mappings() == 0, what="the unmapping of what the other process has dropped")
+
+
+def test_what_a_killed_process_made_stays_readable(mortal: Servant) -> None:
+    a = mortal("make", "x", 5)
+    mortal("make", "y", 6).close()
+    pickled = mortal("write_down", "y")
+    more = mortal("make", "z", 7)
+    late = mortal("write_down", "z")
+    mortal.kill()
+    assert a.numpy().sum() == 200
+    with pytest.raises(PeerGoneError, match="publish arrays that must outlive"):
+        loads(late)
+    with pytest.raises(PeerGoneError, match="publish arrays that must outlive"):
+        loads(pickled)
+    assert more.numpy().sum() == 280
+    a.close()
+    more.close()
+    del a, more
+    until(lambda: mappings() == 0)
+
+
+def test_through_three_processes_and_back(servant: Servant, second: Servant) -> None:
+    with rows() as a:
+        servant("keep", "a", a)
+        address = second("read", "a", servant("write_down", "a"))[0]
+        assert second("add", "a", 1) == a.numpy().sum()
+        assert loads(second("write_down", "a")) is a, "home again, by way of two others"
+        # The one in between knows the memory already: it is not mapped there a second time (S6).
+        before = servant("mapped")
+        servant("read", "again", second("write_down", "a"))
+        assert servant("mapped") == before
+        servant("drop")
+        second("add", "a", 1)
+        assert a.numpy()[0, 0] == 2
+        assert address
+        until(landed)
+
+
+def test_more_segments_than_one_message_takes(servant: Servant) -> None:
+    """S4."""
+    with vram.empty((600, GRANULE), "uint8", device="host", chunk=GRANULE) as a:
+        a.numpy()[:, 0] = np.arange(600) % 251
+        assert servant("keep", "a", a)[1] == (600, GRANULE)
+        with a[:,] if False else a[599] as last:
+            servant("keep", "last", last)
+            assert servant("total", "last") == 599 % 251
+        assert servant("give", "a") is a
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), ()])
+def test_empty_and_single_ones_arrive(servant: Servant, shape: tuple[int, ...]) -> None:
+    with vram.zeros(shape, "float32", device="host") as a:
+        assert servant("keep", "a", a)[1] == shape
+        assert servant("give", "a") is a
+
+
+def test_an_empty_array_grows_where_it_was_empty(servant: Servant) -> None:
+    with vram.zeros((0, 4), "int64", device="host", capacity=1_000_000) as a:
+        address = servant("keep", "a", a)[0]
+        a.resize(500_000)
+        a.fill(1)
+        assert servant("keep", "a", a) == (address, (500_000, 4), True)
+        assert servant("total", "a") == 2_000_000
+
+
+def test_private_memory_goes_by_name_or_not_at_all(servant: Servant, kept: vram.Keeper) -> None:
+    vram.publish("n", {"x": np.arange(4)}, keeper=kept)
+    with vram.attach("n", access="cow", keeper=kept) as lease:
+        lease["x"][0] = 9
+        servant("keep", "x", lease["x"])
+        assert servant("total", "x") == 6, "what was written privately stays here"
+        lease["x"].provenance = None
+        with pytest.raises(UsageError, match="private copy"):
+            dumps(lease["x"])
+
+
+def test_closed_arrays_are_refused() -> None:
+    a = rows()
+    a.close()
+    with pytest.raises(ClosedError):
+        dumps(a)
+
+
+def test_what_was_closed_here_comes_back_as_what_it_is(servant: Servant) -> None:
+    a = rows()
+    servant("keep", "a", a)
+    until(landed)
+    view = a.numpy()
+    a.close()
+    found = servant("give", "a")
+    assert found is not a
+    assert found.numpy().tolist() == view.tolist()
+    found[0, 0] = 77
+    assert view[0, 0] == 77
+    found.close()
+    del view, found
+
+
+def test_our_own_pickle_of_a_closed_array_is_still_good() -> None:
+    a = rows()
+    pickled = dumps(a)
+    view = a.numpy()
+    a.close()
+    found = loads(pickled)
+    found[0, 0] = 5
+    assert view[0, 0] == 5
+    found.close()
+    del view, found
+    until(lambda: mappings() == 0)
+
+
+def test_many_threads_send_and_take() -> None:
+    wrong: list[object] = []
+    passed: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    arrays = [rows(n + 1) for n in range(5)]
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(100):
+                passed.put(dumps(arrays[(number + turn) % 5]))
+                if loads(passed.get(timeout=SOON)) not in arrays:
+                    wrong.append("another object")
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []
+    assert landed()
+    for array in arrays:
+        array.close()
+
+
+# -- strangers ------------------------------------------------------------------------------------------------------
+
+
+def knock(address: str) -> bytes | str:
+    """Connect to an endpoint and ask for its first memory."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(10)
+        try:
+            sock.connect(address)
+            sock.send(msgspec.msgpack.encode(["fetch", 1, 0]))
+            payload, fds, _, _ = socket.recv_fds(sock, 1000, 8)
+            for fd in fds:
+                os.close(fd)
+            return payload[:6]
+        except OSError as error:
+            return type(error).__name__
+
+
+def test_another_user_gets_nothing() -> None:
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    with rows() as a:
+        dumps(a)
+        address = endpoint().address
+        assert knock(address) == b"\x92\xa4part"
+        assert as_user(OTHER, lambda: knock(address)) in (b"", "ConnectionResetError", "BrokenPipeError")
+        kind, text = as_user(OTHER, lambda: loads(dumps_for(address)))
+        assert issubclass(kind, (ProtocolError, PeerGoneError)), text
+
+
+def dumps_for(address: str) -> bytes:
+    """A pickle that somebody made up."""
+    return bytes(ForkingPickler.dumps(_Reference(address)))
+
+
+class _Reference:
+    def __init__(self, address: str, memory: int = 1, segments: int = 1, shape: tuple[int, ...] = (4,)) -> None:
+        self.arguments = (address, memory, segments, 0, "int64", shape, "", 0)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, self.arguments
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xc1",
+        b"x" * 50_000,
+        msgspec.msgpack.encode(["fetch"]),
+        msgspec.msgpack.encode(["fetch", -1, 0]),
+        msgspec.msgpack.encode(["fetch", 1, 5000]),
+        msgspec.msgpack.encode(["took", 1, -1]),
+        msgspec.msgpack.encode(["part", 1]),
+        b"\x91" * 50_000,
+    ],
+    ids=lambda garbage: garbage[:8].hex(),
+)
+def test_s7_a_stranger_that_asks_nonsense_costs_its_connection(garbage: bytes) -> None:
+    with rows() as a, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        dumps(a)
+        sock.connect(endpoint().address)
+        sock.settimeout(SOON)
+        fd = make_memfd()
+        socket.send_fds(sock, [garbage], [fd, *os.pipe()][:1])
+        os.close(fd)
+        assert sock.recv(1000) == b"", "the connection is over"
+        assert knock(endpoint().address) == b"\x92\xa4part", "everybody else is served"
+
+
+def test_s7_a_stranger_that_asks_for_what_is_not_there_is_told() -> None:
+    with rows() as a, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        dumps(a)
+        sock.connect(endpoint().address)
+        sock.settimeout(SOON)
+        for message in (["fetch", 2, 0], ["fetch", 1, 1], ["fetch", 1, 1000], ["fetch", 2**62, 0]):
+            sock.send(msgspec.msgpack.encode(message))
+            assert msgspec.msgpack.decode(sock.recv(1000))[0] == "gone"
+        sock.send(msgspec.msgpack.encode(["took", 5, 1]))
+        sock.send(msgspec.msgpack.encode(["took", 1, 2**62]))  # it may give up what it was sent, and nothing else
+        until(landed)
+
+
+def test_s7_a_stranger_that_does_not_read_costs_only_itself() -> None:
+    with rows() as a, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        dumps(a)
+        sock.connect(endpoint().address)
+        sock.settimeout(0.05)
+        with pytest.raises(TimeoutError):
+            while True:
+                sock.send(msgspec.msgpack.encode(["fetch", 1, 0]))
+        assert knock(endpoint().address) == b"\x92\xa4part"
+
+
+class Impostor:
+    """A process's address that answers as it likes."""
+
+    def __init__(self, *answers: tuple[Any, int] | None) -> None:
+        self.address = f"\0impostor-{os.getpid()}-{id(self)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, args=(answers,))
+        self._thread.start()
+
+    def _serve(self, answers: tuple[tuple[Any, int] | None, ...]) -> None:
+        peer, _ = self._listener.accept()
+        with peer, self._listener:
+            for answer in answers:
+                if answer is None:
+                    break
+                peer.recv(1000)
+                fds = [make_memfd(GRANULE, seals=WRITABLE) for _ in range(answer[1])]
+                socket.send_fds(peer, [msgspec.msgpack.encode(answer[0])], fds)
+                for fd in fds:
+                    os.close(fd)
+            else:
+                while peer.recv(1000):
+                    pass
+
+    def __enter__(self) -> Impostor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        module.shut_down()
+        self._thread.join(SOON)
+
+
+def described(memory: int = 1, first: int = 0, segments: int = 1) -> Any:
+    nbytes = segments * GRANULE
+    memory_descriptor = ["host", [[GRANULE, 1]] * segments, 0, nbytes, 4 * GRANULE]
+    return ["part", [memory, first, True, True, memory_descriptor]]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([({"what": "?"}, 1)], PeerGoneError),
+        ([("garbage", 0)], PeerGoneError),
+        ([(["gone", 1], 0)], ClosedError),
+        ([(["gone", 1], 3)], ClosedError),
+        ([(described(), 0)], ProtocolError),
+        ([(described(), 2)], ProtocolError),
+        ([(described(segments=0), 0), (described(segments=0), 0)], ProtocolError),
+        ([(described(segments=0), 0), (["gone", 1], 0)], ClosedError),
+        ([(described(memory=2), 1)], WaitTimeoutError),
+        ([(described(first=1), 1)], WaitTimeoutError),
+        ([(["forget", [1, 1, 5]], 1)], WaitTimeoutError),
+        ([], WaitTimeoutError),
+        ([None], PeerGoneError),
+    ],
+)
+def test_s7_an_address_that_answers_nonsense_is_refused(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], error: type[Exception]
+) -> None:
+    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.2)
+    with Impostor(*answers) as impostor, pytest.raises(error):
+        loads(dumps_for(impostor.address))
+
+
+def test_s7_an_address_may_not_describe_more_than_it_sends() -> None:
+    with Impostor((described(), 1)) as impostor:
+        with pytest.raises(ProtocolError, match="does not lie in its memory"):
+            ForkingPickler.loads(ForkingPickler.dumps(_Reference(impostor.address, shape=(GRANULE,))))
+        with loads(dumps_for(impostor.address)) as found:
+            assert found.numpy().tolist() == [0, 0, 0, 0]
+
+
+def test_s7_a_late_answer_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one who asked has given up; the next who asks gets its own answer, and no descriptor is left."""
+    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.3)
+    answers = threading.Event()
+    address = f"\0late-{os.getpid()}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+
+    def serve() -> None:
+        peer, _ = listener.accept()
+        with peer, listener:
+            peer.recv(1000)
+            answers.wait(SOON)
+            for memory in (1, 2):
+                if memory == 2:
+                    peer.recv(1000)
+                fd = make_memfd(GRANULE, seals=WRITABLE, content=bytes([memory]))
+                socket.send_fds(peer, [msgspec.msgpack.encode(described(memory))], [fd])
+                os.close(fd)
+            while peer.recv(1000):
+                pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    with pytest.raises(WaitTimeoutError):
+        ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 1)))
+    answers.set()
+    monkeypatch.setattr(fetching, "FETCH_SECONDS", SOON)
+    with ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 2))) as found:
+        assert found.numpy()[0] == 2
+    del found
+    module.shut_down()
+    thread.join(SOON)
+
+
+def test_nobody_listens_any_more() -> None:
+    with pytest.raises(PeerGoneError, match="publish arrays that must outlive"):
+        loads(dumps_for("\0vram-nobody"))
+
+
+def test_after_the_end_there_is_a_new_beginning() -> None:
+    with rows() as a:
+        pickled = dumps(a)
+        first = endpoint()
+        module.shut_down()
+        module.shut_down()
+        with pytest.raises(ClosedError):
+            first.write_down(a)
+        assert endpoint() is not first
+        with pytest.raises(PeerGoneError):
+            loads(pickled)
+        assert loads(dumps(a)) is a
