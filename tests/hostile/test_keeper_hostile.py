@@ -86,7 +86,7 @@ def running(path: str, *options: str, launcher: Sequence[str] = ()) -> Iterator[
 @pytest.fixture
 def keeper() -> Iterator[KeeperProcess]:
     with short_directory() as place, contextlib.ExitStack() as stack:
-        process = stack.enter_context(running(f"{place}/k", "--patience", "0.3"))
+        process = stack.enter_context(running(f"{place}/k", "--patience", "1"))
         with KeeperClient.connect(process.path, label="good") as good:
             with memfds(1) as fds:
                 good.publish("good", [KIB4], fds)
@@ -326,7 +326,7 @@ def test_who_does_not_say_hello_is_not_waited_for(keeper: KeeperProcess) -> None
 
 
 def test_who_said_hello_may_be_silent_for_ever(keeper: KeeperProcess, peer: Peer) -> None:
-    time.sleep(0.8)  # more than twice the keeper's patience
+    time.sleep(2.2)  # more than twice the keeper's patience
     assert isinstance(peer.ask(m.encode(m.Statistics(1))), m.KeeperStatistics)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
@@ -356,7 +355,7 @@ def array_on(region: Region, manifest: Manifest, where: Provenance) -> Array:
         dtype = dtype_of(entry.dtype)
         if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
             raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
-        provenance = replace(where, offset=offset, nbytes=entry.nbytes)
+        provenance = where._replace(offset=offset, nbytes=entry.nbytes)
         return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
     except UsageError as error:  # not this caller's mistake, but the publisher's
         raise ProtocolError(

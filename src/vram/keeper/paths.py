@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import sys
@@ -39,11 +40,18 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     UsageError
         If it has more than the 107 bytes of a unix socket's path.
     """
+    named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
+    if named is not None and named.startswith("/"):
+        return _checked(named), True
+    return _checked(os.path.abspath(default_path() if named is None else named)), named is not None
+
+
+@functools.lru_cache(maxsize=64)  # asked for in every call that names its keeper, and mostly the same
+def _checked(path: str) -> str:
     check_platform()
-    chosen = path is not None or bool(os.environ.get(ENVIRONMENT))
-    found = os.path.abspath(os.fspath(path) if path is not None else default_path())
+    found = os.path.abspath(path)
     check_path(found)
-    return found, chosen
+    return found
 
 
 def check_platform() -> None:
