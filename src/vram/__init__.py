@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .errors import VramError as VramError
     from .errors import WaitTimeoutError as WaitTimeoutError
     from .exchange.array_channel import ArrayChannel as ArrayChannel
-    from .exchange.attach import Lease as Lease
     from .exchange.attach import attach as attach
     from .exchange.attach import attach_or_publish as attach_or_publish
     from .exchange.create import asarray as asarray
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from .exchange.keepers import remove as remove
     from .exchange.keepers import show as show
     from .exchange.keepers import statistics as statistics
+    from .exchange.lease import Lease as Lease
     from .exchange.publish import Published as Published
     from .exchange.publish import publish as publish
     from .exchange.weights import put as put
@@ -68,12 +68,13 @@ _HOMES = {
     "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError DeviceLostError"
     " DriverError ForkedError InternalError LeakWarning MismatchError NotFoundError OutOfMemoryError PeerError"
     " PeerGoneError ProtocolError RangeError ReleaseWarning UnsupportedError UsageError VramError WaitTimeoutError",
-    "exchange.attach": "Lease attach attach_or_publish",
+    "exchange.attach": "attach attach_or_publish",
     "exchange.create": "asarray empty zeros",
     "exchange.array_channel": "ArrayChannel",
     "exchange.keepers": "list=list_entries remove show statistics",
     "exchange.publish": "Published publish",
     "exchange.weights": "put",
+    "exchange.lease": "Lease",
     "keeper": "keeper=",
     "keeper.session": "Keeper",
     "memory": "AddressReservation MemoryMapping PhysicalAllocation Region",

@@ -10,6 +10,7 @@ LONG = {
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
     "vram/keeper/client.py": "everything that can be said to a keeper; half of it is what each call promises",
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
+    "vram/sharing/channel.py": "the two places where descriptors meet a socket, and the class that both sides use",
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
 }
 

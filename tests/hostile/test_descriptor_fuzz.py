@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vram.errors import ProtocolError, UnsupportedError, VramError
-from vram.exchange.attach import Lease
+from vram.exchange.lease import Lease
 from vram.keeper.client import Attachment, KeeperClient, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (

@@ -11,6 +11,7 @@ from typing import Any
 
 import vram
 from vram.exchange import endpoint
+from vram.keeper.client import close_clients
 
 _held: dict[str, Any] = {}
 
@@ -57,6 +58,7 @@ def drop(*keys: str) -> None:
     for key in keys or tuple(_held):
         del _held[key]
     gc.collect()
+    close_clients()
 
 
 def make(key: str, number: int, rows: int = 10) -> vram.Array:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .array_channel import ArrayChannel
-from .attach import Lease, attach, attach_or_publish
+from .attach import attach, attach_or_publish
 from .create import asarray, empty, zeros
 from .keepers import list_entries, remove, show, statistics
+from .lease import Lease
 from .publish import Published, publish
 from .reducers import register
 from .weights import put

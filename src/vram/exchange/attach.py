@@ -1,232 +1,20 @@
-"""Attach what was published: a lease on one version, and its arrays mapped into this process without a copy."""
+"""Attach what was published, and publish what is not there yet."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
 
-from ..arrays import Array
-from ..arrays.dtypes import dtype_of
-from ..arrays.views import let_go
-from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
-from ..keeper.client import Attachment, KeeperClient, PublishClaim, Watch
+from ..errors import NotFoundError, UsageError, VramError
+from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.session import Keeper
-from ..lifetime import Owned, unwinding
-from ..memory import Region
-from ..sharing.channel import close_fds
-from ..sharing.descriptor import Manifest, decode_manifest
-from ..sharing.lease import LeaseReturn
-from .keepers import as_notes, check_version, connect
-from .mapping import map_memory, read_sealed
-from .provenance import Provenance
+from .keepers import as_notes, check_seconds, check_version, connect
+from .lease import Lease, wire_access
 from .publish import publish_to
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-__all__ = ["Lease", "array_on", "attach", "attach_or_publish", "wire_access"]
+__all__ = ["attach", "attach_or_publish"]
 
 _ACCESS = ("r", "rw", "cow")
-
-
-class Lease(Owned, Mapping[str, Array]):
-    """One version of an entry, attached: a mapping of names to arrays.
-
-    Made by :func:`attach`. Closing it gives the version back; numpy and torch views that are still alive keep their
-    memory, and the keeper is told when the last of them is gone. Losing the keeper does not disturb what is mapped.
-    """
-
-    __slots__ = ("_arrays", "_attachment", "_client", "_regions", "_return", "_watch", "access", "manifest")
-
-    def __init__(self, client: KeeperClient, attachment: Attachment, access: str) -> None:
-        self.access = access
-        self._client = client
-        self._attachment = attachment
-        self._arrays: dict[str, Array] = {}
-        self._watch: Watch | None = None
-        self._return = LeaseReturn(attachment.lease_id, client.release_later)
-        claim = self._return.own(f"lease on {attachment.name!r} version {attachment.version}")
-        fds = attachment.fds
-        regions: list[Region] = []
-        try:
-            self.manifest = _read_manifest(attachment)
-            at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
-            named = at + sum(len(memory.segments) for memory in self.manifest.memories)
-            if named != len(fds):
-                raise ProtocolError(f"{len(fds)} file descriptors came, and the manifest names {named}")
-            for memory in self.manifest.memories:
-                count = len(memory.segments)
-                regions.append(map_memory(memory, fds[at : at + count], access=access, depends=(claim.handle,)))
-                at += count
-        except BaseException as error:
-            with unwinding(error):
-                for region in reversed(regions):
-                    region.close()
-                claim.release()
-            raise
-        finally:
-            close_fds(fds)  # what is mapped holds descriptors of its own
-            attachment.fds.clear()
-        self._regions = tuple(regions)
-        self._claim = claim
-
-    # -- what it is ---------------------------------------------------------------------------------------------
-    @property
-    def name(self) -> str:
-        """The entry's name."""
-        return self._attachment.name
-
-    @property
-    def version(self) -> int:
-        """The version that is attached; it never changes."""
-        return self._attachment.version
-
-    @property
-    def meta(self) -> dict[str, str]:
-        """What the publisher said about it."""
-        return dict(self._attachment.meta)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory mapped under this lease."""
-        return sum(region.mapped for region in self._regions)
-
-    # -- Mapping ------------------------------------------------------------------------------------------------
-    def __getitem__(self, name: str) -> Array:
-        self.handle  # noqa: B018  (closed leases say so)
-        array = self._arrays.get(name)
-        if array is None:
-            array = self._arrays.setdefault(name, self._make(name))
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.manifest.arrays)
-
-    def __len__(self) -> int:
-        return len(self.manifest.arrays)
-
-    def _make(self, name: str) -> Array:
-        entry = self.manifest.arrays.get(name)
-        if entry is None:
-            shown = _some(tuple(self))
-            raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r:.80}; it has {shown}")
-        where = Provenance(self._client.path, self.name, self.version, name, self.access, 0, 0)
-        return array_on(self._regions[entry.memory], self.manifest, where)
-
-    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return all arrays as numpy arrays over the same memory."""
-        return {name: self[name].numpy() for name in self}
-
-    def torch(self) -> dict[str, torch.Tensor]:
-        """Return all arrays as torch tensors over the same memory.
-
-        Writing to a tensor over read-only memory kills the process with SIGSEGV, since torch has no read-only
-        tensors: attach with ``access="cow"`` for what works in place.
-        """
-        return {name: self[name].torch() for name in self}
-
-    # -- newer versions -----------------------------------------------------------------------------------------
-    @property
-    def stale(self) -> bool:
-        """Whether the entry was published again, or removed, since.
-
-        Raises
-        ------
-        PeerGoneError
-            If the keeper is gone; what is mapped stays readable.
-        """
-        self.handle  # noqa: B018
-        return self._client.is_stale(self._return.lease_id)
-
-    def fileno(self) -> int:
-        """Return a descriptor to wait on: readable once this version is stale or the keeper is gone.
-
-        It belongs to the lease. Do not read from it; ask :attr:`stale`.
-        """
-        self.handle  # noqa: B018
-        if self._watch is None:
-            self._watch = self._client.watch(self._return.lease_id)
-        return self._watch.fileno()
-
-    def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
-        """Attach the newest version of the same entry, with the same access. This lease stays as it is.
-
-        Raises
-        ------
-        NotFoundError, WaitTimeoutError
-            If the entry was removed, and did not come back within `timeout` seconds.
-        PeerGoneError
-            If there is no keeper.
-        """
-        self.handle  # noqa: B018
-        client = connect(self._client.path)  # another keeper may be there by now
-        return Lease(
-            client, client.attach(self.name, access=wire_access(self.access), timeout=_seconds(timeout)), self.access
-        )
-
-    # -- the end ------------------------------------------------------------------------------------------------
-    def close(self, *, strict: bool = False) -> None:
-        """Unmap what no view uses any more and give the version back.
-
-        Returns when the keeper has acknowledged that, unless views are alive: then the last of them gives it back.
-
-        Parameters
-        ----------
-        strict : bool
-            Refuse, and change nothing, while views are alive.
-
-        Raises
-        ------
-        BusyError
-            Only if `strict`, naming the views.
-        """
-        if self.is_closed:
-            return
-        if strict:
-            self._refuse_while_viewed()
-        if self._watch is not None:
-            self._watch.close()
-        self._return.keep_back()
-        for array in tuple(self._arrays.values()):
-            array.close()
-        self._arrays.clear()
-        for region in reversed(self._regions):
-            region.close()
-        super().close()
-        if self._return.take():
-            with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
-                self._client.release([self._return.lease_id])
-        else:
-            self._return.send_on()
-
-    def _refuse_while_viewed(self) -> None:
-        others: list[str] = []
-        for region in self._regions:
-            others += region.pinned_by(excluding=[array.pin for array in tuple(self._arrays.values())])
-        if others:
-            raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
-
-    def keep_only(self, name: str) -> Array:
-        """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
-        array = self[name]
-        del self._arrays[name]
-        for region in self._regions:
-            let_go(region)
-        super().close()
-        return array
-
-    def __eq__(self, other: object) -> bool:
-        return self is other  # a thing to close, not a value, though it is a mapping
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{len(self)} arrays, {self.nbytes} bytes"
-        return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 
 def attach(
@@ -277,7 +65,7 @@ def attach(
     _check_access(access)
     check_version(version)
     wanted = as_notes(expect, what="expect")
-    seconds = _seconds(timeout)
+    seconds = check_seconds(timeout)
     client = connect(keeper)
     attachment = client.attach(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=seconds
@@ -325,7 +113,7 @@ def attach_or_publish(
     if not callable(load):
         raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
     meta = as_notes(expect, what="expect")
-    seconds = _seconds(timeout)
+    seconds = check_seconds(timeout)
     client = connect(keeper)
     while True:
         got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=seconds)
@@ -339,28 +127,6 @@ def attach_or_publish(
             raise
         with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
             return Lease(client, client.attach(name, version=version, access=wire_access(access)), access)
-
-
-def array_on(region: Region, manifest: Manifest, where: Provenance) -> Array:
-    """Make the array that `where` names, on the region that its memory was mapped as.
-
-    Raises
-    ------
-    ProtocolError
-        If the publisher described it in a way that no array is.
-    """
-    entry = manifest.arrays[where.entry]
-    offset = manifest.memories[entry.memory].offset + entry.offset
-    try:
-        dtype = dtype_of(entry.dtype)
-        if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
-            raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
-        provenance = where._replace(offset=offset, nbytes=entry.nbytes)
-        return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
-    except UsageError as error:  # not this caller's mistake, but the publisher's
-        raise ProtocolError(
-            f"{where.name!r} version {where.version} describes {where.entry!r:.80} wrongly: {error}"
-        ) from None
 
 
 def _load_and_publish(
@@ -387,27 +153,3 @@ def _load_and_publish(
 def _check_access(access: object) -> None:
     if access not in _ACCESS:
         raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')
-
-
-def _seconds(timeout: object) -> float | None:
-    """What a caller is willing to wait."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
-        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds, or None for ever")
-    return float(timeout)
-
-
-def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def wire_access(access: str) -> str:
-    """What the keeper is asked for: a private copy only reads what is shared."""
-    return "rw" if access == "rw" else "r"
-
-
-def _read_manifest(attachment: Attachment) -> Manifest:
-    inline = attachment.manifest_fd is None
-    return decode_manifest(attachment.manifest if inline else read_sealed(attachment.fds[0]))

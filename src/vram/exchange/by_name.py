@@ -13,8 +13,8 @@ from ..errors import ClosedError
 from ..keeper.client import KeeperClient
 from ..memory import Region
 from ..sharing.descriptor import Manifest
-from .attach import Lease, array_on, wire_access
 from .keepers import connect
+from .lease import Lease, array_on, wire_access
 from .provenance import Provenance
 
 __all__ = ["attach_array"]

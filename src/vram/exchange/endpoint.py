@@ -48,13 +48,14 @@ _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 class _Reader:
     """A process that uses our arrays: what it asked for and is owed, while its socket has no room."""
 
-    __slots__ = ("asked", "channel", "fd", "forgets")
+    __slots__ = ("asked", "channel", "fd", "forgets", "is_heard")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.fd = channel.fileno()
         self.asked: deque[tuple[Fetch, float]] = deque()
         self.forgets: deque[int] = deque()
+        self.is_heard = False
 
 
 class Endpoint:
@@ -222,7 +223,7 @@ class Endpoint:
             return
         reader = _Reader(Channel(sock))
         self._readers[reader.fd] = reader
-        self._selector.register(reader.fd, selectors.EVENT_READ, reader)
+        self._listen(reader, True)
 
     def _listen_to(self, reader: _Reader) -> None:
         """Take one message from a process that uses our arrays."""
@@ -249,8 +250,19 @@ class Endpoint:
             late = reader.asked and reader.asked[0][1] < time.monotonic()
             if late or len(reader.forgets) > _MOST_OWED:
                 self._drop(reader)
+                return
         except (VramError, OSError):
             self._drop(reader)
+            return
+        self._listen(reader, not reader.asked)
+
+    def _listen(self, reader: _Reader, wanted: bool) -> None:
+        """Take further requests, or none as long as those before have no answer."""
+        if wanted and not reader.is_heard:
+            self._selector.register(reader.fd, selectors.EVENT_READ, reader)
+        elif reader.is_heard and not wanted:
+            self._selector.unregister(reader.fd)
+        reader.is_heard = wanted
 
     def _answer(self, reader: _Reader, request: Fetch) -> None:
         lent = self._lent(request.memory)
@@ -274,7 +286,7 @@ class Endpoint:
         """The connection to a peer is over; a peer that is dropped already is not looked at again."""
         if isinstance(peer, _Reader):
             if self._readers.pop(peer.fd, None) is peer:
-                self._selector.unregister(peer.fd)
+                self._listen(peer, False)
                 peer.channel.close()
         elif isinstance(peer, Source):
             with self._lock:

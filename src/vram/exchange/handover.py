@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name, dtype_of
+from ..arrays.views import let_go
 from ..errors import ClosedError, ProtocolError, RangeError, UsageError
 from ..lifetime import Claim, Handle, own
 from ..memory import Pin, Region
@@ -339,12 +340,12 @@ class Borrower:
         return tuple(self._regions)
 
     def forget(self, number: int) -> None:
-        """Let go of a memory; views of it that are alive keep it."""
+        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before."""
         self._latest.pop(number, None)
         region = self._regions.pop(number, None)
         if region is not None:
             self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
-            region.close()
+            let_go(region)
 
     def close(self) -> None:
         """Let go of everything."""

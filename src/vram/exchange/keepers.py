@@ -83,3 +83,12 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None
 def statistics(*, keeper: Keeper | str | None = None) -> StatisticsInfo:
     """Return the keeper's counts: entries, bytes, leases, connections."""
     return connect(keeper).statistics()
+
+
+def check_seconds(timeout: object) -> float | None:
+    """Return what a caller is willing to wait, in seconds; None is for ever."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds, or None for ever")
+    return float(timeout)

@@ -26,7 +26,9 @@ __all__ = ["Connection", "Held", "Partial"]
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
 _DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _SENT, _LOST = 0, -1
-_RETRY = 0.002  # seconds until descriptors that could not be put in flight are tried again
+# Seconds until descriptors that could not be put in flight are tried again: at first, and at most. It doubles, since
+# thousands of peers that do not read must not keep the loop busy.
+_RETRY, _RETRY_AT_MOST = 0.001, 0.25
 
 
 class Held:
@@ -89,6 +91,7 @@ class Connection:
         "queue",
         "queued",
         "reading",
+        "retry",
         "server",
         "session",
         "sock",
@@ -108,6 +111,7 @@ class Connection:
         self.queued = 0
         self.in_flight = 0  # descriptors sent since the peer was last known to have read everything
         self.waiting_since: float | None = None
+        self.retry = _RETRY
         self.reading = False
         self.writing = False
         self.closed = False
@@ -208,7 +212,8 @@ class Connection:
         else:
             # No event tells when descriptors left flight, so look again soon.
             self.not_writing()
-            self.server.loop.call_later(_RETRY, self.writable)
+            self.server.loop.call_later(self.retry, self.writable)
+            self.retry = min(self.retry * 2, _RETRY_AT_MOST)
 
     def not_writing(self) -> None:
         """Do not look for room in this peer's socket for now."""
@@ -229,6 +234,7 @@ class Connection:
                 self._wait_for_room(code)
                 return
             self.waiting_since = self.server.now()
+            self.retry = _RETRY
             self.queue.popleft()
             self.queued -= len(payload)
             if held is not None:

@@ -1,0 +1,217 @@
+"""The command line, run as people run it: what it prints, what it exits with, and that errors are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import vram
+from vram.keeper.private import short_directory
+
+VRAM = Path(sys.executable).with_name("vram")
+SOON = 60
+
+
+def run(*arguments: object, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
+    """Run a command; return what it printed, on standard error if it fails."""
+    done = subprocess.run(
+        [VRAM, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "200", **environment},
+    )
+    assert done.returncode == expect, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
+    assert "Traceback" not in done.stderr
+    if expect == 0:
+        assert done.stderr == ""
+        return done.stdout
+    assert done.stdout == ""
+    return done.stderr
+
+
+def fails(*arguments: object, **environment: str) -> str:
+    """Run a command that fails; return its one line."""
+    said = run(*arguments, expect=1, **environment)
+    assert said.startswith("vram: "), said
+    assert said.count("\n") == 1, said
+    return said
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": np.arange(12, dtype="float32").reshape(3, 4), "bias": np.zeros(3, "float16")}, path)
+    return path
+
+
+def test_put_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
+    assert run("put", "mini/lm", file, "--meta", "config=sha256:1") == "mini/lm version 1: 2 arrays, 54 B on host\n"
+    published = json.loads(run("put", "mini/lm", file, "--device", "host", "--json", "--ttl", "1000"))
+    assert published == {"name": "mini/lm", "version": 2, "arrays": 2, "nbytes": 54, "copied": {}}
+    with vram.attach("mini/lm") as lease:
+        assert (lease["weight"].numpy() == np.arange(12).reshape(3, 4)).all()
+
+        listed = run("ls")
+        assert listed.splitlines()[0].split()[:3] == ["name", "version", "size"]
+        assert listed.splitlines()[1].split()[:2] == ["mini/lm", "2"]
+        assert "source=model.safetensors" in listed
+        (entry,) = json.loads(run("ls", "mini", "--json"))
+        assert (entry["name"], entry["version"], entry["readers"], entry["nbytes"]) == ("mini/lm", 2, 1, 2 << 20)
+        assert json.loads(run("ls", "max", "--json")) == []
+
+        shown = run("show", "mini/lm")
+        assert "current" in shown
+        assert str(os.getpid()) in shown
+        details = json.loads(run("show", "mini/lm", "--json"))
+        assert details["versions"][0]["holders"][0]["pid"] == os.getpid()
+        assert details["versions"][0]["meta"] == {"source": "model.safetensors"}
+        assert 900 < details["ttl_left"] <= 1000
+
+        assert "no version 7" in fails("rm", "mini/lm", "--version", 7) or "7" in fails("rm", "mini/lm", "--version", 7)
+        assert "count from 1" in fails("rm", "mini/lm", "--version", 0)
+        assert len(vram.list()) == 1
+        assert run("rm", "mini/lm", "--version", 2) == "removed mini/lm version 2\n"
+        assert vram.list() == []
+    run("put", "n", file, "--writable")
+    assert json.loads(run("rm", "n", "--json")) == {"removed": "n", "version": None}
+
+
+def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "vram.py").write_text("raise SystemExit('not this one')")  # what lies around is not what runs
+    with short_directory() as directory:
+        path = f"{directory}/k.sock"
+        arguments = ["keep", "--socket", path, "--mode", "0660", "--max-bytes", "4MiB", "--max-entries", "2"]
+        keeper = subprocess.Popen(
+            [VRAM, *arguments], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            answers(path)
+            assert os.stat(path).st_mode & 0o777 == 0o660
+            assert run("put", "one", file, "--socket", path)
+            assert "one" in run("ls", "--socket", path)
+            assert "one" in run("ls", VRAM_KEEPER=path)
+            assert "keeper" in fails("keep", "--socket", path)
+            successor = subprocess.Popen([VRAM, "keep", "--socket", path, "--takeover"], cwd=tmp_path)
+            try:
+                assert keeper.wait(SOON) == 0
+                assert keeper.stdout is not None
+                assert keeper.stdout.read() == ""
+                assert "one" in run("ls", "--socket", path)
+            finally:
+                successor.send_signal(signal.SIGINT)
+                assert successor.wait(SOON) in (0, 130)
+            assert not os.path.exists(path)
+        finally:
+            keeper.kill()
+            keeper.communicate(timeout=SOON)
+
+
+def answers(path: str) -> None:
+    """Wait until a keeper listens."""
+    for _ in range(2000):
+        if os.path.exists(path):
+            return
+        signal.sigtimedwait([], 0.01)
+    raise AssertionError("no keeper came")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["keep", "--mode", "rw"], "0660"),
+        (["keep", "--mode", "7777"], "0660"),
+        (["keep", "--max-bytes", "64 bananas"], "64MiB"),
+        (["keep", "--max-entries", "-1"], "--max-entries"),
+        (["put", "n", "FILE", "--device", "gpu"], '"host"'),
+        (["put", "n", "FILE", "--device", "cuda:0"], "CUDA"),
+        (["put", "n", "FILE", "--meta", "config"], "KEY=VALUE"),
+        (["put", "n", "FILE", "--meta", "=x"], "KEY=VALUE"),
+        (["put", "n", "FILE", "--ttl", "nan"], "seconds above 0"),
+        (["put", "..", "FILE"], "a name"),
+        (["put", "n", "nothing.safetensors"], "no file"),
+        (["put", "n", "/"], "directory"),
+        (["put", "n", __file__], "safetensors"),
+        (["show", "n"], "n"),
+        (["rm", "n"], "n"),
+        (["rm", "a b"], "a name"),
+        (["ls", "a b"], "begins no name"),
+        (["demo", "--device", "cuda:0"], "CUDA"),
+        (["demo", "--weights", "nothing.safetensors"], "no file"),
+        (["demo", "--weights", __file__], "safetensors"),
+    ],
+)
+def test_errors_are_one_line_and_exit_with_1(kept: vram.Keeper, file: Path, arguments: list[str], says: str) -> None:
+    assert says in fails(*(str(file) if argument == "FILE" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["show", "n"], ["rm", "n"], ["put", "n", "FILE"], ["ls", "--json"]])
+def test_without_a_keeper_it_says_how_to_start_one(file: Path, tmp_path: Path, arguments: list[str]) -> None:
+    nobody = str(tmp_path / "nobody.sock")
+    given = [str(file) if argument == "FILE" else argument for argument in arguments]
+    assert f"start one with `vram keep --socket {nobody}`" in fails(*given, VRAM_KEEPER=nobody)
+
+
+def test_a_wrong_call_shows_how_it_is_meant() -> None:
+    assert "Usage:" in run("put", expect=2)
+    assert "No such option" in run("ls", "--nonsense", expect=2)
+    assert "Usage:" in run("--help")
+
+
+def test_words_of_strangers_are_words(kept: vram.Keeper, file: Path) -> None:
+    """Neither markup nor what a terminal would obey."""
+    meta = {"note": "[red]now[/red] [/] :smile: \x1b[2J\x07", "[bold]": "x\ny"}
+    vram.publish("n", {"x": np.arange(3)}, meta=meta)
+    for command in (["ls"], ["show", "n"]):
+        said = run(*command)
+        assert "[red]now[/red] [/] :smile: ?[2J?" in said
+        assert "[bold]=x?y" in said
+        assert "\x1b" not in said
+    assert json.loads(run("show", "n", "--json"))["meta"] == meta
+    broken = file.with_name("two\nlines\x1b[2J.safetensors")
+    broken.write_bytes(b"no tensors in here")
+    assert "\x1b" not in fails("put", "n", broken)
+
+
+def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:
+    for n in range(300):
+        vram.publish(f"entry/{n}", {"x": np.arange(1)}, meta={"long": "x" * 300})
+    with subprocess.Popen(
+        [VRAM, "ls", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(SOON) == 1
+
+
+@pytest.fixture
+def demo_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The demo has a keeper of its own: another one is neither needed nor touched."""
+    yield {"VRAM_KEEPER": str(tmp_path / "nobody.sock")}
+
+
+def test_the_demo_proves_its_story(file: Path, demo_environment: dict[str, Any]) -> None:
+    told = run("demo", "--weights", file, "--workers", "2", "--device", "auto", **demo_environment)
+    assert "chose host memory" in told
+    assert "killed with SIGKILL" in told
+    assert "byte for byte" in told
+    assert told.splitlines()[-1].startswith("proved:")
+    facts = json.loads(run("demo", "--weights", file, "--workers", "1", "--json", **demo_environment))
+    assert facts["leases_left"] == 0
+    assert facts["workers"] == 1
+    assert facts["tensors"] == 2
+    assert facts["copies"] < 1.02
