@@ -141,6 +141,29 @@ def test_another_process_uses_the_same_memory(echo: tuple[ArrayChannel, Any]) ->
         channel.recv(timeout=SOON)
 
 
+def test_an_end_can_be_the_argument_of_a_process() -> None:
+    one, other = ArrayChannel.pair()
+    process = multiprocessing.get_context("spawn").Process(target=workers.echo, args=(other,))
+    process.start()
+    other.close()
+    try:
+        with one, rows() as a:
+            one.send(a)
+            assert one.recv(timeout=SOON) is a
+            assert a.numpy()[0, 0] == 1
+            with pytest.raises(UsageError, match="used already"):
+                one.give_away()
+            one.send(None)
+            process.join(SOON)
+            assert process.exitcode == 0
+            with pytest.raises(PeerGoneError):
+                one.recv(timeout=SOON)
+    finally:
+        process.kill()
+        process.join(SOON)
+        process.close()
+
+
 def test_a_peer_that_is_killed_is_gone_and_its_memory_freed(echo: tuple[ArrayChannel, Any]) -> None:
     channel, process = echo
     before = mappings()
@@ -183,6 +206,22 @@ def test_a_slice_sent_first_does_not_hide_the_array(pair: tuple[ArrayChannel, Ar
         part_of_it = pass_on(one, other, a)[1:3]
         with pass_on(other, one, part_of_it) as home:
             assert home.address == a.address + 32
+
+
+def test_what_its_owner_closed_can_be_sent_all_the_same(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    """Whoever still has an array may hand it on, also back, where it is memory of another by now."""
+    one, other = pair
+    a = rows()
+    b = pass_on(one, other, a)
+    assert pass_on(other, one, b) is a
+    a.close()
+    one.send("closed")
+    assert other.recv(timeout=SOON) == "closed"
+    c = pass_on(other, one, b)
+    assert c.numpy()[7, 3] == 31
+    assert pass_on(one, other, c) is b
+    c.close()
+    b.close()
 
 
 def test_what_was_closed_at_home_cannot_come_back(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

@@ -125,9 +125,9 @@ def second_row(array: vram.Array) -> vram.Array:
 # -- array channels -------------------------------------------------------------------------------------------------
 
 
-def echo(path: str) -> None:
+def echo(end: str | vram.ArrayChannel) -> None:
     """Send back what comes through an array channel: arrays with one added where that is possible, words as facts."""
-    with vram.ArrayChannel.connect(path, 10) as channel:
+    with vram.ArrayChannel.connect(end, 10) if isinstance(end, str) else end as channel:
         last: Any = None
         while (value := channel.recv(timeout=60)) is not None:
             if isinstance(value, vram.Array):

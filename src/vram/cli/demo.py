@@ -23,7 +23,8 @@ import numpy as np
 
 import vram
 
-from ..errors import InternalError, UnsupportedError
+from ..arrays.weights import plan as weights_plan
+from ..errors import InternalError, UnsupportedError, VramError
 from ..spec import format_size
 
 __all__ = ["run_demo"]
@@ -65,7 +66,10 @@ class _Child:
     def answer(self) -> Any:
         if not self.pipe.poll(DEADLINE):
             raise InternalError(f"process {self.process.pid} did not answer within {DEADLINE:g} s")
-        answer = self.pipe.recv()
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            raise InternalError(f"process {self.process.pid} ended without an answer") from None
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -90,6 +94,7 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
     chosen = _choose(device, story)
     with contextlib.ExitStack() as stage:
         file = weights or stage.enter_context(_find_weights(story))
+        weights_plan(file)  # before anything is started: is it such a file?
         started = time.perf_counter()
         keeper = stage.enter_context(vram.keeper())
         pid = vram.statistics().pid
@@ -230,7 +235,7 @@ def _reader(pipe: Connection, keeper: str, file: str) -> None:
     started = time.perf_counter()
     with vram.attach("minilm", keeper=keeper) as lease:
         first = next(iter(lease.values()))
-        first.memoryview().cast("B")[0]
+        first.numpy().ravel()[:1].tolist()
         attach = time.perf_counter() - started
         held: Any = None
         while True:
@@ -270,11 +275,19 @@ def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:
     return {"tensors": len(names), "same": same}
 
 
+def _work(work: Any, pipe: Connection, *arguments: Any) -> None:
+    """Do a child's work; what goes wrong is the parent's to print."""
+    try:
+        work(pipe, *arguments)
+    except Exception as error:  # noqa: BLE001  (of whatever kind: it is not lost, but sent on)
+        pipe.send(VramError(f"process {os.getpid()} of the demo failed: {type(error).__name__}: {error}"))
+
+
 @contextlib.contextmanager
 def _child(work: Any, *arguments: Any) -> Iterator[_Child]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
+    process = context.Process(target=_work, args=(work, theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     try:

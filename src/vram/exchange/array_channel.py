@@ -333,7 +333,7 @@ class ArrayChannel(Owned):
         try:
             try:
                 message = _decode(payload)
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"not a message between array channels: {error}") from None
             if isinstance(message, _Shared):
                 self._inbox.append(self._borrower.array(message.reference))
@@ -355,6 +355,7 @@ class ArrayChannel(Owned):
                         patience = None if timeout is None else max(timeout, _PATIENCE)
                         self._channel.send(_encode(_GoOn()), timeout=patience)
             elif isinstance(message, _Forget):
+                self._last = nothing  # an array on such memory is no longer the other end's
                 for number in message.memories:
                     self._borrower.forget(number)
             else:

@@ -204,7 +204,7 @@ class Endpoint:
                     os.eventfd_read(self._wake)
             else:
                 self._accept()
-        except (VramError, OSError, msgspec.MsgspecError):
+        except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self._drop(peer)
         except Exception:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
             traceback.print_exc(file=sys.stderr)

@@ -169,7 +169,7 @@ class Source:
         message = None
         try:
             message = decode_reply(payload)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"not a message between endpoints: {error}") from None
         finally:
             if message is None or isinstance(message, Forget):
