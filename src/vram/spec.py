@@ -74,11 +74,11 @@ class Location:
         """
         if isinstance(text, Location):
             return text
-        if text == "host":
+        if isinstance(text, str) and text == "host":  # a numpy array compares in its own way
             return HOST
         match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise UsageError(f'device {text!r} is not one of "host", "cuda:0", "cuda:GPU-<uuid>"')
+            raise UsageError(f'device {text!r:.80} is not one of "host", "cuda:0", "cuda:GPU-<uuid>"')
         return cls("cuda", int(match[1]) if match[1].isdigit() else match[1])
 
     def __str__(self) -> str:

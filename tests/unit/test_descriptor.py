@@ -197,6 +197,7 @@ def test_what_is_too_long_is_neither_written_nor_read(monkeypatch: pytest.Monkey
         encode_manifest(MANIFEST)
 
 
+@pytest.mark.slow
 def test_more_arrays_than_the_format_knows_are_not_read() -> None:
     arrays = {str(number): [0, 0, 0, "int8", []] for number in range(module.MAX_ARRAYS + 1)}
     refused(raw() | {"arrays": arrays}, "manifest")

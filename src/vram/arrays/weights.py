@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -216,7 +217,7 @@ def _plan(path: str, fd: int) -> WeightsPlan:
     tensors, meta = _parse(path, header)
     entries = sorted(tensors.items(), key=lambda item: item[1].data_offsets)
     _check_offsets(path, entries, 8 + length, size)
-    _check_with_library(path, fd)
+    _check_with_library(path, start + header, size)
     placed, runs, nbytes = _lay_out(path, entries, 8 + length)
     found = WeightsPlan(path, placed, meta, nbytes, runs, before)
     _check_unchanged(found, fd)
@@ -272,13 +273,18 @@ def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, si
         raise RangeError(f"{path!r} is damaged: {size - start - at} bytes follow the last tensor")
 
 
-def _check_with_library(path: str, fd: int) -> None:
+def _check_with_library(path: str, beginning: bytes, size: int) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # By descriptor: under the path there may be another file by now.
-        with safe_open(f"/proc/self/fd/{fd}", framework="np"):
-            pass
+        # The library maps what it reads, and a file that somebody truncates meanwhile would kill this process
+        # (SIGBUS). So it gets the header in a file of our own, as long as the real one and without its data.
+        with tempfile.TemporaryFile(prefix="vram-") as copy:
+            copy.write(beginning)
+            copy.truncate(size)
+            copy.flush()
+            with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="np"):
+                pass
     except (SafetensorError, ValueError) as error:
         raise UsageError(f"{path!r} is refused by the safetensors library: {error}") from None
     except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from ..errors import NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.session import Keeper
-from .keepers import as_notes, check_seconds, check_version, connect
+from .keepers import as_notes, check_flag, check_seconds, check_version, connect
 from .lease import Lease, wire_access
 from .publish import publish_to
 
@@ -108,6 +108,7 @@ def attach_or_publish(
         If the keeper went away meanwhile.
     """
     _check_access(access)
+    writable = check_flag(writable, "writable")
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
     if not callable(load):
@@ -151,5 +152,5 @@ def _load_and_publish(
 
 
 def _check_access(access: object) -> None:
-    if access not in _ACCESS:
+    if not isinstance(access, str) or access not in _ACCESS:
         raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')

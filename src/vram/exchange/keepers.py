@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import numpy as np
+
 from ..errors import UsageError
 from ..keeper.client import EntryInfo, KeeperClient, StatisticsInfo, client
 from ..keeper.session import Keeper
 
-__all__ = ["as_notes", "check_version", "connect", "list_entries", "remove", "show", "statistics"]
+__all__ = ["as_notes", "check_flag", "check_version", "connect", "list_entries", "remove", "show", "statistics"]
 
 
 def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
@@ -46,8 +48,15 @@ def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
 
 def check_version(version: object) -> None:
     """Raise :class:`UsageError` unless `version` is None or may be a version's number."""
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 1):
+    if version is not None and (type(version) is not int or not 0 < version < 2**53):
         raise UsageError(f"version {version!r:.40} is not the number of a version: they count from 1")
+
+
+def check_flag(value: object, what: str) -> bool:
+    """Return a choice between two. Raises :class:`UsageError` for anything but True or False, numpy's included."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise UsageError(f"{what} must be True or False, not {value!r:.40}")
 
 
 def list_entries(prefix: str = "", *, keeper: Keeper | str | None = None) -> list[EntryInfo]:

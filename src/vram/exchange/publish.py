@@ -11,7 +11,7 @@ from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..keeper.session import Keeper
 from ..sharing.descriptor import encode_manifest
-from .keepers import as_notes, connect
+from .keepers import as_notes, check_flag, connect
 from .mapping import sealed_copy, sealed_size
 from .placement import Placement
 
@@ -62,12 +62,12 @@ def publish(
     Parameters
     ----------
     name : str
-        1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``.
+        1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots.
     arrays : mapping of str to array
         vram arrays (and contiguous slices and numpy or torch views of them) are shared as they are; other numpy
         arrays, torch CPU tensors and buffers are copied, once and packed, into new memory.
     meta : mapping of str to str, optional
-        Up to 4 KiB that readers can ask for with ``expect=``.
+        Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
         False seals the memory: from then on nobody can write to it, this process and its existing views included.
         Where a vram array shares its memory with others, all of them are sealed. A write through a pointer taken
@@ -97,7 +97,14 @@ def publish(
         If a copy is needed and there is no room for it.
     """
     return publish_to(
-        connect(keeper), name, arrays, meta=as_notes(meta), writable=writable, ttl=ttl, consume=consume, close=True
+        connect(keeper),
+        name,
+        arrays,
+        meta=as_notes(meta),
+        writable=check_flag(writable, "writable"),
+        ttl=ttl,
+        consume=check_flag(consume, "consume"),
+        close=True,
     )
 
 

@@ -9,7 +9,7 @@ from .. import driver as drivers
 from ..arrays import weights
 from ..keeper.session import Keeper
 from ..spec import Location
-from .keepers import as_notes, connect
+from .keepers import as_notes, check_flag, connect
 from .publish import Published, publish_to
 
 __all__ = ["put"]
@@ -53,6 +53,7 @@ def put(
     notes = {"source": source, **as_notes(meta)}
     client = connect(keeper)
     # Before the file is read, which may take minutes: would it be taken at all?
+    writable = check_flag(writable, "writable")
     client.offer(name, plan.nbytes, writable=writable, meta=notes, ttl=ttl)
     arrays = weights.load(plan, drivers.get(location), location)
     try:
