@@ -241,7 +241,7 @@ class Claim:
         _settle()
 
     def __del__(self) -> None:
-        serial = self._serial
+        serial = getattr(self, "_serial", 0)  # an interrupt may come before it is set
         if serial > 0:
             self._serial = _COLLECTED
             _released.append((self.handle, serial))

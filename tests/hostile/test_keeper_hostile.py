@@ -12,6 +12,8 @@ import os
 import random
 import signal
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -19,10 +21,12 @@ import pytest
 from tests.hostile.mutations import mutated
 from tests.processes.other_users import OTHER, keeper_of
 
-from vram.errors import CapacityError, ProtocolError, VramError
+from vram.errors import CapacityError, ProtocolError, UsageError, VramError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
+from vram.keeper.listener import Listener
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.strangers import StrangersCloser
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import GROW, READ_ONLY, SHRINK, SOON, WRITABLE, make_memfd, memfds, until
 
@@ -124,7 +128,8 @@ NONSENSE = [
     m.encode(m.Hello(1, 1)),
     m.encode(m.Done(1)),
     m.encode(m.Commit()),
-    m.encode(["publish", 1, "hostile", [[4096, 1, 0]] * 1025, ["host"]]),
+    m.encode(["publish", 0, "hostile", [[4096, 1, 0]] * 1025, ["host"]]),
+    m.encode(["publish", 1, "hostile", [[4096, 1, 0]] * 1025, ["host"]])[:-1],
 ]
 
 
@@ -141,6 +146,126 @@ def test_nonsense_instead_of_a_greeting(keeper: KeeperProcess, payload: bytes) -
         stranger.send(payload, fds)
         assert stranger.is_cut_off()
         stranger.close()
+
+
+def test_a_wrong_value_costs_its_call_and_not_the_connection(keeper: KeeperProcess, peer: Peer) -> None:
+    attached = peer.ask(m.encode(m.Attach(1, "good")))
+    assert isinstance(attached, m.Attached)
+    for wrong in (
+        ["publish", 7, "hostile", [[4096, 1, 0]] * 1025, ["host"]],
+        ["publish", 7, "hostile", [[4096, 1, 0]], ["host"], b"", False, "yes"],
+        ["attach", 7, "good", 2**60],
+    ):
+        with memfds(1) as fds:
+            reply = peer.ask(m.encode(wrong), fds)
+        assert isinstance(reply, m.Error)
+        assert (reply.call, reply.kind) == (7, "UsageError")
+    assert peer.ask(m.encode(m.Stale(8, attached.lease))) == m.IsStale(8, False, 1)
+
+
+# -- descriptors that do not close ----------------------------------------------------------------------------------
+
+LINGER = 20  # seconds
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[int]:
+    """A TCP socket whose last close blocks, for as long as its peer reads nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        sock.connect(listener.getsockname())
+        deaf, _ = listener.accept()
+        with deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sock.send(bytes(65_536))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, LINGER))
+            copy = os.dup(sock.fileno())
+            sock.close()
+            yield copy
+            # The keeper may still be closing its copy: the end of `deaf` is the end of that.
+
+
+@pytest.mark.parametrize("way", ["rejected", "unread", "unread and gone", "empty message", "publish", "stranger"])
+def test_s7_a_socket_that_lingers_delays_nobody(keeper: KeeperProcess, way: str) -> None:
+    with KeeperClient.connect(keeper.path) as good, lingering() as fd:
+        peer = Peer(keeper.path, greet=way != "stranger")
+        os.kill(keeper.pid, signal.SIGSTOP)  # so that everything is there before the first is read
+        try:
+            if way == "publish":
+                peer.send(m.encode(m.Publish(1, "hostile", [PIECE], ["host"])), [fd])
+            elif way == "rejected":
+                peer.send(m.encode(m.Statistics(1)), [fd])
+            else:
+                peer.send(b"garbage")
+                for _ in range(3):
+                    peer.send(b"" if way == "empty message" else b"x", [fd])
+            if way == "unread and gone":
+                peer.close()
+            os.close(fd)
+        finally:
+            os.kill(keeper.pid, signal.SIGCONT)
+        started = time.monotonic()
+        for _ in range(20):
+            good.statistics()
+        if way not in ("publish", "unread and gone"):
+            assert peer.is_cut_off()
+        until(lambda: good.statistics().connections == (3 if way == "publish" else 2))
+        assert time.monotonic() - started < LINGER / 4
+        peer.close()
+
+
+def test_a_keeper_ends_whatever_does_not_close() -> None:
+    with short_directory() as place, contextlib.ExitStack() as stack:
+        with running(f"{place}/k") as keeper:
+            for _ in range(3):
+                fd = stack.enter_context(lingering())
+                peer = stack.enter_context(contextlib.closing(Peer(keeper.path)))
+                os.kill(keeper.pid, signal.SIGSTOP)
+                peer.send(b"garbage")
+                peer.send(b"x", [fd])
+                os.close(fd)
+                os.kill(keeper.pid, signal.SIGCONT)
+                assert peer.is_cut_off()
+            started = time.monotonic()
+            assert keeper.stop() == 0
+            assert time.monotonic() - started < LINGER / 4
+
+
+def test_whose_descriptors_do_not_close_is_not_served_and_all_others_are() -> None:
+    """Planted: closing that never ends."""
+    held, release = threading.Event(), threading.Event()
+    closer = StrangersCloser(8)
+    other, ends = os.pipe(), os.pipe()
+
+    class Stuck(socket.socket):
+        def close(self) -> None:
+            held.set()
+            release.wait(SOON)
+            super().close()
+
+    one, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    far.send(b"unread")
+    closer.close_socket(Stuck(fileno=one.detach()), 1)
+    try:
+        assert held.wait(SOON)
+        assert far.recv(1) == b"", "it is told at once"
+        closer.close_fds([*other, *(os.dup(0) for _ in range(2))], 1)
+        assert not closer.is_full
+        assert closer.owes(1)
+        closer.close_fds(ends, 2)
+        until(lambda: not closer._waiting.get(2))
+        assert not closer.owes(2)
+        closer.close_fds([os.dup(0) for _ in range(3)], 1)
+        assert closer.is_full
+    finally:
+        release.set()
+    until(lambda: not closer._threads)
+    assert not closer.is_full
+    assert (closer._total, closer._lanes, closer._waiting) == (0, {}, {})
+    far.close()
 
 
 def test_a_message_that_is_too_long(keeper: KeeperProcess, peer: Peer) -> None:
@@ -463,6 +588,18 @@ def test_more_connections_than_the_keeper_takes() -> None:
             with pytest.raises(CapacityError, match="descriptors"):
                 good.publish("w", [KIB4] * 200, fds * 200)
             good.publish("w", [KIB4] * 50, fds * 50)
+
+
+def test_a_keeper_without_descriptors_does_not_start() -> None:
+    launcher = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
+    with short_directory() as place, pytest.raises(VramError, match="needs 192 descriptors at least and may have 64"):
+        KeeperProcess(f"{place}/k", launcher=launcher).kill()
+
+
+@pytest.mark.parametrize("group", ["²", "99999999999", "4294967295", "9" * 5000, "-1", "", "no such group", "a\0b"])
+def test_groups_that_are_none(group: str) -> None:
+    with short_directory() as place, pytest.raises(UsageError, match="group"):
+        Listener(f"{place}/k", group=group)
 
 
 # -- at random ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from vram.keeper import accounts
 from vram.keeper import catalogue as module
 from vram.keeper.accounts import Quotas, Usage
 from vram.keeper.catalogue import Catalogue
@@ -26,10 +27,12 @@ from vram.keeper.records import (
     Notify,
     Refused,
     Session,
+    Tally,
     Version,
     Waiter,
 )
-from vram.keeper.rules import MAX_META, MAX_NAME
+from vram.keeper.rules import MAX_META, MAX_NAME, check_meta, check_version
+from vram.keeper.snapshot import restore, save
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
@@ -558,3 +561,92 @@ def test_listing_goes_by_prefix_and_goes_on_behind(books: Catalogue, ann: Sessio
     assert [version.number for version in books.versions_of("b/1")] == [2]
     with pytest.raises(NotFoundError):
         books.versions_of("nothing")
+
+
+# -- what one user may have in all ------------------------------------------------------------------------------------
+
+
+def test_the_books_of_one_user_have_ceilings_over_all_connections(
+    books: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted low ceiling: connections are cheap, so that a ceiling for each of them bounds nothing."""
+    monkeypatch.setattr(accounts, "MOST", Tally(leases=2, waiters=2, claims=2, watches=2))
+    publish(books, books.connect(BOB), "w")
+    acts = {
+        "leases": lambda session: lease(books, session),
+        "waiters": lambda session: waits(books, session, 1, "x"),
+        "claims": lambda session: books.attach(session, f"c{session.id}", 0.0, claim=True),
+        "watches": lambda session: books.watch(session, "w", 1),
+    }
+    for what, act in acts.items():
+        first, second, third = (books.connect(ANN) for _ in range(3))
+        act(first)
+        act(second)
+        with pytest.raises(CapacityError, match=f"uid {ANN} has 2 {what}"):
+            act(third)
+        act(books.connect(BOB))
+        own = [books.connect(KEEPER) for _ in range(3)]
+        for one in own:
+            act(one)
+        books.disconnect(first, 0.0)
+        act(third)
+        for one in (second, third, *own):
+            books.disconnect(one, 0.0)
+    assert books.accounts.tally(ANN) is not books.accounts.tally(BOB)
+    tally = books.accounts.tally(ANN)
+    assert (tally.leases, tally.waiters, tally.claims, tally.watches) == (0, 0, 0, 0)
+
+
+def test_tallies_move_with_a_takeover_and_follow_every_way_that_a_thing_can_end(books: Catalogue) -> None:
+    ann, also, bob = books.connect(ANN), books.connect(ANN), books.connect(BOB)
+    publish(books, bob, "w")
+    held = lease(books, ann)
+    books.watch(also, "w", 1)
+    books.watch(also, "w", 1)
+    assert isinstance(books.attach(also, "x", 0.0, claim=True), Claim)
+    waits(books, ann, 2, "x")
+    tokens: list[object] = []
+
+    def number(token: object) -> int:
+        tokens.append(token)
+        return len(tokens) - 1
+
+    for version in books.all_versions():
+        version.body = b"\xc0"
+    moved, _ = restore(save(books, number), tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    for each in (books, moved):
+        tally = each.accounts.tally(ANN)
+        assert (tally.leases, tally.waiters, tally.claims, tally.watches) == (1, 1, 1, 1)
+        one, two = each.sessions[ann.id], each.sessions[also.id]
+        each.release(one, held.id)
+        each.cancel(one, 2)
+        each.drop_claim(two, next(iter(two.claims)), 0.0)
+        each.remove(each.sessions[bob.id], "w")
+        assert (tally.leases, tally.waiters, tally.claims, tally.watches) == (0, 0, 0, 0)
+
+
+def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:
+    books = Catalogue(Quotas(max_bytes=100), keeper_uid=KEEPER, nobody=NOBODY)
+    ann, own = books.connect(ANN), books.connect(KEEPER)
+    publish(books, ann, "full")
+    with pytest.raises(CapacityError):
+        publish(books, own, "mine")
+    with pytest.raises(AccessDeniedError):
+        books.remove(books.connect(BOB), "full")
+    with pytest.raises(AccessDeniedError):
+        books.begin(own, "full", nbytes=1, handles=1)
+    assert books.remove(own, "full") == [Free("t1")]
+    publish(books, own, "mine")
+
+
+def test_rules_for_versions_and_the_number_of_keys() -> None:
+    assert [check_version(number) for number in (0, 1, 2**53)] == [0, 1, 2**53]
+    for number in (2**53 + 1, 2**64, 10**5000):
+        with pytest.raises(NotFoundError):
+            check_version(number)
+    for wrong in (-1, -(10**5000), True, 1.0, "1", None):
+        with pytest.raises(UsageError):
+            check_version(wrong)  # type: ignore[arg-type]
+    check_meta({str(number): "" for number in range(512)})
+    with pytest.raises(UsageError, match="513 keys"):
+        check_meta({str(number): "" for number in range(513)})

@@ -16,6 +16,7 @@ import pytest
 
 from vram.errors import (
     AccessDeniedError,
+    DriverError,
     ForkedError,
     PeerGoneError,
     ProtocolError,
@@ -24,7 +25,7 @@ from vram.errors import (
 )
 from vram.keeper.private import short_directory
 from vram.sharing import channel as module
-from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, close_fds
+from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, DescriptorsLostError, close_fds
 from vram.testing.keeper import SOON, memfds
 
 
@@ -64,10 +65,80 @@ def test_i9_descriptors_without_room_are_an_error_and_all_are_closed(raw: tuple[
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (channel_first + 3, before[1]))
         try:
-            with pytest.raises(ProtocolError, match="room for its descriptors"):
+            with pytest.raises(
+                DescriptorsLostError, match=r"room for its descriptors: \d of .* RLIMIT_NOFILE"
+            ) as caught:
                 channel.recv(timeout=SOON)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert caught.value.payload == b"eight"
+        sock.send(b"and on")
+        assert channel.recv(timeout=SOON) == (b"and on", [])
+
+
+def test_a_message_that_is_too_long_does_not_blame_the_descriptors(raw: tuple[socket.socket, Channel]) -> None:
+    sock, channel = raw
+    sock.send(b"x" * (MAX_MESSAGE + 1))
+    with pytest.raises(ProtocolError, match=f"longer than {MAX_MESSAGE}") as caught:
+        channel.recv(timeout=SOON)
+    assert not isinstance(caught.value, DescriptorsLostError)
+    assert "RLIMIT_NOFILE" not in str(caught.value)
+
+
+def test_no_room_for_a_socket_names_the_limit(place: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        for call in (Channel.pair, lambda: Channel.connect(str(place / "k"), 1.0)):
+            with pytest.raises(DriverError, match="RLIMIT_NOFILE is 0") as caught:
+                call()
+            assert (caught.value.code, caught.value.name) == (errno.EMFILE, "EMFILE")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("timeout", [2.2e6, 1e9, 1e300, float("inf")])
+def test_a_very_long_time_is_waited(raw: tuple[socket.socket, Channel], place: Path, timeout: float) -> None:
+    sock, channel = raw
+    late = threading.Timer(0.05, lambda: sock.send(b"late"))
+    late.start()
+    assert channel.recv(timeout=timeout)[0] == b"late"
+    late.join(SOON)
+    with contextlib.suppress(WaitTimeoutError):
+        while True:
+            channel.send(b"full", timeout=0)
+    late = threading.Timer(0.05, lambda: sock.recv(100))
+    late.start()
+    channel.send(b"x", timeout=timeout)
+    late.join(SOON)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(place / "k"))
+        listener.listen()
+        Channel.connect(str(place / "k"), timeout).close()
+
+
+def test_a_wait_longer_than_one_poll_goes_on(
+    raw: tuple[socket.socket, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_DAY", 0.01)
+    sock, channel = raw
+    with pytest.raises(WaitTimeoutError):
+        channel.recv(timeout=0.05)
+    late = threading.Timer(0.05, lambda: sock.send(b"late"))
+    late.start()
+    assert channel.recv(timeout=SOON)[0] == b"late"
+    late.join(SOON)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, -0.001, "1", 1j, [], float("-inf")])
+def test_what_is_no_time_to_wait_is_refused(raw: tuple[socket.socket, Channel], timeout: float) -> None:
+    for call in (
+        lambda: raw[1].recv(timeout=timeout),
+        lambda: raw[1].send(b"x", timeout=timeout),
+        lambda: Channel.connect("/nowhere", timeout),
+    ):
+        with pytest.raises(UsageError, match="number of seconds"):
+            call()
 
 
 def test_an_empty_message_reads_as_the_end(raw: tuple[socket.socket, Channel]) -> None:
@@ -180,6 +251,8 @@ def test_a_path_that_is_too_long_is_refused_by_name(place: Path) -> None:
         Channel.connect(path)
     with pytest.raises(UsageError):
         Channel.connect("")
+    with pytest.raises(UsageError, match="no file name"):
+        Channel.connect("\ud800")
 
 
 def test_a_listener_that_accepts_nobody_is_not_waited_for_for_ever(place: Path) -> None:

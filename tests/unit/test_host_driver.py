@@ -10,7 +10,9 @@ import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from vram import driver as drivers
 from vram.driver import libc
 from vram.driver.available import AvailableMemory
 from vram.driver.host import HostDriver
+from vram.driver.protocol import LiveObjects
 from vram.errors import (
     AccessDeniedError,
     DriverError,
@@ -28,7 +31,7 @@ from vram.errors import (
     UsageError,
 )
 from vram.spec import HOST, Access, HandleKind, Location
-from vram.testing.driver import Scene
+from vram.testing.scene import Scene, together
 
 FD = HandleKind.POSIX_FD
 G = 2 << 20
@@ -470,3 +473,161 @@ def test_a_closed_descriptor_behind_our_back_is_an_error_not_a_crash():
         driver.mem_release(handle)
     with pytest.raises(UsageError):
         driver.mem_release(handle)
+
+
+# -- sealing beside other work on the same memory -------------------------------------------------------------------
+
+
+class During:
+    """The real mmap, with something done right before its `nth` call that maps shared memory over an address."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -> None:
+        self.real, self.step, self.seen = libc.mmap, step, 0
+        monkeypatch.setattr(libc, "mmap", self)
+
+    def __call__(self, address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+        if flags == libc.MAP_SHARED | libc.MAP_FIXED:
+            self.seen += 1
+            if self.seen == 1:
+                self.step()
+        return int(self.real(address, nbytes, protection, flags, fd, offset))
+
+
+def mapped_memory(driver: HostDriver) -> tuple[int, int]:
+    """Return (address, handle) of memory that left the process, with a byte in it."""
+    address, handle = driver.address_reserve(G), driver.mem_create(G, HOST, FD)
+    driver.mem_map(address, G, 0, handle)
+    driver.mem_set_access(address, G, Access.READ_WRITE, (HOST,))
+    driver.fill(address, 7, G)
+    os.close(driver.mem_export(handle, FD))
+    return address, handle
+
+
+def protection_at(address: int) -> str | None:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if start <= address < end:
+            return f"{line.split()[1]} {'memfd' if 'memfd' in line else ''}".strip()
+    return None
+
+
+@pytest.mark.parametrize("in_thread", [True, False], ids=["thread", "finalizer"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_i3_an_unmap_in_the_middle_of_a_seal_is_carried_out_behind_it(monkeypatch, in_thread, interrupted):
+    """It neither waits nor fails, and the address is not given away before the sealer is done with it."""
+    driver = HostDriver()
+    address, handle = mapped_memory(driver)
+    failures: list[BaseException] = []
+
+    def undo() -> None:
+        try:
+            driver.mem_unmap(address, G)
+            with pytest.raises(UsageError):
+                driver.mem_unmap(address, G)
+            driver.address_free(address, G)
+            with pytest.raises(UsageError):
+                driver.address_free(address, G)
+            assert protection_at(address) is not None  # still taken: a stranger cannot get it
+        except BaseException as error:
+            failures.append(error)
+
+    def step() -> None:
+        if in_thread:
+            thread = threading.Thread(target=undo, daemon=True)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+        else:
+            undo()
+        if interrupted:
+            raise KeyboardInterrupt
+
+    During(monkeypatch, step)
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            driver.mem_seal(handle)
+    else:
+        driver.mem_seal(handle)
+    assert not failures
+    driver.mem_release(handle)
+    assert driver.live() == LiveObjects(0, 0, 0, 0)
+    assert protection_at(address) is None
+
+
+def test_a_mapping_that_went_before_its_turn_is_not_mapped_anew(monkeypatch):
+    """A seal's list of mappings is old when it gets to the second; there, something else lies by now."""
+    driver = HostDriver()
+    first, handle = mapped_memory(driver)
+    range_ = driver.address_reserve(G)
+    driver.mem_map(range_, G, 0, handle)
+    other = driver.mem_create(G, HOST, FD)
+
+    def step() -> None:
+        driver.mem_unmap(range_, G)
+        driver.mem_map(range_, G, 0, other)
+        driver.mem_set_access(range_, G, Access.READ_WRITE, (HOST,))
+
+    hook = During(monkeypatch, step)
+    driver.mem_seal(handle)
+    assert hook.seen == 2  # one of the seal, and the map of the other memory
+    assert bytes(driver.buffer(range_, 4, readonly=True)) == bytes(4)
+    for address, each in ((first, handle), (range_, other)):
+        driver.mem_unmap(address, G)
+        driver.mem_release(each)
+        driver.address_free(address, G)
+    assert driver.live() == LiveObjects(0, 0, 0, 0)
+
+
+def test_mappings_from_after_the_seal_are_not_mapped_anew(monkeypatch):
+    driver = HostDriver()
+    address, handle = mapped_memory(driver)
+    driver.mem_seal(handle)
+    late = driver.address_reserve(G)
+    driver.mem_map(late, G, 0, handle)
+    hook = During(monkeypatch, lambda: None)
+    driver.mem_seal(handle)
+    assert hook.seen == 0
+    assert libc.mprotect(late, G, libc.PROT_READ | libc.PROT_WRITE) == -1
+    for each in (address, late):
+        driver.mem_unmap(each, G)
+        driver.address_free(each, G)
+    driver.mem_release(handle)
+
+
+def test_sealing_again_while_other_threads_unmap_and_map(scene):
+    """Private memory is zero, nothing is left, and nobody is told of an error: two seconds of it."""
+    driver = scene.driver
+    source = scene.create()
+    scene.write(scene.map(scene.reserve(1), source), bytes([7]) * G)
+    fd = driver.mem_export(source, FD)
+    stop = time.monotonic() + 2
+    interval = sys.getswitchinterval()
+
+    def seal() -> None:
+        while time.monotonic() < stop:
+            driver.mem_seal(source)
+            imported = driver.mem_import(fd, FD, G)
+            driver.mem_seal(imported)
+            driver.mem_release(imported)
+
+    def attach() -> None:
+        while time.monotonic() < stop:
+            with Scene(driver, HOST) as own:
+                for _ in range(30):
+                    address = own.map(own.reserve(1), own.keep(driver.mem_import(fd, FD, G)), Access.READ)
+                    assert own.read(address, 1) == b"\7"
+
+    def make() -> None:
+        while time.monotonic() < stop:
+            with Scene(driver, HOST) as own:
+                made = [own.memory()[0] for _ in range(30)]
+                assert all(own.read(address, 1) == b"\0" for address in made)
+
+    try:
+        sys.setswitchinterval(1e-5)
+        assert together([seal, attach, make]) == [None] * 3
+    finally:
+        sys.setswitchinterval(interval)
+        os.close(fd)
+    assert driver.live() == LiveObjects(1, 1, 1, G)
+    assert sum("memfd:vram" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1

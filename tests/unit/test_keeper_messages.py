@@ -197,3 +197,43 @@ def test_errors_of_the_keepers_own_say_no_more_than_that() -> None:
 def test_a_long_error_still_fits() -> None:
     error = errors.BusyError("x" * 10_000, tuple("y" * 1_000 for _ in range(100)))
     assert isinstance(m.decode_reply(m.encode(failure(1, error))), m.Error)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["publish", 5, "a", [[4096, 1, 0]] * 1025, ["host"]],
+        ["publish", 5, "a", [[4096, 1, 0]], ["host"], b"", False, "yes"],
+        ["attach", 5, "a", 2**53 + 1],
+        ["attach", 5, "a", 0, "r", {"k": 5}],
+        ["attach", 5, 5],
+        ["remove", 5],
+        ["list", 5, "x" * 300],
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_laid_to_its_call(items: list[object]) -> None:
+    with pytest.raises(m.MistakenRequestError) as caught:
+        m.decode_request(m.encode(items))
+    assert caught.value.call == 5
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        m.encode(["publish", 0, "a", 1]),  # wants no answer
+        m.encode(["publish", -1, "a", 1]),
+        m.encode(["publish", "1", "a", 1]),
+        m.encode(["publish"]),
+        m.encode(["done", 1]),
+        m.encode([5, 5]),
+        m.encode({"publish": 5}),
+        m.encode([]),
+        m.encode(["attach", 5, 5])[:-1],
+        m.encode(["attach", 5, 5]) + b"\0",
+    ],
+)
+def test_what_is_no_request_is_laid_to_the_connection(payload: bytes) -> None:
+    with pytest.raises(errors.ProtocolError) as caught:
+        m.decode_request(payload)
+    assert not isinstance(caught.value, m.MistakenRequestError)

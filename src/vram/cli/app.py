@@ -37,10 +37,6 @@ def run() -> None:
     """Run the command line. An error of the library, or of the system, is one line on stderr and exit status 1."""
     try:
         app()
-    except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
     except (VramError, OSError, MemoryError) as error:
         what = str(error) or type(error).__name__
         print("vram:", "; ".join(_one_line(line) for line in (what, *getattr(error, "__notes__", ()))), file=sys.stderr)

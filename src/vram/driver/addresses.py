@@ -9,14 +9,31 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import time
+from collections.abc import Sequence
 
+from ..errors import UsageError
 from ..spec import Access, round_up
 from . import libc
-from .books import Mapping
+from .books import PATIENCE, Books, Mapping, Reservation, Ticket
 
-__all__ = ["RESERVED", "Ballast", "populate", "put_back", "reserve"]
+__all__ = [
+    "PROTECTION",
+    "RESERVED",
+    "Ballast",
+    "await_late",
+    "catch_up",
+    "free",
+    "make_final",
+    "populate",
+    "protect",
+    "put_back",
+    "reserve",
+    "unmap",
+]
 
 RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
+PROTECTION = {Access.NONE: 0, Access.READ: libc.PROT_READ, Access.READ_WRITE: libc.PROT_READ | libc.PROT_WRITE}
 _PAGE = 4096
 _POPULATE_STEP = 256 << 20  # bytes between two chances for a signal handler to run
 
@@ -81,6 +98,131 @@ def put_back(address: int, nbytes: int, ballast: Ballast) -> bool:
     ballast.take()
     ctypes.set_errno(code)
     return done
+
+
+def free(books: Books, reservation: Reservation) -> bool:
+    """Whether this call gave an empty range of addresses back to the kernel; if the kernel refused, errno is set."""
+    # Out of the books before it is out of the kernel: the next reservation may get this very address.
+    ctypes.set_errno(0)
+    if not books.reservations.remove(reservation):
+        return False
+    if not reservation.mappings.at and libc.munmap(reservation.address, reservation.nbytes) == 0:
+        return True
+    books.reservations.add(reservation)  # or mapped meanwhile
+    return False
+
+
+def catch_up(books: Books, ballast: Ballast) -> None:
+    """Carry out the unmaps and frees that came while another call was at a mapping.
+
+    Whoever gives up a turn calls this afterwards, and so do later calls, in case that one was interrupted. It waits for
+    nobody: if it is not its turn, the one whose turn it is comes here next. What the kernel refuses stays for later.
+    """
+    for late in tuple(books.late):
+        if isinstance(late, Mapping):
+            _catch_up(late, books, ballast)
+    for late in tuple(books.late):
+        if isinstance(late, Reservation) and not late.mappings.at and free(books, late):
+            books.late.pop(late, None)
+
+
+def _catch_up(mapping: Mapping, books: Books, ballast: Ballast) -> None:
+    while mapping in books.late:
+        ticket = Ticket()
+        try:
+            turn = mapping.queue(ticket) and mapping in books.late
+            if turn and put_back(mapping.address, mapping.nbytes, ballast):
+                books.strike(mapping)
+                books.late.pop(mapping, None)
+                mapping.memory.drop(mapping)
+        finally:
+            ticket.is_over = True
+        # Two that were in each other's way: the last to leave finds nobody, and tries again.
+        if not mapping.leave(ticket) or turn:
+            return
+
+
+def await_late(reservation: Reservation, start: int, end: int, books: Books, ballast: Ballast) -> None:
+    """Wait for late unmaps in a span, so that it can be mapped anew. Not for undo calls (I3)."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        catch_up(books, ballast)
+        spans = [late for late in tuple(books.late) if isinstance(late, Mapping) and late.reservation is reservation]
+        if not any(late.address < end and start < late.end for late in spans) or time.monotonic() > deadline:
+            return
+        time.sleep(0.0001)
+
+
+def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, ballast: Ballast) -> bool:
+    """Whether mappings that the caller took back are unmapped, or will be at once; if not, errno is set."""
+    ticket = Ticket()
+    try:
+        if not all(mapping.queue(ticket) for mapping in taken):
+            # Another call has the kernel at work on one. Undo calls do not wait (I3): that one does it next.
+            books.late.update(dict.fromkeys(taken))
+            for mapping in taken:
+                mapping.is_leaving = True
+        elif put_back(address, nbytes, ballast):
+            for mapping in taken:
+                books.strike(mapping)
+                mapping.memory.drop(mapping)
+        else:
+            return False
+    finally:
+        ticket.is_over = True
+        for mapping in taken:
+            mapping.leave(ticket)
+    if books.late:
+        catch_up(books, ballast)
+    return True
+
+
+def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, books: Books, ballast: Ballast) -> int:
+    """Change what may be done in a span of whole mappings; all of it, or return errno."""
+    ticket, code = Ticket(), 0
+    try:
+        turns = [mapping.queue(ticket) for mapping in due]
+        if not all(turns) and not all(mapping.wait(ticket) for mapping in due):
+            raise UsageError(f"mem_set_access({address:#x}, {nbytes}): another thread unmapped some of it")
+        if not libc.mprotect(address, nbytes, PROTECTION[access]):
+            for mapping in due:
+                mapping.access = access
+        else:
+            code = ctypes.get_errno()
+            for mapping in due:  # the kernel has changed those before the one that it refused
+                libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
+    finally:
+        ticket.is_over = True
+        for mapping in due:
+            mapping.leave(ticket)
+        if books.late:
+            catch_up(books, ballast)
+    return code
+
+
+def make_final(mapping: Mapping, fd: int, books: Books, ballast: Ballast) -> None:
+    """Map sealed memory anew over a mapping from before the seal, and so take away that it could be made writable.
+
+    Raises
+    ------
+    DriverError
+        If the kernel cannot.
+    """
+    ticket = Ticket()
+    try:
+        mapping.queue(ticket)
+        # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
+        if mapping.wait(ticket) and not mapping.is_final:
+            access = min(mapping.access, Access.READ)
+            flags = libc.MAP_SHARED | libc.MAP_FIXED
+            if libc.mmap(mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
+                raise libc.failure(f"mmap of sealed memory at {mapping.address:#x}")
+            mapping.access = access
+            mapping.is_final = True
+    finally:
+        ticket.is_over = True
+        mapping.leave(ticket)
+        catch_up(books, ballast)
 
 
 def populate(mapping: Mapping, start: int, end: int) -> None:

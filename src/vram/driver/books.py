@@ -8,6 +8,8 @@ them is one dictionary or list operation, which Python makes atomic:
   at least one sees the other and withdraws.
 * *Until when*: a mapping stays in the books, and keeps others out of its span, until the kernel has taken it back; who
   does that is decided by a token before (:meth:`Mapping.take`).
+* *Whose turn*: whoever has the kernel change a mapping holds the first ticket in its line (:class:`Ticket`). Undo calls
+  never wait for one: they note in ``late`` what is to go, and whoever is at the mapping does it (:mod:`.addresses`).
 * *The last one out*: a memfd is closed by whoever takes its number out of a list of one, after no user was left; a
   user that comes in between finds the list empty, or is seen and makes the closer put it back (:class:`Memory`).
 
@@ -17,8 +19,10 @@ found in a sorted copy of the keys that is remade after the books have changed (
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
+import time
 from bisect import bisect_left, bisect_right
 from typing import Generic, Protocol, TypeVar
 
@@ -26,7 +30,18 @@ from ..errors import RangeError, UsageError
 from ..spec import Access, HandleKind
 from . import libc
 
-__all__ = ["Books", "Mapping", "Memory", "Reservation"]
+__all__ = ["PATIENCE", "Books", "Mapping", "Memory", "Reservation", "Ticket", "duplicate"]
+
+PATIENCE = 2.0  # seconds; a turn is one system call
+
+
+class Ticket:
+    """A place in the lines of some mappings. Given up by one assignment, which no interrupt can cut in two."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
 
 
 class Memory:
@@ -81,6 +96,14 @@ class Memory:
             self.identity = (stat.st_dev, stat.st_ino)
 
 
+def duplicate(fd: int) -> int:
+    """Return one more descriptor of what `fd` stands for."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a closed standard stream
+    except OSError as error:
+        raise libc.failure(f"dup({fd})", error.errno) from None
+
+
 class _Spanned(Protocol):
     address: int
     end: int
@@ -107,6 +130,8 @@ class _Spans(Generic[_S]):
 
     def remove(self, span: _S) -> bool:
         """Whether it was this caller who took `span` out of the books."""
+        if self.at.get(span.address) is not span:
+            return False
         removed = self.at.pop(span.address, None) is span
         self._version = object()
         return removed
@@ -136,13 +161,14 @@ class _Spans(Generic[_S]):
 class Reservation:
     """A range of addresses, and what is mapped in it."""
 
-    __slots__ = ("address", "end", "mappings", "nbytes")
+    __slots__ = ("address", "end", "is_leaving", "mappings", "nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
         self.end = address + nbytes
         self.mappings: _Spans[Mapping] = _Spans()
+        self.is_leaving = False  # freed, but for mappings that are late
 
     def within(self, start: int, end: int) -> list[Mapping]:
         """Return the mappings that touch [start, end), in order."""
@@ -159,9 +185,12 @@ class Reservation:
 class Mapping:
     """A memory at an address, and what may be done there."""
 
-    __slots__ = ("_token", "access", "address", "end", "is_settled", "memory", "nbytes", "private", "reservation")
+    __slots__ = (
+        *("_line", "_token", "access", "address", "end", "is_final", "is_leaving", "is_settled", "memory", "nbytes"),
+        *("private", "reservation"),
+    )
 
-    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool) -> None:
+    def __init__(self, address: int, memory: Memory, reservation: Reservation, private: bool, ticket: Ticket) -> None:
         self.address = address
         self.nbytes = memory.nbytes
         self.end = address + memory.nbytes
@@ -170,7 +199,10 @@ class Mapping:
         self.private = private
         self.access = Access.NONE
         self.is_settled = False
+        self.is_final = False  # the kernel will never let it be written: mapped after the seal
+        self.is_leaving = False  # unmapped, but somebody was at it: that is late
         self._token: list[None] = []
+        self._line: dict[Ticket, None] = {ticket: None}
 
     def settle(self) -> None:
         """The kernel has it: from now on it can be taken back."""
@@ -189,11 +221,45 @@ class Mapping:
         """Taking it back failed: somebody may try again."""
         self._token.append(None)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is out of the books, or about to be."""
+        return self.is_leaving or self.reservation.mappings.at.get(self.address) is not self
+
+    def queue(self, ticket: Ticket) -> bool:
+        """Stand in the line, and return whether it is this ticket's turn at once."""
+        self._line[ticket] = None
+        return self._is_turn(ticket)
+
+    def leave(self, ticket: Ticket) -> bool:
+        """Leave the line with a ticket that is over, and return whether nobody is left in it."""
+        self._line.pop(ticket, None)
+        return all(other.is_over for other in tuple(self._line))
+
+    def wait(self, ticket: Ticket) -> bool:
+        """Wait for the turn of a ticket in the line; False if the mapping went instead. Not for undo calls (I3)."""
+        deadline = 0.0
+        while not self._is_turn(ticket):
+            if self.is_gone:
+                return False
+            now = time.monotonic()
+            deadline = deadline or now + PATIENCE
+            if now > deadline:
+                raise UsageError(f"another call has been at the mapping at {self.address:#x} for {PATIENCE} s")
+            time.sleep(0.0001)
+        return not self.is_gone
+
+    def _is_turn(self, ticket: Ticket) -> bool:
+        for other in tuple(self._line):
+            if not other.is_over:
+                return other is ticket
+        return False
+
 
 class Books:
     """Everything that a driver has given out and not got back."""
 
-    __slots__ = ("_tokens", "ends", "handles", "mappings", "reservations")
+    __slots__ = ("_tokens", "ends", "handles", "late", "mappings", "reservations")
 
     def __init__(self) -> None:
         self.reservations: _Spans[Reservation] = _Spans()
@@ -201,6 +267,8 @@ class Books:
         # Mappings of all reservations together: by base, and by end.
         self.mappings: dict[int, Mapping] = {}
         self.ends: dict[int, Mapping] = {}
+        # Unmapped while another call was at them, and freed while such a mapping was inside. Seldom anything.
+        self.late: dict[Mapping | Reservation, object] = {}
         self._tokens = itertools.count(1 << 32)  # far from any fd: the two must not be mistaken for each other
 
     def new_handle(self, memory: Memory) -> int:
@@ -289,6 +357,10 @@ class Books:
                 raise RangeError(f"{call} of {nbytes} bytes at {address:#x}: nothing is mapped at {mapping.end:#x}")
             mapping = after
             found.append(mapping)
+
+    def has(self, reservation: Reservation) -> bool:
+        """Whether `reservation` is still out."""
+        return self.reservations.at.get(reservation.address) is reservation
 
     def write_down(self, mapping: Mapping) -> bool:
         """Whether `mapping` is now in the books; not if another begins there."""

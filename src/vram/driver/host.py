@@ -20,9 +20,9 @@ from pathlib import Path
 from ..errors import AccessDeniedError, AlignmentError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Access, HandleKind, Location, round_up
 from . import libc
-from .addresses import RESERVED, Ballast, populate, put_back, reserve
+from .addresses import RESERVED, Ballast, await_late, catch_up, free, make_final, populate, protect, reserve, unmap
 from .available import AvailableMemory
-from .books import Books, Mapping, Memory, Reservation
+from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 
 __all__ = ["HostDriver"]
@@ -31,7 +31,6 @@ GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 _READ_ONLY = libc.F_SEAL_FUTURE_WRITE | libc.F_SEAL_WRITE
-_PROTECTION = {Access.NONE: 0, Access.READ: libc.PROT_READ, Access.READ_WRITE: libc.PROT_READ | libc.PROT_WRITE}
 
 
 class HostDriver:
@@ -90,23 +89,28 @@ class HostDriver:
         return base
 
     def address_free(self, address: int, nbytes: int) -> None:
-        reservations = self._books.reservations
-        reservation = reservations.at.get(address)
-        if reservation is None or reservation.nbytes != nbytes:
-            found = "no reservation begins there" if reservation is None else f"it has {reservation.nbytes} bytes"
+        self._catch_up()
+        reservation = self._books.reservations.at.get(address)
+        if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
+            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
             raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
-        if not (inside := len(reservation.mappings.at)):
-            # Out of the books before it is out of the kernel: the next reservation may get this very address.
-            if not reservations.remove(reservation):
+        inside = tuple(reservation.mappings.at.values())
+        if inside and all(mapping.is_leaving for mapping in inside):
+            # Whoever is at them takes them away next, and then the reservation.
+            if self._books.late.setdefault(reservation, (me := Ticket())) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
-            if inside := len(reservation.mappings.at):  # mapped meanwhile
-                reservations.add(reservation)
-        if inside:
-            raise UsageError(f"address_free({address:#x}, {nbytes}): {inside} mappings are in it; unmap them first")
-        if libc.munmap(address, nbytes):
-            error = libc.failure(f"munmap({address:#x}, {nbytes})")
-            reservations.add(reservation)
-            raise error
+            reservation.is_leaving = True
+            self._catch_up()
+        elif inside:
+            raise UsageError(
+                f"address_free({address:#x}, {nbytes}): {len(inside)} mappings are in it; unmap them first"
+            )
+        elif not free(self._books, reservation):
+            if ctypes.get_errno():
+                raise libc.failure(f"munmap({address:#x}, {nbytes})")
+            raise UsageError(
+                f"address_free({address:#x}, {nbytes}): another thread freed it, or mapped something in it"
+            )
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
@@ -144,44 +148,36 @@ class HostDriver:
         self._map("mem_map_private", address, nbytes, offset, handle, private=True)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        due = self._books.whole("mem_unmap", address, nbytes, gaps=True)
+        self._catch_up()
+        due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
         taken = [mapping for mapping in due if mapping.take()]
-        if len(taken) < len(due):
-            error: Exception = UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
-        elif put_back(address, nbytes, self._ballast):
-            for mapping in taken:
-                self._books.strike(mapping)
-                mapping.memory.drop(mapping)
-            return
+        if due and len(taken) == len(due):
+            if unmap(taken, address, nbytes, self._books, self._ballast):
+                return
+            error: Exception = libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
         else:
-            error = libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
+            error = UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
         for mapping in taken:
             mapping.give_back()
         raise error
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
-        protection = _PROTECTION.get(access)
-        if protection is None:
+        if not isinstance(access, Access):
             raise UsageError(f"mem_set_access: access {access!r} is not NONE (0), READ (1) or READ_WRITE (3)")
         if not locations:
             raise UsageError("mem_set_access: no location was named")
         for location in locations:
             _check_location(location)
         due = self._books.whole("mem_set_access", address, nbytes, gaps=False)
-        if not libc.mprotect(address, nbytes, protection):
-            for mapping in due:
-                mapping.access = Access(access)
+        code = protect(due, address, nbytes, Access(access), self._books, self._ballast)
+        if not code:
             return
-        code = ctypes.get_errno()
-        error = libc.failure(f"mprotect({address:#x}, {nbytes}, {protection})", code)
-        for mapping in due:  # the kernel has changed those before the one that it refused
-            libc.mprotect(mapping.address, mapping.nbytes, _PROTECTION[mapping.access])
         if code == errno.EACCES:
             raise AccessDeniedError(
                 f"mem_set_access({address:#x}, {nbytes}, {Access(access).name}): the memory is read-only here, by a "
                 f"seal or a read-only descriptor; map it privately (copy on write) to write to a copy"
             )
-        raise error
+        raise libc.failure(f"mprotect({address:#x}, {nbytes}) to {Access(access).name}", code)
 
     def mem_get_access(self, address: int, location: Location) -> Access:
         _check_location(location)
@@ -196,7 +192,7 @@ class HostDriver:
                 f"ask for POSIX_FD at mem_create"
             )
         memory.identify()
-        return _duplicate(memory.fd())
+        return duplicate(memory.fd())
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
         # The handle stands for the first `nbytes`, all of which exist: a sealed size cannot change under its reader.
@@ -223,7 +219,7 @@ class HostDriver:
         if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:
             # Pages of a limited pool: a fault that finds the pool empty would kill the reader.
             raise ProtocolError(f"mem_import({fd}): this is no ordinary shared memory (a memfd without MFD_HUGETLB)")
-        memory = Memory(_duplicate(fd), nbytes, HandleKind.POSIX_FD, (stat.st_dev, stat.st_ino))
+        memory = Memory(duplicate(fd), nbytes, HandleKind.POSIX_FD, (stat.st_dev, stat.st_ino))
         return self._books.new_handle(memory)
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
@@ -247,20 +243,15 @@ class HostDriver:
                 ) from None
         # Now nobody can make a writable mapping, but those that exist remain, and so does one that mprotect could
         # open again. Mapping anew over them takes that away, at the same address and without a gap for readers.
-        # Unmapping one of them right now would be the caller's mistake, as with any two calls on the same object.
+        # One of them may be on its way out in another thread, as a lease of the same memory is: see make_final.
         if memory.identity is None:
             ours = [user for user in tuple(memory.users) if isinstance(user, Mapping)]
         else:
             ours = [m for m in tuple(self._books.mappings.values()) if m.memory.identity == memory.identity]
-        flags = libc.MAP_SHARED | libc.MAP_FIXED
         for mapping in ours:
-            if mapping.private or not mapping.is_settled:
-                continue
-            access = min(mapping.access, Access.READ)
-            if libc.mmap(mapping.address, mapping.nbytes, _PROTECTION[access], flags, memory.fd(), 0) == -1:
-                # The seal stands, and sealing again goes on from here.
-                raise libc.failure(f"mmap of sealed memory at {mapping.address:#x}")
-            mapping.access = access
+            if not mapping.private and not mapping.is_final:
+                # If one fails the seal stands, and sealing again goes on from there.
+                make_final(mapping, memory.fd(), self._books, self._ballast)
 
     def mem_is_sealed(self, handle: int) -> bool:
         return bool(fcntl.fcntl(self._books.memory("mem_is_sealed", handle).fd(), libc.F_GET_SEALS) & _READ_ONLY)
@@ -306,6 +297,7 @@ class HostDriver:
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
+        self._catch_up()
         mappings = tuple(self._books.mappings.values())
         handles = tuple(self._books.handles.values())
         # What was imported twice counts twice: two descriptors, which nobody has compared.
@@ -323,6 +315,10 @@ class HostDriver:
                     continue
                 raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
 
+    def _catch_up(self) -> None:
+        if self._books.late:
+            catch_up(self._books, self._ballast)
+
     def _map(self, call: str, address: int, nbytes: int, offset: int, handle: int, *, private: bool) -> None:
         memory = self._books.memory(call, handle)
         if offset or nbytes != memory.nbytes:
@@ -337,30 +333,40 @@ class HostDriver:
             )
         reservation = self._books.reservation_at(call, address, nbytes)
         self._ballast.take()
-        mapping = Mapping(address, memory, reservation, private)
+        if self._books.late:
+            await_late(reservation, address, address + nbytes, self._books, self._ballast)
+        ticket = Ticket()
+        mapping = Mapping(address, memory, reservation, private, ticket)
         fd = memory.hold(mapping)
         if not self._books.write_down(mapping):
             memory.drop(mapping)
             raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
-        # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
-        others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-        if others or self._books.reservations.at.get(reservation.address) is not reservation:
+        try:
+            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
+            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
+            if others or reservation.is_leaving or not self._books.has(reservation):
+                self._books.strike(mapping)
+                memory.drop(mapping)
+                raise RangeError(
+                    f"{call}: {nbytes} bytes at {address:#x} overlap "
+                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
+                )
+            if memory.identity is not None and not private:
+                mapping.is_final = bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & _READ_ONLY)
+            flags = _PRIVATE if private else libc.MAP_SHARED
+            if libc.mmap(address, nbytes, 0, flags | libc.MAP_FIXED, fd, 0) != -1:
+                mapping.settle()
+                return
+            code = ctypes.get_errno()
+            error = libc.failure(f"mmap of {nbytes} bytes at {address:#x}", code)
+            # Kernels before 6.12 can leave a hole behind a mapping that failed late. Mend it, if there is one.
+            libc.mmap(address, nbytes, 0, RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
             self._books.strike(mapping)
             memory.drop(mapping)
-            raise RangeError(
-                f"{call}: {nbytes} bytes at {address:#x} overlap "
-                + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
-            )
-        flags = _PRIVATE if private else libc.MAP_SHARED
-        if libc.mmap(address, nbytes, 0, flags | libc.MAP_FIXED, fd, 0) != -1:
-            mapping.settle()
-            return
-        code = ctypes.get_errno()
-        error = libc.failure(f"mmap of {nbytes} bytes at {address:#x}", code)
-        # Kernels before 6.12 can leave a hole behind a mapping that failed late. Mend it, if there is one.
-        libc.mmap(address, nbytes, 0, RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
-        self._books.strike(mapping)
-        memory.drop(mapping)
+        finally:
+            ticket.is_over = True
+            mapping.leave(ticket)
+            self._catch_up()
         if code in (errno.EACCES, errno.EPERM):
             raise ProtocolError(f"{call}: the descriptor behind handle {handle} does not allow reading")
         raise error
@@ -391,10 +397,3 @@ def _stat(call: str, fd: int) -> os.stat_result:
         return os.fstat(fd)
     except (OSError, OverflowError):
         raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
-
-
-def _duplicate(fd: int) -> int:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a closed standard stream
-    except OSError as error:
-        raise libc.failure(f"dup({fd})", error.errno) from None

@@ -285,7 +285,8 @@ class Endpoint:
     def _drop(self, peer: Source | _Reader | None) -> None:
         """The connection to a peer is over; a peer that is dropped already is not looked at again."""
         if isinstance(peer, _Reader):
-            if self._readers.pop(peer.fd, None) is peer:
+            if self._readers.get(peer.fd) is peer:
+                del self._readers[peer.fd]
                 self._listen(peer, False)
                 peer.channel.close()
         elif isinstance(peer, Source):

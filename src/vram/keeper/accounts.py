@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from ..errors import CapacityError
 from ..spec import format_size
-from .records import Version
+from .records import Session, Tally, Version
 
 __all__ = ["Accounts", "Quotas", "Usage"]
+
+# Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
+MOST = Tally(leases=65_536, waiters=4_096, claims=4_096, watches=16_384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,28 @@ class Accounts:
         self.keeper_uid = keeper_uid
         self.total = Usage()
         self._by_user: dict[int, Usage] = {}
+        self._tallies: WeakValueDictionary[int, Tally] = WeakValueDictionary()  # as long as a session has it
+
+    def tally(self, uid: int) -> Tally:
+        """Return what the sessions of a user share."""
+        return self._tallies.setdefault(uid, Tally())
+
+    def count(self, session: Session) -> None:
+        """Count what a session holds that came from another keeper."""
+        session.tally = tally = self.tally(session.uid)
+        tally.leases += len(session.leases)
+        tally.waiters += len(session.waiters)
+        tally.claims += len(session.claims)
+        tally.watches += len(session.watches)
+
+    def check(self, session: Session, what: str) -> None:
+        """Raise CapacityError if the session's user has as many ``leases``, ... as one user may have."""
+        most = getattr(MOST, what)
+        if getattr(session.tally, what) >= most and session.uid != self.keeper_uid:
+            raise CapacityError(
+                f"uid {session.uid} has {most} {what} at this keeper already, as many as one user may have on all its "
+                f"connections together; give some back"
+            )
 
     def of(self, uid: int) -> Usage:
         """Return what one user has."""

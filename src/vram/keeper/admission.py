@@ -51,8 +51,9 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
             f"{what} on {device!r}", "host memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
         )
     try:
-        found = os.fstat(fd)
+        # The seals first: fstat asks the file system, and one in user space may never answer.
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
+        found = os.fstat(fd)
     except OSError:  # EINVAL: not memory that can be sealed; EBADF: a descriptor of a path only
         raise InadmissibleError(f"{what} is not a memfd") from None
     if not stat.S_ISREG(found.st_mode):

@@ -18,7 +18,8 @@ The states of a version
 * The current version can be leased by name; a superseded one only by its number, and only while somebody still holds
   it; a withdrawn one not at all.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
-* A name belongs to the user who published its current version. Nobody else may replace or remove it, root included.
+* A name belongs to the user who published its current version. Nobody else may replace it, root included, and only
+  the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
 * An unmapped user (the overflow uid) owns nothing: it reads.
 
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
@@ -114,7 +115,7 @@ class Catalogue:
     # -- connections ----------------------------------------------------------------------------------------------
     def connect(self, uid: int, pid: int = 0, label: str = "") -> Session:
         """Open a session for a verified user."""
-        session = Session(next(self._ids), uid, pid, clip_label(label))
+        session = Session(next(self._ids), uid, pid, clip_label(label), tally=self.accounts.tally(uid))
         self.sessions[session.id] = session
         return session
 
@@ -125,6 +126,7 @@ class Catalogue:
         effects: list[Effect] = []
         for watched in session.watches.values():
             del watched.watchers[session.id]
+        session.tally.watches -= len(session.watches)
         session.watches.clear()
         for waiter in list(session.waiters.values()):
             self._forget(waiter)
@@ -323,9 +325,11 @@ class Catalogue:
             raise UsageError(f"call {call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
             raise CapacityError(f"{MAX_WAITERS} calls of this connection wait already")
+        self.accounts.check(session, "waiters")
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
         session.waiters[call] = waiter
+        session.tally.waiters += 1
         self._waiters.setdefault(name, {})[waiter.order] = waiter
         self.waiting += 1
         if waiter.deadline is not None:
@@ -360,7 +364,7 @@ class Catalogue:
         NotFoundError
             If there is no such name or version.
         AccessDeniedError
-            If it is somebody else's.
+            If it is somebody else's, unless this is the user who runs the keeper.
         """
         known = self._names.get(name)
         if known is None:
@@ -379,7 +383,7 @@ class Catalogue:
             if not doomed:
                 raise self._unknown(name)
         for one in doomed:
-            if one.owner != session.uid:
+            if session.uid not in (one.owner, self.accounts.keeper_uid):
                 raise AccessDeniedError(
                     f"{name!r} version {one.number} belongs to uid {one.owner}; uid {session.uid} may not remove it"
                 )
@@ -445,6 +449,9 @@ class Catalogue:
         if watched is not None:
             if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
                 raise CapacityError(f"this connection watches {MAX_WATCHES} versions already")
+            if (name, version) not in session.watches:
+                self.accounts.check(session, "watches")
+                session.tally.watches += 1
             session.watches[name, version] = watched
             watched.watchers[session.id] = session
         return effects
@@ -535,6 +542,8 @@ class Catalogue:
         session = waiter.session
         if len(session.claims) >= MAX_CLAIMS:
             raise CapacityError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
+        self.accounts.check(session, "claims")
+        session.tally.claims += 1
         claim = Claim(next(self._ids), session, name)
         self._claim_of[name] = session.claims[claim.id] = self.claims[claim.id] = claim
         return claim
@@ -547,6 +556,8 @@ class Catalogue:
             )
         if len(session.leases) >= MAX_LEASES:
             raise CapacityError(f"this connection holds {MAX_LEASES} leases already; close some")
+        self.accounts.check(session, "leases")
+        session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
         version.leases[lease.id] = session.leases[lease.id] = self.leases[lease.id] = lease
         return lease
@@ -586,6 +597,7 @@ class Catalogue:
     def _end(self, lease: Lease) -> list[Effect]:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
+        lease.session.tally.leases -= 1
         version = lease.version
         del version.leases[lease.id]
         if version.leases or self._current(version.name) is version:
@@ -621,6 +633,7 @@ class Catalogue:
         self.accounts.add(version.owner, -version.nbytes, 0, -version.handles)
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
+            session.tally.watches -= 1
         version.watchers.clear()
         return Free(version.token)
 
@@ -638,6 +651,7 @@ class Catalogue:
     def _unclaim(self, claim: Claim) -> None:
         del self.claims[claim.id]
         del claim.session.claims[claim.id]
+        claim.session.tally.claims -= 1
         del self._claim_of[claim.name]
 
     @staticmethod
@@ -650,6 +664,7 @@ class Catalogue:
 
     def _forget(self, waiter: Waiter) -> None:
         del waiter.session.waiters[waiter.call]
+        waiter.session.tally.waiters -= 1
         line = self._waiters[waiter.name]
         del line[waiter.order]
         if not line:

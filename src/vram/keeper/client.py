@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from ..errors import UsageError
+from ..errors import BusyError, UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
 from .conversation import GRACE, Conversation
@@ -337,7 +338,12 @@ class KeeperClient(Conversation):
             raise UsageError(f"version {version!r} is not a number of a version: they count from 1")
         wanted = None if expect is None else check_meta(expect, what="expect")
         if timeout is not None:
-            timeout = max(0.0, min(float(timeout), 1e9))
+            try:
+                timeout = min(max(float(timeout), 0.0), 1e9)  # not-a-number stays first
+            except (TypeError, ValueError):
+                timeout = math.nan
+            if math.isnan(timeout):
+                raise UsageError("a timeout is a number of seconds, or None for ever")
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim)
         reply, fds = self._converse(request, call, (), None if timeout is None else timeout + GRACE)
@@ -361,16 +367,19 @@ class KeeperClient(Conversation):
 
 
 _clients: dict[str, KeeperClient] = {}
-_clients_lock = threading.Lock()
+_clients_lock = threading.RLock()  # for a signal handler that ends connections while its thread makes one
 
 
 def client(path: str | None = None) -> KeeperClient:
     """Return this process's one connection to the keeper at `path`; made on first use, anew after a fork, and anew
-    once the keeper went away and another one came. Raises what :meth:`KeeperClient.connect` raises."""
+    once the keeper went away and another one came. Raises what :meth:`KeeperClient.connect` raises, and BusyError in a
+    signal handler that interrupted this very function."""
     found, _ = find_path(path)
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:
         return existing
+    if _clients_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        raise BusyError(f"this thread is connecting to a keeper: what interrupted it cannot talk to {found} now")
     with _clients_lock:
         existing = _clients.get(found)
         if existing is not None:
@@ -407,7 +416,7 @@ def _own_label() -> str:
 
 def _after_fork_in_child() -> None:
     global _clients_lock
-    _clients_lock = threading.Lock()
+    _clients_lock = threading.RLock()
     _clients.clear()
 
 

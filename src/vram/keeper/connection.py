@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..sharing.channel import Credentials, close_fds, receive, transmit
+from ..sharing.channel import Credentials, receive, transmit
 
 if TYPE_CHECKING:
     from .records import Publication, Session
@@ -135,7 +135,9 @@ class Connection:
                 self.close()
         finally:
             if fds:  # whoever takes them empties the list
-                close_fds(fds)
+                self.server.strangers_closer.close_fds(fds, self.credentials.uid)
+                if self.server.strangers_closer.owes(self.credentials.uid):
+                    self.close()
 
     def resume(self) -> None:
         """Read from this peer."""
@@ -243,14 +245,22 @@ class Connection:
         self.resume()
 
     # -- end ------------------------------------------------------------------------------------------------------
-    def close(self) -> None:
-        """End the connection and everything that depends on it. Idempotent."""
+    def close(self, *, hang_up: bool = True) -> None:
+        """End the connection and everything that depends on it. Idempotent.
+
+        Parameters
+        ----------
+        hang_up : bool
+            False where this process has the socket, or another process will have it, once more.
+        """
         if self.closed:
             return
         self.closed = True
         self.pause()
         self.not_writing()
-        self.sock.close()
+        self.server.strangers_closer.close_socket(
+            self.sock, self.credentials.uid, hang_up=hang_up and not self.server.closing
+        )
         for _, held, _, _ in self.queue:
             if held is not None:
                 held.drop()

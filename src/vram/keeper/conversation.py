@@ -1,8 +1,14 @@
 """One connection to a keeper, shared by all threads of a process: requests, answers, and what nobody waits for.
 
 How threads share it: each sends its request and waits for the answer with its number. One of those who wait reads for
-all of them, puts down what is for others and, when its own answer has come, leaves reading to the next. Nobody is
-woken but for an answer or to read.
+all of them, puts down what is for others and, when its own answer has come, leaves reading to the next.
+
+Waiting takes no lock, because an interrupt (Ctrl-C) is raised at almost any line and ``threading.Condition`` is Python
+code, which it can leave locked. Who waits first hangs up a bell, then looks, then sleeps; who changes something does
+so in one call, then rings all bells. The locks for sending and for reading are entered by ``with``, or tried.
+
+A signal handler runs in the middle of whatever its thread does. It cannot have an answer while its own thread is the
+one that reads or sends, so a call inside a call of the same thread is refused (:meth:`Conversation._enter`).
 
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`Conversation.release_later` only
 appends to a queue and *tries* to send; who holds the lock for sending looks at the queue again (I3).
@@ -11,8 +17,10 @@ appends to a queue and *tries* to send; who holds the lock for sending looks at 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -21,8 +29,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..sharing.channel import Channel, close_fds
+from ..errors import BusyError, ClosedError, DriverError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
 from . import messages as m
 from .failures import raised
 from .paths import check_directory, check_server, find_path
@@ -34,7 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["GRACE", "Conversation", "greet", "open_channel"]
 
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
+_NAP = 1.0  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
 _R = TypeVar("_R", bound=msgspec.Struct)
+# The answer, its descriptors, and the error if some of those were lost.
+_Answer = tuple[m.Reply, list[int], DescriptorsLostError | None]
 
 
 class Conversation:
@@ -48,9 +59,10 @@ class Conversation:
         self._pid = os.getpid()
         self._calls = itertools.count(1)
         self._sending = threading.Lock()
-        self._waiting = threading.Condition(threading.Lock())
-        self._someone_reads = False
-        self._expected: dict[int, tuple[m.Reply, list[int]] | None] = {}
+        self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
+        self._reading = threading.Lock()  # had by who reads for all; only ever tried
+        self._expected: dict[int, deque[_Answer]] = {}  # a tray for each call that waits
+        self._inside: set[int] = set()  # threads in the middle of a call, perhaps
         self._failure: VramError | None = None
         self._given_back: deque[int] = deque()
         self._leases: dict[int, tuple[str, int]] = {}
@@ -102,10 +114,9 @@ class Conversation:
         """End the connection; the keeper takes all its leases back. Idempotent."""
         if self._pid != os.getpid():  # the parent's; its locks may be held by threads that are not here
             return
-        with self._waiting:
-            if self._failure is None:
-                self._failure = PeerGoneError(f"the connection to the keeper at {self.path} was closed here")
-            self._waiting.notify_all()
+        if self._failure is None:
+            self._failure = PeerGoneError(f"the connection to the keeper at {self.path} was closed here")
+        self._ring()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -140,31 +151,56 @@ class Conversation:
         """Send a request and wait for the answer with its number; an answer that is an error is raised."""
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
+        me = threading.get_ident()
+        self._enter(me)
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._expected[call] = None
+        tray: deque[_Answer] = deque()
         try:
+            self._inside.add(me)
+            self._expected[call] = tray
             self._send(m.encode(request), fds)
-            reply, came = self._wait(call, deadline)
+            reply, came, lost = self._wait(call, tray, deadline)
         except BaseException as error:
             # Interrupted, or too late: the answer may still come, and must not be taken for nobody's lease.
-            with self._waiting:
-                arrived = self._expected.pop(call, None)
+            self._expected.pop(call, None)
+            arrived = _take(tray)
             if arrived is not None:
-                self._lost(*arrived)
+                self._lost(*arrived[:2])
             elif not isinstance(error, PeerGoneError):
                 self._say_unheard(m.Cancel(0, call))
             raise
+        finally:
+            self._inside.discard(me)
         if isinstance(reply, m.Error):
             close_fds(came)
             raise raised(reply)
+        if lost is not None:
+            self._lost(reply, came)
+            raise DriverError(
+                f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
+            )
         return reply, came
+
+    def _enter(self, me: int) -> None:
+        """Refuse a call from a signal handler that interrupted a call of the same thread."""
+        if me not in self._inside:
+            return
+        # An interrupt at the wrong moment may have left us in there: the stack has the truth.
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is Conversation._converse.__code__ and frame.f_locals.get("self") is self:
+                raise BusyError(
+                    f"this thread is in the middle of a call to the keeper at {self.path}, which a signal handler or "
+                    f"finalizer interrupted: do it after that call, or in another thread"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
 
     def _send(self, payload: bytes, fds: Sequence[int]) -> None:
         self._check()
         try:
             with self._sending:
                 if self._given_back:
-                    self._channel.send(m.encode(m.Release(0, self._returns())), timeout=GRACE)
+                    self._give_back(GRACE)
                 self._channel.send(payload, fds, timeout=GRACE)
         except (PeerGoneError, ClosedError):
             raise self._fail() from None
@@ -172,42 +208,65 @@ class Conversation:
             if self._given_back:  # a finalizer in this very block found the lock taken
                 self._flush()
 
-    def _wait(self, call: int, deadline: float | None) -> tuple[m.Reply, list[int]]:
-        expected = self._expected
-        with self._waiting:
-            while True:
-                arrived = expected[call]
-                if arrived is not None:
-                    del expected[call]
-                    return arrived
-                if self._failure is not None:
-                    raise self._failure_again()
-                if not self._someone_reads:
-                    self._someone_reads = True
-                    break
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise self._silent()
-                self._waiting.wait(left)
+    def _wait(self, call: int, tray: deque[_Answer], deadline: float | None) -> _Answer:
+        held: list[bool] = []
         try:
-            return self._read_for_all(call, deadline)
+            while True:
+                # Take the lock and remember it in one call, as in _flush.
+                held.extend(filter(None, map(self._reading.acquire, (False,))))
+                if held:
+                    return self._read_for_all(call, tray, deadline)
+                bell = threading.Lock()
+                bell.acquire()
+                self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
+                arrived = self._look(call, tray)
+                if arrived is not None:
+                    return arrived
+                left = _NAP if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    raise self._silent()
+                if self._reading.locked():
+                    bell.acquire(timeout=min(left, _NAP))
+                with contextlib.suppress(ValueError):
+                    self._bells.remove(bell)  # nobody rang
         finally:
-            with self._waiting:
-                self._someone_reads = False
-                if expected:
-                    self._waiting.notify_all()
+            if held:
+                try:
+                    self._reading.release()
+                finally:
+                    self._ring()
 
-    def _read_for_all(self, call: int, deadline: float | None) -> tuple[m.Reply, list[int]]:
+    def _look(self, call: int, tray: deque[_Answer]) -> _Answer | None:
+        if tray:
+            del self._expected[call]  # first, or the reader would put a second answer into it
+            return tray.popleft()
+        if self._failure is not None:
+            raise self._failure_again()
+        return None
+
+    def _ring(self) -> None:
+        """Wake everybody who waits, to look again."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._bells.popleft().release()
+
+    def _read_for_all(self, call: int, tray: deque[_Answer], deadline: float | None) -> _Answer:
         while True:
+            arrived = self._look(call, tray)
+            if arrived is not None:
+                return arrived
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise self._silent()
+            lost: DescriptorsLostError | None = None
             try:
                 payload, fds = self._channel.recv(timeout=left)
             except WaitTimeoutError:
                 raise self._silent() from None
             except ClosedError:
                 raise self._fail() from None
+            except DescriptorsLostError as error:  # a matter of one call, not of the connection
+                payload, fds, lost = error.payload, [], error
             except (PeerGoneError, ProtocolError) as error:
                 raise self._fail(error) from None
             try:
@@ -217,20 +276,24 @@ class Conversation:
                 if isinstance(error, ProtocolError):
                     raise self._fail(error) from None
                 raise
-            number = reply.call if not isinstance(reply, m.Welcome) else 0
-            if number == call:
-                with self._waiting:
-                    self._expected.pop(call, None)
-                return reply, fds
-            with self._waiting:
-                if number in self._expected:
-                    self._expected[number] = (reply, fds)
-                    self._waiting.notify_all()
-                    continue
-            if number == 0 and isinstance(reply, m.Error):
-                close_fds(fds)
-                raise self._fail(raised(reply))
-            self._lost(reply, fds)
+            self._deliver(reply, fds, lost)
+
+    def _deliver(self, reply: m.Reply, fds: list[int], lost: DescriptorsLostError | None) -> None:
+        number = reply.call if not isinstance(reply, m.Welcome) else 0
+        whose = self._expected.get(number)
+        if whose is not None:
+            whose.append((reply, fds, lost))
+            self._ring()
+            # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
+            if self._expected.get(number) is not whose:
+                left = _take(whose)
+                if left is not None:
+                    self._lost(*left[:2])
+            return
+        if number == 0 and isinstance(reply, m.Error):
+            close_fds(fds)
+            raise self._fail(raised(reply))
+        self._lost(reply, fds)
 
     def _lost(self, reply: object, fds: Sequence[int]) -> None:
         """An answer that nobody waits for: give back what it grants."""
@@ -247,28 +310,33 @@ class Conversation:
                 self._channel.send(m.encode(request), timeout=1.0)
         self._flush()
 
-    def _returns(self) -> list[int]:
-        """Take what finalizers queued, as much as one message holds."""
+    def _give_back(self, timeout: float) -> None:
+        """Send what finalizers queued, as much as one message holds. Called with the lock for sending."""
         leases: list[int] = []
-        with contextlib.suppress(IndexError):
-            while len(leases) < 4096:
-                leases.append(self._given_back.popleft())
-        return leases
+        try:
+            with contextlib.suppress(IndexError):
+                while len(leases) < 4096:
+                    leases.append(self._given_back.popleft())
+            self._channel.send(m.encode(m.Release(0, leases)), timeout=timeout)
+        except BaseException:
+            self._given_back.extend(leases)  # the next call takes them along; twice does no harm
+            raise
 
     def _flush(self) -> None:
         """Send what finalizers queued, unless somebody is sending: they look at the queue again. Never waits."""
         while self._given_back and self._failure is None and self._pid == os.getpid():
-            if not self._sending.acquire(blocking=False):
-                return
-            leases: list[int] = []
+            held: list[bool] = []
             try:
-                leases = self._returns()
-                self._channel.send(m.encode(m.Release(0, leases)), timeout=0)
+                # Take the lock and remember it in one call: an interrupt comes between calls, and the lock would stay.
+                held.extend(filter(None, map(self._sending.acquire, (False,))))
+                if not held:
+                    return
+                self._give_back(0)
             except (VramError, OSError):
-                self._given_back.extend(leases)  # no room now; the next call takes them along
-                return
+                return  # no room now
             finally:
-                self._sending.release()
+                if held:
+                    self._sending.release()
 
     # -- inside: failing ------------------------------------------------------------------------------------------
     def _check(self) -> None:
@@ -277,15 +345,14 @@ class Conversation:
 
     def _fail(self, error: VramError | None = None) -> VramError:
         """The connection is of no use any more; say so to everybody."""
-        with self._waiting:
-            if self._failure is None:
-                if error is None or isinstance(error, PeerGoneError):
-                    error = PeerGoneError(
-                        f"the keeper at {self.path} is gone; what is mapped stays, its leases are over. Start one with "
-                        f"`vram keep --socket {self.path}` and publish again"
-                    )
-                self._failure = error
-            self._waiting.notify_all()
+        if self._failure is None:
+            if error is None or isinstance(error, PeerGoneError):
+                error = PeerGoneError(
+                    f"the keeper at {self.path} is gone; what is mapped stays, its leases are over. Start one with "
+                    f"`vram keep --socket {self.path}` and publish again"
+                )
+            self._failure = error
+        self._ring()
         self._channel.close()
         return self._failure_again()
 
@@ -306,6 +373,14 @@ class Conversation:
         if type(reply) is not kind:
             raise self._confused(reply)
         return reply
+
+
+def _take(tray: deque[_Answer]) -> _Answer | None:
+    """Take what is in a tray: of two who try, one gets it."""
+    try:
+        return tray.popleft()
+    except IndexError:
+        return None
 
 
 def open_channel(path: str, chosen: bool, timeout: float) -> Channel:

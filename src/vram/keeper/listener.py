@@ -16,6 +16,7 @@ from ..sharing.channel import peer_credentials
 
 __all__ = ["Listener"]
 
+_LAST_GROUP = 2**32 - 2  # the one after it means "leave it as it is" to chown(2)
 _START_WAIT = 5.0  # seconds to wait for another keeper that is starting in the same directory
 
 
@@ -41,12 +42,7 @@ class Listener:
 
     def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None) -> None:
         self.path = path
-        gid = -1
-        if group is not None:
-            try:
-                gid = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
-            except KeyError:
-                raise UsageError(f"there is no group {group!r}") from None
+        gid = -1 if group is None else _group(group)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # Two keepers that start at once must not both find the other's socket dead: one at a time per directory.
@@ -99,6 +95,17 @@ class Listener:
             found = os.lstat(self.path)
             if (found.st_dev, found.st_ino) == self.inode:
                 os.unlink(self.path)
+
+
+def _group(group: str) -> int:
+    if group.isascii() and group.isdecimal():
+        if len(group) > 10 or int(group) > _LAST_GROUP:
+            raise UsageError(f"group {group:.40} is no number of a group: 0 to {_LAST_GROUP}")
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, ValueError):  # ValueError: a zero byte, or what no file name has
+        raise UsageError(f"there is no group {group!r}") from None
 
 
 def _lock(directory: int, path: str) -> None:

@@ -16,7 +16,7 @@ Protocol versions
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,6 +26,7 @@ from .. import errors
 __all__ = [
     "OLDEST",
     "PROTOCOL",
+    "MistakenRequestError",
     "decode_hello",
     "decode_reply",
     "decode_request",
@@ -486,6 +487,10 @@ _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 _succession = msgspec.msgpack.Decoder(Succession)
 _hello = msgspec.msgpack.Decoder(Hello)
+_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_word = msgspec.msgpack.Decoder(Word)
+_number = msgspec.msgpack.Decoder(Number)
+_TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Request))
 
 encode = _encoder.encode
 
@@ -501,13 +506,43 @@ def decode_hello(payload: bytes) -> Hello:
         raise errors.ProtocolError(f"not a greeting: {error}") from None
 
 
+class MistakenRequestError(errors.ProtocolError):
+    """A request with a value that cannot be: costs that call, not the connection and all that depends on it."""
+
+    def __init__(self, call: int, text: str) -> None:
+        super().__init__(text)
+        self.call = call
+
+
 def decode_request(payload: bytes) -> Request:
-    """Read what a client said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
+    """Read what a client said.
+
+    Raises
+    ------
+    MistakenRequestError
+        If it is a request, whose number is known, with a value that the protocol does not allow.
+    ProtocolError
+        For anything else.
+    """
     try:
         request: Request = _requests.decode(payload)
+    except msgspec.ValidationError as error:
+        call = _call_of(payload)
+        if call:
+            raise MistakenRequestError(call, f"not a request: {error}") from None
+        raise errors.ProtocolError(f"not a request: {error}") from None
     except _UNREADABLE as error:
         raise errors.ProtocolError(f"not a request: {error}") from None
     return request
+
+
+def _call_of(payload: bytes) -> int:
+    """Return the number of a call whose rest may be wrong; 0 if it is no request, or wants no answer."""
+    try:
+        tag, call, *_ = _items.decode(payload)
+        return _number.decode(call) if _word.decode(tag) in _TAGS else 0
+    except (*_UNREADABLE, ValueError):
+        return 0
 
 
 def decode_reply(payload: bytes) -> Reply:

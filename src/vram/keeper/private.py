@@ -184,12 +184,14 @@ def private_keeper(
         arguments += ["--max-bytes", str(max_bytes)]
     if max_entries is not None:
         arguments += ["--max-entries", str(max_entries)]
+    owner = os.getpid()
     with short_directory() as directory:
         keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), arguments, timeout=timeout)
         try:
             yield keeper.path
         finally:
-            keeper.stop()
+            if os.getpid() == owner:  # a forked child leaves the block too, and the keeper is its parent's
+                keeper.stop()
 
 
 @contextlib.contextmanager
@@ -200,12 +202,14 @@ def short_directory() -> Iterator[str]:
         place = "/tmp"
         if not os.access(place, os.W_OK):
             raise UsageError(f"the temporary directory {tempfile.gettempdir()} is too long a path for a socket")
+    owner = os.getpid()
     directory = tempfile.mkdtemp(prefix="vram-", dir=place)
     try:
         yield directory
     finally:
-        # The keeper has unlinked its socket; if it was killed, we do.
-        shutil.rmtree(directory, ignore_errors=True)
+        # The keeper has unlinked its socket; if it was killed, we do. Not in a forked child: its parent is in there.
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _environment() -> dict[str, str]:

@@ -19,9 +19,20 @@ __all__ = [
     "Publication",
     "Refused",
     "Session",
+    "Tally",
     "Version",
     "Waiter",
 ]
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Tally:
+    """How much all sessions of one user hold together, of what takes no memory but the keeper's own."""
+
+    leases: int = 0
+    waiters: int = 0
+    claims: int = 0
+    watches: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +48,7 @@ class Session:
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
     claims: dict[int, Claim] = field(default_factory=dict)
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
 
     def __str__(self) -> str:
         who = f"pid {self.pid}" if self.pid else "a process of another PID namespace"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping
 
-from ..errors import UsageError
+from ..errors import NotFoundError, UsageError
 
 __all__ = [
     "MAX_LABEL",
@@ -18,11 +19,14 @@ __all__ = [
     "check_name",
     "check_prefix",
     "check_ttl",
+    "check_version",
     "clip_label",
 ]
 
 MAX_NAME = 200
 MAX_META = 4096  # bytes of all keys and values together
+MAX_KEYS = 512
+MAX_VERSION = 2**53
 MAX_SEGMENTS = 1024
 MAX_MANIFEST = 32 * 1024  # bytes of a manifest that travels inside a message
 MAX_LABEL = 120
@@ -69,8 +73,13 @@ def check_meta(meta: Mapping[str, str], *, what: str = "meta") -> dict[str, str]
     Raises
     ------
     UsageError
-        If a key or value is no string, cannot be written as UTF-8, or all together exceed 4 KiB.
+        If a key or value is no string, cannot be written as UTF-8, there are more than 512 keys, or all together
+        exceed 4 KiB.
     """
+    if len(meta) > MAX_KEYS:
+        raise UsageError(
+            f"{what} has {len(meta)} keys; {MAX_KEYS} is the most. Put a hash there and the rest elsewhere"
+        )
     size = 0
     for key, value in meta.items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -82,6 +91,28 @@ def check_meta(meta: Mapping[str, str], *, what: str = "meta") -> dict[str, str]
     if size > MAX_META:
         raise UsageError(f"{what} has {size} bytes; {MAX_META} is the most. Put a hash there and the rest elsewhere")
     return dict(meta)
+
+
+def check_version(version: int) -> int:
+    """Return `version` as an int if some version could have this number; 0 stands for none in particular.
+
+    Raises
+    ------
+    UsageError
+        If it is no whole number from 0 on.
+    NotFoundError
+        If it is above 2**53, which no version's number is.
+    """
+    try:
+        number = -1 if isinstance(version, bool) else operator.index(version)
+    except TypeError:
+        number = -1
+    if number < 0:
+        found = "a negative number" if isinstance(version, int) else type(version).__name__
+        raise UsageError(f"{found} is not the number of a version: a whole number from 1 on, or 0 for the current one")
+    if number > MAX_VERSION:
+        raise NotFoundError(f"a version above {MAX_VERSION} was never there")
+    return number
 
 
 def check_ttl(ttl: float | None) -> float | None:

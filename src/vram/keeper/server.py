@@ -1,6 +1,7 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
-One thread does everything but one thing: closing memory, which takes a second for 8 GiB, happens in a second thread.
+One thread does everything but closing: of memory, which takes a second for 8 GiB, in a second thread, and of what
+strangers sent, which takes as long as they please, in threads of :mod:`.strangers`.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 
@@ -29,12 +30,15 @@ from .listener import Listener
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
+from .strangers import StrangersCloser
 
 __all__ = ["PATIENCE", "KeeperServer"]
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _MAX_CONNECTIONS = 8_192
 _SPARE = 64  # descriptors kept back from everybody: for accepting, refusing, handing over
+_LEAST = 192  # descriptors without which a keeper is none
+_ACCEPT_AGAIN = 0.25  # seconds
 _INLINE = 1 << 20  # bytes of memory up to which closing it is cheaper here than in another thread
 
 
@@ -80,7 +84,15 @@ class KeeperServer:
         self.started = self.now()
         limit = _raise_limit()
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
-        handles = max(0, limit - self.max_connections - _SPARE)
+        if limit < _LEAST:
+            raise CapacityError(
+                f"a keeper needs {_LEAST} descriptors at least and may have {limit} (RLIMIT_NOFILE): "
+                f"ulimit -n {_LEAST}, better 1024 or more"
+            )
+        # Kept back too: for what one message brings (without room the kernel closes it, here and however long that
+        # takes), and for what is being closed.
+        self.strangers_closer = StrangersCloser(limit // 16)
+        handles = limit - self.max_connections - _SPARE - min(MAX_FDS, limit // 32) - limit // 16
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
         self.catalogue = Catalogue(
@@ -130,7 +142,6 @@ class KeeperServer:
         """
         if not self._bound:
             self.listen()
-        self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
         try:
@@ -153,7 +164,7 @@ class KeeperServer:
 
     def _start(self) -> None:
         """Accept, read and write."""
-        self.loop.add_reader(self.listener.sock, self._accept)
+        self._accepting()
         for connection in [*self.strangers, *self.connections.values()]:
             if connection.queue:
                 connection.writable()
@@ -184,7 +195,8 @@ class KeeperServer:
     def _shut_down(self) -> None:
         self.close_everything()
         self.listener.sock.close()
-        os.close(self._spare_fd)
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
         self._closer.put(None)
         if self._closer_thread is not None:
             self._closer_thread.join()
@@ -206,6 +218,10 @@ class KeeperServer:
         if self.paused:
             return
         for _ in range(64):  # then the others get their turn
+            if self.strangers_closer.is_full or self._spare_fd < 0:
+                self.loop.remove_reader(self.listener.sock)
+                self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
+                return
             try:
                 sock, _ = self.listener.sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -219,6 +235,15 @@ class KeeperServer:
                 raise
             self._greet(sock)
 
+    def _accepting(self) -> None:
+        self._keep_spare()
+        self.loop.add_reader(self.listener.sock, self._accept)
+
+    def _keep_spare(self) -> None:
+        if self._spare_fd < 0:
+            with contextlib.suppress(OSError):
+                self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+
     def _greet(self, sock: socket.socket) -> None:
         credentials = peer_credentials(sock)
         sock.setblocking(False)
@@ -226,7 +251,12 @@ class KeeperServer:
         most = self.max_connections
         own = credentials.uid == self.catalogue.accounts.keeper_uid
         if total >= most or (not own and self.by_user.get(credentials.uid, 0) >= most // 2):
-            _refuse(sock, f"the keeper serves {total} connections already ({most} at most, half of them for one user)")
+            self._refuse(
+                sock, f"the keeper serves {total} connections already ({most} at most, half of them for one user)"
+            )
+            return
+        if self.strangers_closer.owes(credentials.uid):
+            self._refuse(sock, f"descriptors that uid {credentials.uid} sent take long to close; try again later")
             return
         connection = Connection(self, sock, credentials)
         self.by_user[credentials.uid] = self.by_user.get(credentials.uid, 0) + 1
@@ -237,12 +267,20 @@ class KeeperServer:
     def _refuse_without_descriptors(self) -> None:
         """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
         os.close(self._spare_fd)
+        self._spare_fd = -1
         try:
             with contextlib.suppress(OSError):
                 sock, _ = self.listener.sock.accept()
-                _refuse(sock, "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)")
+                self._refuse(sock, "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)")
         finally:
-            self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+            self._keep_spare()
+
+    def _refuse(self, sock: socket.socket, why: str) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
+        finally:
+            self.strangers_closer.close_socket(sock, peer_credentials(sock).uid)
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
@@ -315,14 +353,6 @@ class KeeperServer:
     def _close_in_background(self) -> None:
         while (fds := self._closer.get()) is not None:
             close_fds(fds)
-
-
-def _refuse(sock: socket.socket, why: str) -> None:
-    try:
-        with contextlib.suppress(OSError):
-            transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
-    finally:
-        sock.close()
 
 
 def _raise_limit() -> int:

@@ -71,6 +71,8 @@ class Service:
             if len(payload) > _LONGEST and type(request) is m.Publish:
                 raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
             self._handlers[type(request)](connection, session, request, fds)
+        except m.MistakenRequestError as error:
+            connection.send(m.encode(failure(error.call, errors.UsageError(str(error)))))
         except errors.VramError as error:
             connection.send(m.encode(failure(call, error)))
             if isinstance(error, errors.ProtocolError) and not isinstance(error, InadmissibleError):

@@ -51,14 +51,16 @@ def keeper(*, max_bytes: int | None = None, max_entries: int | None = None) -> I
     PeerGoneError, WaitTimeoutError
         If it does not start.
     """
+    owner = os.getpid()
     before = os.environ.get("VRAM_KEEPER")
     with private_keeper(max_bytes=max_bytes, max_entries=max_entries) as path:
         os.environ["VRAM_KEEPER"] = path
         try:
             yield Keeper(path)
         finally:
-            if before is None:
-                os.environ.pop("VRAM_KEEPER", None)
-            else:
-                os.environ["VRAM_KEEPER"] = before
-            close_client(path)
+            if os.getpid() == owner:  # a forked child leaves the block too, and has nothing to undo
+                if before is None:
+                    os.environ.pop("VRAM_KEEPER", None)
+                else:
+                    os.environ["VRAM_KEEPER"] = before
+                close_client(path)

@@ -231,6 +231,8 @@ def restore(
     for number, owner, name in books.claims:
         claim = Claim(number, made.sessions[owner], name)
         made.claims[number] = made._claim_of[name] = claim.session.claims[number] = claim
+    for session in made.sessions.values():
+        made.accounts.count(session)
     return made, publications
 
 

@@ -125,7 +125,7 @@ def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
         raise ProtocolError("a connection that holds leases cannot take over")
     # From here on it is no client any more: it is not among what moves.
     channel = Channel(socket.socket(fileno=os.dup(connection.sock.fileno())))
-    connection.close()
+    connection.close(hang_up=False)
     server.paused = True
     try:
         if _give(server, channel, call):

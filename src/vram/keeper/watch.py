@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import PeerGoneError, ProtocolError, WaitTimeoutError
-from ..sharing.channel import close_fds
+from ..sharing.channel import DescriptorsLostError, close_fds
 from . import messages as m
 from .conversation import Conversation
 
@@ -53,6 +53,8 @@ class Watch:
                 payload, fds = self._channel.recv(timeout=0)
             except WaitTimeoutError:
                 break
+            except DescriptorsLostError as lost:  # news needs none
+                payload, fds = lost.payload, []
             except (PeerGoneError, ProtocolError):
                 self.reason = "gone"
                 break

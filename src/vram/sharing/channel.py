@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import numbers
 import os
 import select
 import socket
@@ -27,6 +28,7 @@ from ..errors import (
     AccessDeniedError,
     BusyError,
     ClosedError,
+    DriverError,
     PeerGoneError,
     ProtocolError,
     UnsupportedError,
@@ -40,8 +42,10 @@ __all__ = [
     "MAX_PATH",
     "Channel",
     "Credentials",
+    "DescriptorsLostError",
     "close_fds",
     "connect",
+    "descriptor_limit",
     "peer_credentials",
     "receive",
     "transmit",
@@ -57,12 +61,28 @@ MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
 _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_TRUNCATED = int(socket.MSG_TRUNC | socket.MSG_CTRUNC) if hasattr(socket, "MSG_CTRUNC") else 0
+_TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
+_CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
+_TRUNCATED = _TRUNC | _CTRUNC
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class DescriptorsLostError(ProtocolError):
+    """A message arrived, but this process had no room for all of its descriptors: those that came were closed.
+
+    Attributes
+    ----------
+    payload : bytes
+        What the message said. It is whole, and whoever granted what it grants believes that we have it.
+    """
+
+    payload: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +130,25 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
     The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
     is the end of the stream. Raises OSError as the kernel reports it.
     """
+    payload, fds, cut = _receive(sock, flags)
+    return payload, fds, bool(cut)
+
+
+def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int], int]:
+    """The same, but says which part was cut off: MSG_TRUNC, MSG_CTRUNC, both or 0."""
     payload, ancillary, said, _ = sock.recvmsg(MAX_MESSAGE + 1, _ANCILLARY, flags | _CLOEXEC)
+    cut = said & _TRUNCATED
+    if len(payload) > MAX_MESSAGE:
+        cut |= _TRUNC
     if not ancillary:
-        return payload, [], bool(said & _TRUNCATED) or len(payload) > MAX_MESSAGE
+        return payload, [], cut
     fds: list[int] = []
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             numbers = array("i")
             numbers.frombytes(data[: len(data) - len(data) % 4])
             fds.extend(numbers)
-    return payload, fds, bool(said & _TRUNCATED) or len(payload) > MAX_MESSAGE
+    return payload, fds, cut
 
 
 def connect(path: str, timeout: float | None = None) -> socket.socket:
@@ -144,11 +173,17 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
         If the permissions of the path do not let this user in.
     WaitTimeoutError
         If the time passed.
+    DriverError
+        If this process has no room for another descriptor.
     """
     if sys.platform != "linux":
         raise UnsupportedError("a channel between processes", "Linux (SOCK_SEQPACKET)", sys.platform)
     check_path(path)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _check_timeout(timeout)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise _no_room("socket(AF_UNIX, SOCK_SEQPACKET)", error) from None
     try:
         if timeout is not None:
             # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
@@ -172,7 +207,10 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
 
 def check_path(path: str) -> None:
     """Raise :class:`UsageError` for a socket path that the kernel has no room for."""
-    size = len(os.fsencode(path))
+    try:
+        size = len(os.fsencode(path))
+    except UnicodeEncodeError as error:  # half a surrogate pair, which stands for no byte
+        raise UsageError(f"socket path {path!r} is no file name: {error.reason} at {error.start}") from None
     if not 0 < size <= MAX_PATH or "\0" in path[1:]:  # one in front: the abstract namespace
         raise UsageError(f"socket path {path!r} has {size} bytes; a unix socket's path has 1 to {MAX_PATH}")
 
@@ -223,8 +261,17 @@ class Channel(lifetime.Owned):
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
-        """Return two channels that are connected with each other."""
-        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Return two channels that are connected with each other.
+
+        Raises
+        ------
+        DriverError
+            If this process has no room for two more descriptors.
+        """
+        try:
+            one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise _no_room("socketpair(AF_UNIX, SOCK_SEQPACKET)", error) from None
         first = cls(one)
         try:
             return first, cls(other)
@@ -271,7 +318,8 @@ class Channel(lifetime.Owned):
         Raises
         ------
         UsageError
-            For a size or number of descriptors that no message can have, or a descriptor that is not open.
+            For a size or number of descriptors that no message can have, a descriptor that is not open, or a timeout
+            that is no number of seconds.
         WaitTimeoutError
             If the time passed. Nothing was sent.
         PeerGoneError
@@ -284,6 +332,8 @@ class Channel(lifetime.Owned):
             raise UsageError(
                 f"a message of {size} bytes and {len(fds)} descriptors; it has 1 to {MAX_MESSAGE} and at most {MAX_FDS}"
             )
+        if timeout is not None:
+            _check_timeout(timeout)
         self._check()
         try:
             transmit(self._sock, payload, fds, 0 if timeout is None else _DONTWAIT)
@@ -338,9 +388,15 @@ class Channel(lifetime.Owned):
         PeerGoneError
             If the other side has closed and everything it sent was read.
         ProtocolError
-            If the message was cut: it is too long, or this process has no room for its descriptors. All that came
-            with it is closed.
+            If the message is too long. All that came with it is closed.
+        DescriptorsLostError
+            A ProtocolError: if this process has no room for all of its descriptors. Those that came are closed; the
+            payload is with the error.
+        UsageError
+            For a timeout that is no number of seconds.
         """
+        if timeout is not None:
+            _check_timeout(timeout)
         self._check()
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
@@ -350,7 +406,7 @@ class Channel(lifetime.Owned):
             self._poll(select.POLLIN, timeout)
         while True:
             try:
-                payload, fds, truncated = receive(self._sock, flags)
+                payload, fds, cut = _receive(self._sock, flags)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this
@@ -363,21 +419,19 @@ class Channel(lifetime.Owned):
                 self._poll(select.POLLIN, left)
                 self._check()
                 continue
-            if payload and not truncated:
+            if payload and not cut:
                 return payload, fds
             close_fds(fds)
-            if truncated:
-                raise ProtocolError(
-                    f"a message was cut off: {len(payload)} bytes and {len(fds)} descriptors arrived; it was longer "
-                    f"than {MAX_MESSAGE} bytes, or this process has no room for its descriptors (RLIMIT_NOFILE)"
-                )
+            if cut:
+                raise _cut_off(payload, len(fds), cut)
             self._check()  # closed here, in another thread, reads as an end of file too
             raise PeerGoneError("the other side closed the connection")
 
     def _poll(self, events: int, timeout: float | None) -> None:
         poll = select.poll()
         poll.register(self._sock, events)
-        poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        # Callers look at their own deadline afterwards, and come again.
+        poll.poll(None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
 
     def _check(self) -> None:
         # Owned.handle spelt out: one attribute less on the way of every message
@@ -394,7 +448,42 @@ class Channel(lifetime.Owned):
         return error
 
 
+def _check_timeout(timeout: object) -> None:
+    if type(timeout) not in (float, int) and not isinstance(timeout, numbers.Real):
+        fine = timeout is None
+    else:
+        fine = timeout >= 0  # type: ignore[operator]  # not so for NaN
+    if not fine:
+        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds from 0, or None for ever")
+
+
+def _cut_off(payload: bytes, came: int, cut: int) -> ProtocolError:
+    if cut & _TRUNC:
+        return ProtocolError(f"a message was longer than {MAX_MESSAGE} bytes, the most that one has")
+    error = DescriptorsLostError(
+        f"this process has no room for its descriptors: {came} of those of a message of {len(payload)} bytes came "
+        f"({descriptor_limit()})"
+    )
+    error.payload = payload
+    return error
+
+
+def _no_room(call: str, error: OSError) -> Exception:
+    if error.errno not in _NO_ROOM:
+        return error
+    return DriverError(call, error.errno, errno.errorcode[error.errno], f"{error.strerror} ({descriptor_limit()})")
+
+
+def descriptor_limit() -> str:
+    """How many descriptors this process may have and how to have more, for errors."""
+    import resource  # only ever needed on the way to an error, and not there on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
+
+
 def _send_deadline(sock: socket.socket, seconds: float) -> None:
+    seconds = min(seconds, 1e9)  # 31 years; infinity has no int
     whole = int(seconds)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 

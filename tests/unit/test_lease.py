@@ -1,0 +1,87 @@
+"""Giving a lease back: once, after the last unmap, by whoever comes last (S5, I3)."""
+
+from __future__ import annotations
+
+import threading
+
+from vram.lifetime import Claim, own
+from vram.sharing.lease import LeaseReturn
+
+
+def lease(given: list[int]) -> tuple[LeaseReturn, Claim]:
+    back = LeaseReturn(7, given.append)
+    return back, back.own("lease on a test")
+
+
+def test_s5_a_lease_is_given_back_after_what_stands_on_it() -> None:
+    given: list[int] = []
+    _, claim = lease(given)
+    order: list[str] = []
+    mapping = own("mapping", lambda: order.append("unmapped"), depends=[claim.handle])
+    claim.release()
+    assert (given, order) == ([], [])
+    mapping.release()
+    assert (given, order) == ([7], ["unmapped"])
+
+
+def test_who_wants_to_wait_for_the_answer_gives_it_back() -> None:
+    given: list[int] = []
+    back, claim = lease(given)
+    back.keep_back()
+    assert not back.take(), "it is not due yet"
+    claim.release()
+    assert given == []
+    assert back.take()
+    assert not back.take(), "once"
+    back.send_on()
+    assert given == []
+
+
+def test_what_is_still_in_use_is_given_back_by_the_last_user() -> None:
+    given: list[int] = []
+    back, claim = lease(given)
+    view = claim.handle.claim("view")
+    back.keep_back()
+    claim.release()
+    assert not back.take()
+    back.send_on()
+    assert given == []
+    view.release()
+    assert given == [7]
+
+
+def test_the_last_user_may_go_between_the_look_and_the_going_on() -> None:
+    given: list[int] = []
+    back, claim = lease(given)
+    view = claim.handle.claim("view")
+    back.keep_back()
+    claim.release()
+    assert not back.take()
+    view.release()  # another thread, in this moment
+    back.send_on()
+    assert given == [7]
+
+
+def test_i3_whoever_is_last_in_a_race_gives_it_back_once() -> None:
+    given: list[int] = []
+    waited = 0
+    for _ in range(1000):
+        back, claim = lease(given)
+        view = claim.handle.claim("view")
+        barrier = threading.Barrier(2)
+
+        def last(view: Claim = view, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+            view.release()
+
+        thread = threading.Thread(target=last)
+        thread.start()
+        barrier.wait(10)
+        back.keep_back()
+        claim.release()
+        if back.take():
+            waited += 1
+        else:
+            back.send_on()
+        thread.join(10)
+    assert len(given) + waited == 1000
