@@ -9,6 +9,7 @@ from .house import ROOT
 LONG = {
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
     "vram/keeper/client.py": "everything that can be said to a keeper; half of it is what each call promises",
+    "vram/keeper/conversation.py": "how threads share one connection: who reads, who waits, who was interrupted",
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
     "vram/sharing/channel.py": "the two places where descriptors meet a socket, and the class that both sides use",
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import pytest
 
 from vram.errors import (
     CapacityError,
+    DriverError,
     InternalError,
     NotFoundError,
     PeerGoneError,
@@ -225,3 +227,34 @@ def test_everybody_who_waits_hears_of_the_end() -> None:
 def test_a_claim_is_a_claim() -> None:
     with impostor(says(m.encode(m.Claimed(1, 5)))) as path, KeeperClient.connect(path) as client:
         assert client.attach_or_claim("w") == PublishClaim(5, "w")
+
+
+def test_a_claim_whose_descriptors_were_lost_is_given_back_and_the_connection_goes_on() -> None:
+    """F6: also for what no keeper sends: an answer without descriptors that comes with some."""
+    heard: list[m.Request] = []
+    room = threading.Event()
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        with memfds(8) as fds:
+            channel.recv(timeout=SOON)
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))  # of the one process that both sides are
+            try:
+                channel.send(m.encode(m.Claimed(1, 5)), fds, timeout=SOON)
+                room.wait(SOON)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        heard.append(m.decode_request(channel.recv(timeout=SOON)[0]))
+        call = m.decode_request(channel.recv(timeout=SOON)[0]).call
+        channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client:
+        try:
+            with pytest.raises(DriverError, match="RLIMIT_NOFILE"):
+                client.attach_or_claim("w")
+        finally:
+            room.set()
+        assert client.list() == []
+    assert heard == [m.Abandon(0, 5)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
+import random
+import resource
 import select
 import signal
 import socket
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.processes.other_users import OTHER, as_user, keeper_of
@@ -23,6 +27,7 @@ from vram.errors import (
     BusyError,
     CapacityError,
     ClosedError,
+    DriverError,
     ForkedError,
     MismatchError,
     NotFoundError,
@@ -34,9 +39,11 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
+from vram.keeper import session
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
+from vram.keeper.messages import Attach
 from vram.keeper.private import KeeperProcess, private_keeper, short_directory
-from vram.sharing.channel import close_fds
+from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 KIB4 = Segment(4096)
@@ -346,6 +353,168 @@ def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: 
     assert one.statistics().leases == 0
 
 
+@pytest.mark.parametrize("rest", [0.0003, 0.002])
+def test_an_interrupt_anywhere_leaves_no_lock_held(one: KeeperClient, rest: float) -> None:
+    """F2: Ctrl-C at random lines. A call that then hangs is given up by the second timer, and fails the test."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    publish(one, "w")
+    chance = random.Random(3)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    stop = time.monotonic() + 2
+    try:
+        while time.monotonic() < stop:
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00003, rest))
+                    one.release_later(one.attach("w").lease_id)
+                    one.statistics()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupted:
+                interrupted += 1
+            assert not one._sending.locked()
+            assert not one._reading.locked()
+        signal.setitimer(signal.ITIMER_REAL, SOON)
+        assert one.list()[0].name == "w"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        # Interrupts may cost descriptors: those that had come when it was raised.
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:test"):
+                    os.close(int(fd))
+    assert interrupted > 10
+    assert one._inside == set()
+
+
+def test_a_reader_who_rang_nobody_is_missed_soon(one: KeeperClient, other: KeeperClient) -> None:
+    """F2: an interrupt between the end of reading and the bells costs a nap, not for ever."""
+    one._reading.acquire()
+    got: list[object] = []
+    waiting = threading.Thread(target=lambda: got.append(one.list()))
+    waiting.start()
+    until(lambda: one._bells)
+    one._reading.release()
+    waiting.join(SOON)
+    assert got == [[]]
+
+
+@pytest.mark.parametrize("busy", ["reading", "waiting", "sending"])
+def test_a_signal_handler_cannot_talk_in_the_middle_of_a_call_and_hears_so_at_once(
+    one: KeeperClient, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    """F7."""
+    heard: list[object] = []
+
+    def handler(*_: object) -> None:
+        started = time.monotonic()
+        try:
+            heard.append(one.list())
+        except BusyError as error:
+            heard.append("signal handler" in str(error) and time.monotonic() - started < 1)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        if busy == "sending":
+            really = Channel.send
+
+            def send(*arguments: Any, **options: Any) -> None:
+                if not heard:
+                    signal.raise_signal(signal.SIGALRM)
+                really(*arguments, **options)
+
+            monkeypatch.setattr(Channel, "send", send)
+            assert one.list() == []
+        else:
+            if busy == "waiting":
+                one._reading.acquire()
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(WaitTimeoutError):
+                one._converse(Attach(9**9, "late", 0, "r", None, 0.2, False), 9**9, (), 0.3)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if busy == "waiting":
+            one._reading.release()
+    assert heard == [True]
+    one._inside.add(threading.get_ident())  # as an interrupt could leave it
+    assert one.list() == []
+
+
+def test_a_signal_handler_cannot_connect_while_its_thread_connects(
+    keeper: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F7, for the lock around the process's connections."""
+    heard: list[bool] = []
+    really = KeeperClient.connect
+
+    def connect(*arguments: Any, **options: Any) -> KeeperClient:
+        with pytest.raises(BusyError, match="connecting"):
+            client(keeper)
+        heard.append(True)
+        return really(*arguments, **options)
+
+    monkeypatch.setattr(KeeperClient, "connect", connect)
+    try:
+        client(keeper)
+    finally:
+        close_clients()
+    assert heard == [True]
+
+
+@pytest.mark.parametrize("timeout", [2.2e6, 1e9, float("inf")])
+def test_very_long_timeouts_wait(one: KeeperClient, other: KeeperClient, timeout: float) -> None:
+    """F12: as the reader, and behind one."""
+    threads = [threading.Thread(target=attach, args=(other, "late"), kwargs={"timeout": timeout}) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    until(lambda: one.statistics().waiting == 3)
+    publish(one, "late")
+    for thread in threads:
+        thread.join(SOON)
+    assert one.statistics().leases == 3
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "soon", [], 1j])
+def test_what_is_no_timeout_is_refused(one: KeeperClient, timeout: float) -> None:
+    with pytest.raises(UsageError, match="number of seconds"):
+        one.attach("w", timeout=timeout)
+
+
+# -- descriptors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [8, 300])
+def test_i4_an_attach_without_room_for_its_descriptors_fails_alone(one: KeeperClient, count: int) -> None:
+    """F6: the connection, and with it all other leases, stays."""
+    publish(one, "small")
+    with memfds(count) as fds:
+        one.publish("big", [KIB4] * count, fds)
+    held = attach(one, "small")
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")}  # and one more, for the listing
+    free = [fd for fd in range(2000) if fd not in used]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for room in (0, 2, count - 40) if count > 253 else (0, 2):  # the last is room for the first part of two
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[room], before[1]))
+        try:
+            with pytest.raises(DriverError, match="RLIMIT_NOFILE") as caught:
+                one.attach("big")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert caught.value.name == "EMFILE"
+        assert one.statistics().leases == 1
+        assert not one.is_stale(held.lease_id)
+    assert len(attach(one, "big").fds) == count
+
+
 # -- threads --------------------------------------------------------------------------------------------------------
 
 
@@ -533,6 +702,25 @@ def test_a_closed_connection_says_so_and_wakes_who_waits(keeper: str) -> None:
         thread.join(SOON)
     assert all(issubclass(kind, PeerGoneError | ClosedError) for kind in ended)
     assert len(ended) == 3
+
+
+def test_i7_a_forked_child_that_leaves_the_block_leaves_its_parent_the_keeper() -> None:
+    """F8: os.fork() inside the block, and an orderly exit of the child."""
+    child = -1
+    try:
+        with session.keeper() as mine, short_directory() as place:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
+            assert os.path.isdir(place)
+            with KeeperClient.connect(mine.path) as connection:
+                assert connection.list() == []
+    finally:
+        if child == 0:
+            os._exit(0)
+    assert not os.path.exists(place)
+    assert not os.path.exists(os.path.dirname(mine.path))
 
 
 def test_no_keeper_says_how_to_start_one() -> None:
@@ -743,7 +931,8 @@ def test_other_users_share_what_is_opened_to_them_and_own_what_is_theirs() -> No
                 assert as_user(OTHER, lambda: act(path)) == [AccessDeniedError, AccessDeniedError, 1, 1]
                 assert connection.show("mine").owner == OTHER
                 with pytest.raises(AccessDeniedError, match=str(OTHER)):
-                    connection.remove("mine")  # root is nothing special here
+                    publish(connection, "mine")  # the keeper's own user replaces nothing of others either
+                connection.remove("mine")  # but may take it out
                 unmapped = as_user(65_534, lambda: act(path))
                 assert unmapped == [AccessDeniedError, AccessDeniedError, 1, AccessDeniedError]
         finally:

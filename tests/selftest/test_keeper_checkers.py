@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test
 found = runpy.run_path("tests/stateful/test_catalogue_machine.py")
 try:
     run_state_machine_as_test(found["CatalogueMachine"], settings=settings(
-        max_examples=300, stateful_step_count=50, deadline=None, database=None, derandomize=True,
+        max_examples=1200, stateful_step_count=50, deadline=None, database=None, derandomize=True,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck)))
 except BaseException as error:
     print("NOTICED", type(error).__name__)
@@ -108,11 +108,11 @@ NOT_CLOSE_ON_EXEC = """
 channel._CLOEXEC = 0
 """
 TRUNCATION_IGNORED = """
-right = channel.receive
+right = channel._receive
 def receive(sock, flags=0):
     payload, fds, _ = right(sock, flags)
-    return payload[:1000], fds, False
-channel.receive = receive
+    return payload[:1000], fds, 0
+channel._receive = receive
 """
 FD_LEAKED = """
 right = channel.transmit
