@@ -353,6 +353,7 @@ def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: 
     assert one.statistics().leases == 0
 
 
+@pytest.mark.slow  # random by nature, and what an interrupt may leak here would be counted against the next test
 @pytest.mark.parametrize("rest", [0.0003, 0.002])
 def test_an_interrupt_anywhere_leaves_no_lock_held(one: KeeperClient, rest: float) -> None:
     """F2: Ctrl-C at random lines. A call that then hangs is given up by the second timer, and fails the test."""
