@@ -151,10 +151,11 @@ class Handle:
         """Give up the newest claim that this handle has on `other`."""
         try:
             with _lock:
-                serial = next((s for s, h in reversed(tuple(self._depends.items())) if h is other), None)
-                if serial is not None:
-                    del self._depends[serial]
-                    _released.append((other, serial))
+                for serial, handle in reversed(tuple(self._depends.items())):
+                    # A finalizer may run here and forgo the same claim: whoever pops it has it, the other looks on.
+                    if handle is other and self._depends.pop(serial, None) is not None:
+                        _released.append((other, serial))
+                        break
         finally:
             _settle()
 

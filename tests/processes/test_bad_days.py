@@ -213,12 +213,13 @@ FILES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("what", FILES)
-def test_i4_a_bad_file_publishes_nothing(kept: vram.Keeper, tmp_path: Path, what: str) -> None:
+def test_i4_a_bad_file_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    path.write_bytes(FILES[what])
-    refuses(lambda: vram.put("model", path, device="host"), UsageError, "model.safetensors")
-    assert vram.list() == []
+    for what, contents in FILES.items():
+        print(what)
+        path.write_bytes(contents)
+        refuses(lambda: vram.put("model", path, device="host"), UsageError, "model.safetensors")
+        assert vram.list() == []
 
 
 def test_i4_a_file_that_cannot_be_read_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> None:

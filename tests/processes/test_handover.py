@@ -555,17 +555,13 @@ def test_i7_a_forked_child_cannot_use_it(pair: tuple[ArrayChannel, ArrayChannel]
         del view
 
 
-@pytest.mark.parametrize(
-    "value", [object(), {1, 2}.__iter__(), 2**70, "\ud800", b"x" * 70_000, [np.arange(3)], {"a": rows}], ids=repr
-)
-def test_what_cannot_be_said_is_refused_and_nothing_is_sent(
-    pair: tuple[ArrayChannel, ArrayChannel], value: object
-) -> None:
+def test_what_cannot_be_said_is_refused_and_nothing_is_sent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
     one, other = pair
-    with pytest.raises(UsageError):
-        one.send(value)
-    one.send("and on")
-    assert other.recv(timeout=SOON) == "and on"
+    for value in (object(), iter({1, 2}), 2**70, "\ud800", b"x" * 70_000, [np.arange(3)], {"a": rows}):
+        with pytest.raises(UsageError):
+            one.send(value)
+        one.send("and on")
+        assert other.recv(timeout=SOON) == "and on"
 
 
 def test_a_list_of_arrays_is_refused_with_a_remedy(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
@@ -662,28 +658,28 @@ def tell(sock: socket.socket, message: bytes, fds: list[int]) -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: garbage[:8].hex())
-def test_s7_garbage_is_refused(hostile: tuple[socket.socket, ArrayChannel], garbage: bytes) -> None:
+def test_s7_garbage_is_refused(hostile: tuple[socket.socket, ArrayChannel]) -> None:
     sock, channel = hostile
-    tell(sock, garbage, [make_memfd(), *os.pipe()])
-    with pytest.raises(ProtocolError):
-        channel.recv(timeout=SOON)
-    sock.send(encode(["x", "and on"]))
-    assert channel.recv(timeout=SOON) == "and on"
+    for garbage in GARBAGE:
+        print(garbage[:20])  # shown where it fails
+        tell(sock, garbage, [make_memfd(), *os.pipe()])
+        with pytest.raises(ProtocolError):
+            channel.recv(timeout=SOON)
+        sock.send(encode(["x", "and on"]))
+        assert channel.recv(timeout=SOON) == "and on"
 
 
-@pytest.mark.parametrize(("message", "memfds"), LIES)
-def test_s7_lies_are_refused(
-    hostile: tuple[socket.socket, ArrayChannel], message: list[Any], memfds: list[tuple[int, int]]
-) -> None:
+def test_s7_lies_are_refused(hostile: tuple[socket.socket, ArrayChannel]) -> None:
     sock, channel = hostile
     before = mappings()
-    tell(sock, encode(message), [make_memfd(size, seals=seals) for size, seals in memfds])
-    with pytest.raises((ProtocolError, ClosedError)):
-        channel.recv(timeout=SOON)
-    assert mappings() == before
-    sock.send(encode(["x", "and on"]))
-    assert channel.recv(timeout=SOON) == "and on"
+    for message, memfds in LIES:
+        print(message, memfds)
+        tell(sock, encode(message), [make_memfd(size, seals=seals) for size, seals in memfds])
+        with pytest.raises((ProtocolError, ClosedError)):
+            channel.recv(timeout=SOON)
+        assert mappings() == before
+        sock.send(encode(["x", "and on"]))
+        assert channel.recv(timeout=SOON) == "and on"
 
 
 def test_s7_descriptors_of_other_things_are_refused(hostile: tuple[socket.socket, ArrayChannel]) -> None:
@@ -704,39 +700,39 @@ def test_s7_descriptors_of_other_things_are_refused(hostile: tuple[socket.socket
         channel.recv(timeout=SOON)
 
 
-@pytest.mark.parametrize(
-    "reference",
-    [
-        shared(shape=(GRANULE,)),
-        shared(offset=GRANULE),
-        shared(offset=2**62),
-        shared(segments=2),
-        shared(dtype="float33"),
-        shared(dtype="O"),
-        shared(dtype="S99999999"),
-        shared(shape=(2**62, 2**62)),
-        shared(shape=(1,) * 50),
-        shared(memory=2),
-    ],
-    ids=repr,
-)
-def test_s7_references_that_lie_are_refused(hostile: tuple[socket.socket, ArrayChannel], reference: Any) -> None:
-    sock, channel = hostile
-    tell(sock, encode(part()), [make_memfd(GRANULE, seals=WRITABLE)])
-    tell(sock, encode(reference), [])
-    with pytest.raises(ProtocolError):
-        channel.recv(timeout=SOON)
-    tell(sock, encode(shared()), [])
-    assert channel.recv(timeout=SOON).shape == (4,)
-    # The same of memory that is ours and is said to come back.
-    with rows() as a:
-        channel.send(a)
-        tell(sock, encode(["r", reference[1]]), [])
-        if reference[1][0] == 1 and reference[1][2:] == [0, "int64", (4,)]:
-            assert channel.recv(timeout=SOON).shape == (4,)  # how many segments there are is known at home
-        else:
-            with pytest.raises((ProtocolError, ClosedError)):
+FALSE_REFERENCES = [
+    shared(shape=(GRANULE,)),
+    shared(offset=GRANULE),
+    shared(offset=2**62),
+    shared(segments=2),
+    shared(dtype="float33"),
+    shared(dtype="O"),
+    shared(dtype="S99999999"),
+    shared(shape=(2**62, 2**62)),
+    shared(shape=(1,) * 50),
+    shared(memory=2),
+]
+
+
+def test_s7_references_that_lie_are_refused() -> None:
+    for reference in FALSE_REFERENCES:
+        print(reference)
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with one as sock, ArrayChannel(Channel(other)) as channel, rows() as a:
+            tell(sock, encode(part()), [make_memfd(GRANULE, seals=WRITABLE)])
+            tell(sock, encode(reference), [])
+            with pytest.raises(ProtocolError):
                 channel.recv(timeout=SOON)
+            tell(sock, encode(shared()), [])
+            assert channel.recv(timeout=SOON).shape == (4,)
+            # The same of memory that is ours and is said to come back.
+            channel.send(a)
+            tell(sock, encode(["r", reference[1]]), [])
+            if reference[1][1] == 2:
+                assert channel.recv(timeout=SOON).shape == (4,)  # how many segments there are is known at home
+            else:
+                with pytest.raises((ProtocolError, ClosedError)):
+                    channel.recv(timeout=SOON)
     gc.collect()
 
 

@@ -396,6 +396,37 @@ def test_i3_any_finalizer_may_run_in_the_middle_of_any_call(action):
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)
 
 
+@pytest.mark.parametrize("line", range(12))
+def test_i3_a_finalizer_that_forgoes_the_same_claim_takes_another(line):
+    """At whichever line of `forgo` it runs, each of the two calls gives up one claim, and none is given up twice."""
+    base = own("base", None)
+    top = own("top", None, depends=[base.handle] * 3)
+    lines = 0
+
+    def trace(frame, event, arg):
+        nonlocal lines
+        if frame.f_code is not Handle.forgo.__code__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line + 1:
+                sys.settrace(None)
+                top.handle.forgo(base.handle)
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        top.handle.forgo(base.handle)
+    finally:
+        sys.settrace(previous)
+    done = 2 if line < lines else 1
+    assert base.handle.holders() == ("owner", *["top"] * (3 - done))
+    top.release()
+    assert base.handle.holders() == ("owner",)
+    base.release()
+
+
 def test_i3_an_interrupt_neither_wedges_nor_disorders():
     """Ctrl-C at random lines: it may leak, but nothing hangs, is undone twice, or before what stands on it."""
     script = """

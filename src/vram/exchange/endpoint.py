@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from multiprocessing.util import Finalize
 
 import msgspec
 
@@ -35,7 +36,7 @@ from ..lifetime import Claim, Handle
 from ..memory import Pin
 from ..sharing.channel import Channel, close_fds, peer_credentials
 from . import flights
-from .fetching import FETCH_SECONDS, Fetch, Forget, Gone, Part, Source, Took, decode_request, encode
+from .fetching import FETCH_SECONDS, TELL_SECONDS, Fetch, Forget, Gone, Part, Source, Took, decode_request, encode
 from .flights import Flights
 from .handover import Lender, Lent, Reference
 
@@ -70,6 +71,7 @@ class Endpoint:
         self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
         self._retired: deque[int] = deque()
         self._readers: dict[int, _Reader] = {}
+        self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
         self._selector = selectors.DefaultSelector()
@@ -83,6 +85,8 @@ class Endpoint:
             self._selector.register(self._wake, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
             self._thread.start()
+            # A process that ends tells what it has taken. multiprocessing's own way: its children run no atexit.
+            self._last_words = Finalize(None, self._tell_taken, (1.0,), exitpriority=10)
         except BaseException:
             self._close_sockets()
             raise
@@ -149,9 +153,10 @@ class Endpoint:
         if address == self.address:
             self.flights.land(memory, 1)
             return
-        # The sender only needs it to end the flight: a queue that is full, or an end, is no reason to fail here.
-        with contextlib.suppress(VramError, OSError):
-            self._source(address).channel.send(encode(Took(memory, 1)), timeout=1.0)
+        with contextlib.suppress(VramError, OSError):  # a sender that is gone needs not be told
+            if self._source(address).took(memory) and not self._is_to_tell:
+                self._is_to_tell = True
+                self._poke()
 
     def _source(self, address: str) -> Source:
         source = self._sources.get(address)
@@ -183,10 +188,17 @@ class Endpoint:
 
     # -- the thread ---------------------------------------------------------------------------------------------
     def _serve(self) -> None:
+        told = 0.0
         while not self._stopping:
             behind = any(reader.asked or reader.forgets for reader in self._readers.values())
-            for key, _ in self._selector.select(timeout=_SOON if behind else flights.FLIGHT_SECONDS / 10):
+            wait = _SOON if behind else flights.FLIGHT_SECONDS / 10
+            if self._is_to_tell:
+                wait = min(wait, max(0.0, told + TELL_SECONDS - time.monotonic()))
+            for key, _ in self._selector.select(timeout=wait):
                 self._react(key)
+            if self._is_to_tell and time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                self._tell_taken()
             self._tell_retired()
             for reader in tuple(self._readers.values()):
                 self._catch_up(reader)
@@ -251,6 +263,9 @@ class Endpoint:
             if late or len(reader.forgets) > _MOST_OWED:
                 self._drop(reader)
                 return
+        except PeerGoneError:  # what it said before it went is still to be heard, and ends in an end of file
+            reader.forgets.clear()
+            reader.asked.clear()
         except (VramError, OSError):
             self._drop(reader)
             return
@@ -270,17 +285,15 @@ class Endpoint:
         if lent is not None:
             with contextlib.suppress(ClosedError):
                 kept = lent.keep()
-        if lent is None or kept is None:
-            reader.channel.send(encode(Gone(request.memory)), timeout=0)
-            return
         try:
-            part = next(lent.parts(request.first), None)
+            part = None if lent is None or kept is None else next(lent.parts(request.first), None)
             if part is None:
                 reader.channel.send(encode(Gone(request.memory)), timeout=0)
             else:
                 reader.channel.send(encode(Part(part[0])), part[1], timeout=0)
         finally:
-            kept.release()
+            if kept is not None:
+                kept.release()
 
     def _drop(self, peer: Source | _Reader | None) -> None:
         """The connection to a peer is over; a peer that is dropped already is not looked at again."""
@@ -301,9 +314,18 @@ class Endpoint:
     def _retire(self, memory: int) -> None:
         """A memory that was lent is unmapped here. Reached from finalizers: only leaves a note for the thread."""
         self._retired.append(memory)
+        self._poke()
+
+    def _poke(self) -> None:
         if self._wake >= 0:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wake, 1)
+
+    def _tell_taken(self, timeout: float = 0.0) -> None:
+        self._is_to_tell = False  # first: what is taken from here on is told the next time
+        for source in tuple(self._sources.values()):
+            if source.tell(timeout):
+                self._is_to_tell = True
 
     def _tell_retired(self) -> None:
         while self._retired:
@@ -318,9 +340,10 @@ class Endpoint:
     def close(self) -> None:
         """Stop the thread, end all flights, and let go of what others lent."""
         self._stopping = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        self._last_words.cancel()
+        self._poke()
         self._thread.join(5.0)
+        self._tell_taken(1.0)
         self.flights.end_all()
         with self._lock:
             sources, self._sources = self._sources, {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from queue import Empty, SimpleQueue
 from typing import Annotated
 
@@ -13,12 +13,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..arrays import Array
-from ..errors import ClosedError, PeerGoneError, ProtocolError, WaitTimeoutError
+from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..sharing.channel import Channel, close_fds
 from .handover import Borrower, Count, MemoryPart, Reference, Size, UnknownMemoryError
 
 __all__ = [
     "FETCH_SECONDS",
+    "TELL_SECONDS",
     "Fetch",
     "Forget",
     "Gone",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 FETCH_SECONDS = 30.0
+TELL_SECONDS = 0.005  # between two messages about what was taken: each wakes a thread of the sender's
 
 
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
@@ -88,6 +90,8 @@ class Source:
         self._lock = threading.Lock()  # the borrower's; never taken by a finalizer
         self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
         self._forgets: deque[int] = deque()
+        self._taken: deque[int] = deque()
+        self._told = 0.0
         self._is_gone = False
 
     def array(self, reference: Reference) -> Array:
@@ -121,6 +125,34 @@ class Source:
         with self._lock, contextlib.suppress(UnknownMemoryError):
             return self._borrower.array(reference)
         return None
+
+    # -- what was taken -----------------------------------------------------------------------------------------
+    def took(self, memory: int) -> bool:
+        """An array on a memory was unpickled. Return whether the process has still to be told, by :meth:`tell`."""
+        self._taken.append(memory)
+        if time.monotonic() - self._told < TELL_SECONDS:
+            return True
+        return self.tell()
+
+    def tell(self, timeout: float = 0.0) -> bool:
+        """Tell the process what was taken since the last time; return whether that has to be tried again.
+
+        It only needs that to end flights: a queue that is full, or an end, is no reason to fail.
+        """
+        self._told = time.monotonic()
+        taken: Counter[int] = Counter()
+        with contextlib.suppress(IndexError):
+            while True:
+                taken[self._taken.popleft()] += 1
+        for memory, times in taken.items():
+            try:
+                self.channel.send(encode(Took(memory, times)), timeout=timeout)
+            except WaitTimeoutError:
+                self._taken.extend([memory] * times)
+            except (VramError, OSError):
+                self._taken.clear()
+                break
+        return bool(self._taken)
 
     def _fetch(self, memory: int, first: int) -> None:
         gone = PeerGoneError(
