@@ -7,7 +7,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo test test-all fuzz lint format types imports bench clean
+.PHONY: help venv weights demo test test-gpu test-all fuzz lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -66,6 +66,13 @@ demo: weights ## the whole job in front of your eyes: publish, crash, attach, gr
 
 test: $(stamp) ## every suite, the slow forms left out
 	@HYPOTHESIS_PROFILE=ci "$(bin)/python" -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# By hand, on a machine with GPUs whose Python has pytest, hypothesis and cuda-bindings (and torch, cupy, jax, numba for
+# the tests that need them): no environment is made, since those come with the machine. Multicast stays off.
+GPU_PYTHON ?= python3
+test-gpu: ## the contract, process and interop suites on the GPUs of this machine
+	@export VRAM_TEST_GPU=1 VRAM_MULTICAST=off NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" timeout 480 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
 test-all: $(stamp) ## every suite with its slow forms
 	@"$(bin)/python" -m pytest -m "not gpu" $(PYTEST_ARGS)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
+import standin
 
 pytest.register_assert_rewrite("vram.testing")  # before anything imports the suites, or their asserts say nothing
 
@@ -22,23 +27,89 @@ hypothesis.settings.register_profile("ci", _bounded, max_examples=50, derandomiz
 hypothesis.settings.register_profile("fuzz", _bounded, max_examples=2_000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
+# Tests marked gpu run on the real driver, in a run of their own; all others never touch one: they get the stand-in, and
+# so do their children. Before anything can have looked for a driver.
+WITHOUT_STANDIN = "a run of its own on real GPUs" if os.environ.get("VRAM_TEST_GPU") else standin.missing()
+if WITHOUT_STANDIN is None:
+    os.environ.update({"LD_LIBRARY_PATH": standin.child_environment()["LD_LIBRARY_PATH"]})
+    standin.preload()
+
 _left_out: Counter[str] = Counter()
 
 
 @pytest.fixture(autouse=True)
 def ledger() -> Iterator[Ledger]:
-    """Fail a test that leaves handles, fds, mappings, children or threads behind."""
+    """Fail a test that leaves handles, fds, mappings, children, threads or objects of the driver behind."""
+    objects = _driver_objects()
     before = Ledger.take()
     yield before
+    if "vram.arrays.upload" in sys.modules:
+        sys.modules["vram.arrays.upload"].close_rings()  # pinned once and kept, by design
+    # The driver first: the stand-in watches over exported memory with descriptors of its own, until it is asked.
+    now = _driver_objects()
     extra = before.left_behind()
+    if os.environ.get("VRAM_TEST_GPU"):
+        # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
+        extra = [line for line in extra if line.startswith(("handles", "stuck", "objects", "children"))]
+    if now != objects:  # somebody was late, perhaps another process: what counts is what there is after the wait
+        now = _driver_objects()
+        extra += [
+            f"stand-in: {now.get(kind, 0) - objects.get(kind, 0)} {kind}"
+            for kind in {*now, *objects}
+            if now.get(kind, 0) > objects.get(kind, 0)
+        ]
     if extra:
         pytest.fail("left behind:\n  " + "\n  ".join(extra), pytrace=False)
+
+
+def _driver_objects() -> dict[str, int]:
+    """Count what the stand-in has given out; primary contexts stay, by design."""
+    if WITHOUT_STANDIN is not None:
+        return {}
+    return {kind: count for kind, count in standin.Standin().live().items() if not kind.startswith("context")}
 
 
 def pytest_report_header() -> str:
     """Say what this run is able to test."""
     torch = "there" if importlib.util.find_spec("torch") else "not there"
-    return f"kernel {platform.release()}, {os.cpu_count()} cores, uid {os.getuid()}, torch is {torch}"
+    if os.environ.get("VRAM_TEST_GPU"):
+        return _hardware()
+    driver = f"no stand-in driver: {WITHOUT_STANDIN}" if WITHOUT_STANDIN else "stand-in driver"
+    return f"kernel {platform.release()}, {os.cpu_count()} cores, uid {os.getuid()}, torch is {torch}, {driver}"
+
+
+def _hardware() -> list[str]:
+    """Say which GPUs, driver and libraries this runs on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from vram import driver
+    from vram.spec import Location
+
+    cuda = driver.get(Location("cuda"))
+    lines = [f"driver of CUDA {cuda.versions[0]}, cuda-bindings {cuda.versions[1]}, Python {platform.python_version()}"]
+    for number in range(cuda.device_count()):
+        info = cuda.device_info(Location("cuda", number))
+        lines.append(
+            f"cuda:{number} {info.name}, {info.total_bytes >> 20} MiB; {cuda.support(Location('cuda', number))}"
+        )
+    for name in ("torch", "cupy-cuda13x", "jax", "numba-cuda"):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return lines
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark the stand-in's own tests, and skip, with the reason, what needs it where there is none."""
+    for item in items:
+        if item.path.parent.name == "standin":
+            item.add_marker(pytest.mark.standin)
+    if WITHOUT_STANDIN is not None:
+        for item in items:
+            if item.get_closest_marker("standin"):
+                item.add_marker(pytest.mark.skip(reason=WITHOUT_STANDIN))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -49,10 +49,16 @@ if TYPE_CHECKING:
     from .exchange.publish import Published as Published
     from .exchange.publish import publish as publish
     from .exchange.weights import put as put
+    from .keeper.reports import ArrayInfo as ArrayInfo
+    from .keeper.reports import EntryInfo as EntryInfo
+    from .keeper.reports import HolderInfo as HolderInfo
+    from .keeper.reports import StatisticsInfo as StatisticsInfo
+    from .keeper.reports import VersionInfo as VersionInfo
     from .keeper.session import Keeper as Keeper
     from .keeper.session import keeper as keeper
     from .memory import AddressReservation as AddressReservation
     from .memory import MemoryMapping as MemoryMapping
+    from .memory import MulticastObject as MulticastObject
     from .memory import PhysicalAllocation as PhysicalAllocation
     from .memory import Region as Region
     from .spec import Access as Access
@@ -76,8 +82,9 @@ _HOMES = {
     "exchange.weights": "put",
     "exchange.lease": "Lease",
     "keeper": "keeper=",
+    "keeper.reports": "ArrayInfo EntryInfo HolderInfo StatisticsInfo VersionInfo",
     "keeper.session": "Keeper",
-    "memory": "AddressReservation MemoryMapping PhysicalAllocation Region",
+    "memory": "AddressReservation MemoryMapping MulticastObject PhysicalAllocation Region",
     "spec": "Access AllocationSpec HandleKind Location",
 }
 _EXPORTS = {

@@ -131,19 +131,20 @@ class Handle:
         finally:
             _settle()
 
-    def adopt(self, claim: Claim) -> None:
-        """Turn a claim into a dependency: :meth:`depend` and the claim's release in one step."""
-        other = claim.handle
+    def adopt(self, *claims: Claim) -> None:
+        """Turn claims into dependencies: :meth:`depend` and the release of each in one step."""
         try:
             with _lock:
-                other.check()
                 self.check()
-                serial = claim._serial
-                if serial <= 0:
-                    raise ClosedError(f"this claim on {other.label} was given up")
-                other._claims[serial] = (self, None)
-                self._depends[serial] = other
-                claim._serial = _RELEASED
+                for claim in claims:
+                    other = claim.handle
+                    other.check()
+                    serial = claim._serial
+                    if serial <= 0:
+                        raise ClosedError(f"this claim on {other.label} was given up")
+                    other._claims[serial] = (self, None)
+                    self._depends[serial] = other
+                    claim._serial = _RELEASED
         finally:
             _settle()
 
@@ -189,7 +190,7 @@ class Handle:
         self._undo = None  # often a closure over its owner
         self._state = _CLOSED
         _live.pop(self._id, None)
-        _released.extend((other, serial) for serial, other in reversed(self._depends.items()))
+        _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
         self._depends = {}
 
 

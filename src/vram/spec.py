@@ -16,7 +16,7 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36})")
+_DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36}|host|numa(?::\d{1,4})?)")
 
 
 class Access(enum.IntEnum):
@@ -57,7 +57,8 @@ class Location:
     kind : {"host", "cuda"}
         The kind of place, which also names the driver that serves it.
     id : int or str
-        The ordinal of a device in this process, or its UUID as ``"GPU-..."``; always 0 for the host.
+        The ordinal of a device in this process, or its UUID as ``"GPU-..."``; always 0 for the host. For ``cuda``
+        also ``"host"``, ``"numa"`` and ``"numa:<node>"``.
     """
 
     kind: str
@@ -66,6 +67,9 @@ class Location:
     @classmethod
     def parse(cls, text: str | Location) -> Location:
         """Read ``"host"``, ``"cuda:0"`` or ``"cuda:GPU-<uuid>"``.
+
+        Also ``"cuda:numa:0"``, ``"cuda:numa"`` and ``"cuda:host"``: memory of the host that NVIDIA's driver makes, on
+        one NUMA node, on the calling thread's, or anywhere.
 
         Raises
         ------

@@ -128,11 +128,11 @@ def unkept(root: Path) -> list[str]:
     found = []
     cited = citations(root)
     sections = invariants((root / "docs/invariants.md").read_text())
-    for number in (f"I{n}" for n in range(1, 12)):
+    for number in (*(f"I{n}" for n in range(1, 12)), *(f"S{n}" for n in range(1, 11))):
         if number not in sections:
             found.append(f"{number}: not in docs/invariants.md")
     for number, text in sections.items():
-        if number.startswith("I") and not cited.get(number):
+        if not cited.get(number):
             found.append(f"{number}: no test cites it")
         keepers = _listed(text, "Kept by")
         tests = _listed(text, "Cited by")

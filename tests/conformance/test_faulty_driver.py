@@ -18,13 +18,14 @@ class PlainDriver:
         for method in dir(HostDriver):
             if method.startswith(("address_", "device_", "copy", "fill", "live", "synchronize", "mem_")):
                 setattr(self, method, getattr(self._host, method))
-        del self.mem_map_private, self.mem_seal, self.mem_is_sealed, self.mem_identity
+        del self.mem_map_private, self.mem_map_new, self.mem_map_import
+        del self.mem_seal, self.mem_is_sealed, self.mem_identity
 
     name = "host"
 
 
 class TestFaultyHostDriver(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity"})
 
     @pytest.fixture
     def driver(self) -> FaultyDriver:

@@ -9,7 +9,7 @@ import pytest
 pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region", "vram.testing.shared_region")
 
 from vram.driver.host import HostDriver  # noqa: E402
-from vram.driver.protocol import Driver  # noqa: E402
+from vram.driver.protocol import DirectMapping, Driver  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
 from vram.testing.faults import FaultyDriver  # noqa: E402
 from vram.testing.memory import MemoryContract  # noqa: E402
@@ -33,6 +33,14 @@ class TestMemoryOverAWrapper(TestHostMemory):
     @pytest.fixture
     def driver(self) -> Driver:
         return FaultyDriver(HostDriver())
+
+
+class TestMemoryStepByStep(TestHostMemory):
+    """Where the driver cannot map in the call that makes or opens: memory first, then the mapping, then access."""
+
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return FaultyDriver(HostDriver(), hide=[DirectMapping])
 
 
 class PlainDriver:

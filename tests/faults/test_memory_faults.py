@@ -19,8 +19,9 @@ import pytest
 
 from vram import lifetime
 from vram.driver.host import HostDriver
+from vram.driver.protocol import DirectMapping
 from vram.errors import DriverError, OutOfMemoryError, RangeError, ReleaseWarning, UsageError
-from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
 from vram.spec import HOST, Access
 from vram.testing.faults import UNDO, FaultyDriver
 
@@ -44,6 +45,7 @@ class Scene:
     region: Region
     imported: Region
     exported: int
+    direct: bool
     made: list[Any] = field(default_factory=list)
 
     def keep(self, thing: Any) -> None:
@@ -51,6 +53,9 @@ class Scene:
 
     def more(self) -> list[PhysicalAllocation]:
         return [self.allocation, self.allocation]
+
+    def mixed(self) -> list[PhysicalAllocation | Received]:
+        return [Received(self.exported, G), self.allocation, Received(self.exported, G)]
 
     def state(self) -> object:
         """Everything that an operation which failed must leave as it was."""
@@ -71,12 +76,12 @@ class Scene:
             thing.close()
 
 
-@pytest.fixture
-def scene() -> Iterator[Callable[[], Scene]]:
+@pytest.fixture(params=[True, False], ids=["direct", "in steps"])
+def scene(request: pytest.FixtureRequest) -> Iterator[Callable[[], Scene]]:
     scenes: list[Scene] = []
 
     def make() -> Scene:
-        driver = FaultyDriver(HostDriver())
+        driver = FaultyDriver(HostDriver(), hide=() if request.param else [DirectMapping])
         allocation = PhysicalAllocation.create(driver, G, HOST)
         reservation = AddressReservation.reserve(driver, 4 * G)
         mapping = MemoryMapping.map(reservation, 0, allocation)
@@ -84,7 +89,9 @@ def scene() -> Iterator[Callable[[], Scene]]:
         driver.copy_in(region.address, memoryview(b"here"))
         exported = PhysicalAllocation.create(driver, G, HOST)
         imported = Region.from_allocations(driver, [exported], capacity=8 * G, access=RW)
-        scenes.append(Scene(driver, allocation, reservation, mapping, region, imported, exported.export()))
+        region.segments(0, region.nbytes)  # somebody wanted to have the memory: from now on it has handles of its own
+        fd = exported.export()
+        scenes.append(Scene(driver, allocation, reservation, mapping, region, imported, fd, request.param))
         exported.close()
         return scenes[-1]
 
@@ -137,6 +144,9 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "shrink": lambda s: s.region.shrink(1),
     "import a region": lambda s: s.keep(Region.from_allocations(s.driver, s.more(), nbytes=7)),
     "import privately": lambda s: s.keep(Region.from_allocations(s.driver, s.more(), access=RW, private=True)),
+    "import what was received": lambda s: s.keep(Region.from_allocations(s.driver, s.mixed(), access=RW)),
+    "receive privately": lambda s: s.keep(Region.from_allocations(s.driver, s.mixed(), access=RW, private=True)),
+    "extend by what was received": lambda s: s.imported.extend(s.mixed(), 2 * G + 5),
     "extend": lambda s: s.imported.extend(s.more(), 2 * G + 5),
     "segments": lambda s: s.region.segments(0, 2 * G),
     "populate": lambda s: s.region.populate(),
@@ -227,15 +237,17 @@ def test_releases_that_fail_are_reported_and_kept_i1(scene: Callable[[], Scene],
                 del region
                 gc.collect()
         if not fault.fired:
-            assert nth == 8  # three unmaps, three releases, one reservation, and then none
+            # Three unmaps, three releases (unless the mappings alone hold the memory), one reservation, and then none.
+            assert nth == (5 if here.direct else 8)
             assert not warned
             break
         assert [warning.category for warning in warned] == [ReleaseWarning]
         assert "stays allocated until the process ends" in str(warned[0].message)
         (stuck,) = lifetime.stuck()
         now = here.driver.live()
+        handles = 0 if here.direct else 1  # for each chunk
         if fault.fired == ("mem_unmap",):  # the chunk, its memory, its addresses; the others are gone
-            assert (before.mappings - now.mappings, before.handles - now.handles) == (2, 2)
+            assert (before.mappings - now.mappings, before.handles - now.handles) == (2, 2 * handles)
             assert before.reservations == now.reservations
             found = bytearray(1)
             here.driver.copy_out(memoryview(found), address + (3 - nth) * G)
@@ -244,7 +256,7 @@ def test_releases_that_fail_are_reported_and_kept_i1(scene: Callable[[], Scene],
             assert (before.mappings - now.mappings, before.handles - now.handles) == (3, 2)
             assert before.reservations - now.reservations == 1
         else:
-            assert (before.mappings - now.mappings, before.handles - now.handles) == (3, 3)
+            assert (before.mappings - now.mappings, before.handles - now.handles) == (3, 3 * handles)
             assert before.reservations == now.reservations
         assert stuck.label in str(warned[0].message)
         assert take_back_what_is_stuck() == 1
@@ -291,12 +303,15 @@ def test_the_budget_of_driver_calls(scene: Callable[[], Scene]) -> None:
     here = scene()
     here.driver.clear()
     here.region.grow(8 * G)
-    assert here.driver.count("mem_create") == here.driver.count("mem_map") == 5
-    assert here.driver.count("mem_set_access") == 1
+    if here.direct:
+        assert here.driver.calls == ("mem_map_new",) * 5
+    else:
+        assert here.driver.calls == ("mem_create",) * 5 + ("mem_map",) * 5 + ("mem_set_access",)
+    calls = here.driver.count()
     here.region.grow(8 * G)
     here.region.shrink(8 * G - 1)
     here.region.grow(8 * G)
-    assert here.driver.count() == 5 + 5 + 1
+    assert here.driver.count() == calls
     for _ in range(3):
         here.allocation.export()
         here.allocation.identity()
@@ -305,6 +320,34 @@ def test_the_budget_of_driver_calls(scene: Callable[[], Scene]) -> None:
     here.imported.extend([*here.more(), here.allocation], 4 * G)
     assert here.driver.calls == ("mem_map",) * 3 + ("mem_set_access",)
     here.driver.clear()
+    with Region.from_allocations(here.driver, [Received(here.exported, G)] * 3) as received:
+        made = [call for call in here.driver.calls if call not in ("mem_granularity", "address_reserve")]
+        assert received.chunks == (G,) * 3
+    opened = ["mem_map_import"] * 3 if here.direct else ["mem_import", "mem_properties"] * 3
+    assert made == (opened if here.direct else [*opened, *["mem_map"] * 3, "mem_set_access"])
+    here.driver.clear()
     here.region.pin(0, G).release()
     here.region.segments(0, G)
     assert here.driver.calls == ()
+
+
+def test_memory_that_cannot_be_had_now_can_be_had_later(scene: Callable[[], Scene]) -> None:
+    """A chunk that only its mapping held: the handle to it is made when somebody wants one, and then kept (I4)."""
+    here = scene()
+    if not here.direct:
+        pytest.skip("memory that was made before it was mapped has its handle from the start")
+    here.region.grow(4 * G)
+    before = here.state()
+    for call in ("mem_retain", "mem_properties"):
+        with here.driver.inject(call) as fault, pytest.raises(DriverError):
+            here.region.segments(3 * G, 4 * G)
+        assert fault.fired
+        assert here.state() == before
+    (first,), _ = here.region.segments(3 * G, 4 * G)
+    (again,), _ = here.region.segments(3 * G, 4 * G)
+    assert first.handle is again.handle
+    assert here.driver.count("mem_retain") == 6  # the first three chunks, two that came to nothing, and this one
+    here.region.shrink(3 * G)
+    assert first.export() >= 0  # it outlives the mapping
+    first.close()
+    again.close()

@@ -12,13 +12,16 @@ import select
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import vram
 from vram import driver as drivers
@@ -35,6 +38,9 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from vram.exchange.endpoint import shut_down
+from vram.keeper.client import KeeperClient
+from vram.sharing.channel import Channel
 from vram.spec import HOST
 from vram.testing.keeper import until
 
@@ -775,3 +781,47 @@ def test_i7_a_forked_child_reads_on_and_gives_nothing_back() -> None:
         until(lambda: vram.statistics().leases == 1)
         assert not lease.stale
         del view
+
+
+# -- what fills the memory ------------------------------------------------------------------------------------------
+def test_s10_memory_is_handed_over_after_what_fills_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way out of this process first waits for the driver; whoever is told may read at once."""
+    told: list[str] = []
+    driver = type(drivers.get(HOST))
+    waits, publishes, sends = driver.synchronize, KeeperClient.publish, Channel.send
+
+    def synchronize(self: Any, location: Any) -> None:
+        waits(self, location)
+        told.append("filled")
+
+    def publish(*arguments: Any, **options: Any) -> int:
+        told.append("handed over")
+        return publishes(*arguments, **options)
+
+    def send(self: Channel, *arguments: Any, **options: Any) -> None:
+        if self in (one._channel, other._channel):
+            told.append("handed over")
+        sends(self, *arguments, **options)
+
+    save_file({"x": np.arange(3)}, tmp_path / "m.safetensors")
+    one, other = vram.ArrayChannel.pair()
+    with one, other, made() as a:
+        monkeypatch.setattr(driver, "synchronize", synchronize)
+        monkeypatch.setattr(KeeperClient, "publish", publish)
+        monkeypatch.setattr(Channel, "send", send)
+        ways: list[Callable[[], object]] = [
+            lambda: vram.publish("n", {"a": a}, writable=True),
+            lambda: vram.publish("n", {"a": a[:2].numpy()}, writable=True),
+            lambda: vram.put("m", tmp_path / "m.safetensors", device="host"),
+            lambda: one.send(a),
+            lambda: one.send(a),
+            lambda: (ForkingPickler.dumps(a), told.append("handed over")),
+        ]
+        for way in ways:
+            told.clear()
+            way()
+            assert told[0] == "filled"
+            assert "handed over" in told
+        other.recv(timeout=10).close()
+        ForkingPickler.loads(ForkingPickler.dumps(a))
+    shut_down()

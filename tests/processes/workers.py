@@ -88,7 +88,7 @@ def read(key: str, pickled: bytes) -> tuple[int, tuple[int, ...], bool]:
 def mapped() -> int:
     """Return how many mappings of shared memory there are here."""
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("/memfd:vram")
+    return Path("/proc/self/maps").read_text().count("/memfd:vram (")
 
 
 def fail(array: vram.Array) -> None:

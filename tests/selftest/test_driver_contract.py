@@ -19,7 +19,7 @@ from vram.spec import HOST, Access, HandleKind
 from vram.testing.driver import DriverContract
 
 class Mutant(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity"})
     kind = HostDriver
 
     @pytest.fixture
@@ -146,7 +146,39 @@ class TestCopiesNothingOnWrite(Mutant):
 
 
 class TestOffersMoreThanItSays(Mutant):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing"})
+
+
+class TestKeepsAHandleToItself(Mutant):
+    class kind(HostDriver):
+        def mem_map_new(self, address, nbytes, location, kinds, access):
+            super().mem_map_new(address, nbytes, location, kinds, access)
+            self.mem_retain(address)
+
+
+class TestAllowsMoreThanAsked(Mutant):
+    class kind(HostDriver):
+        def mem_map_import(self, address, nbytes, fd, kind, access, *, private):
+            super().mem_map_import(address, nbytes, fd, kind, max(access, Access.READ), private=private)
+
+
+class TestTakesTheDescriptorItMaps(Mutant):
+    class kind(HostDriver):
+        def mem_map_import(self, address, nbytes, fd, kind, access, *, private):
+            super().mem_map_import(address, nbytes, fd, kind, access, private=private)
+            os.close(fd)
+
+
+class TestForgetsTheMemoryItCannotMap(Mutant):
+    class kind(HostDriver):
+        def _map_only(self, call, address, memory, access, *, private):
+            self._map(call, address, memory, access, private=private)
+
+
+class TestSharesWhatIsPrivate(Mutant):
+    class kind(HostDriver):
+        def mem_map_import(self, address, nbytes, fd, kind, access, *, private):
+            super().mem_map_import(address, nbytes, fd, kind, access, private=False)
 
 
 class TestGivesOutDirtyMemory(Mutant):
@@ -197,6 +229,11 @@ CAUGHT_BY = {
     "SealsOnlyTheFuture": "seal",
     "CopiesNothingOnWrite": "copy_on_write",
     "OffersMoreThanItSays": "offers_exactly_what_it_says",
+    "KeepsAHandleToItself": "new_memory_in_one_call",
+    "AllowsMoreThanAsked": "an_import_in_one_call",
+    "TakesTheDescriptorItMaps": "an_import_in_one_call",
+    "ForgetsTheMemoryItCannotMap": "what_is_refused_leaves_nothing",
+    "SharesWhatIsPrivate": "a_private_import",
     "GivesOutDirtyMemory": "new_memory_is_zeroed",
     "WaitsInAnUndo": "undo_calls_from_finalizers",
 }

@@ -8,6 +8,7 @@ import pytest
 from tests.architecture import house
 
 CLEAN = '"""A module."""\n'
+NUMBERS = [*(f"I{n}" for n in range(1, 12)), *(f"S{n}" for n in range(1, 11))]
 
 
 @pytest.fixture
@@ -15,9 +16,9 @@ def tree(tmp_path: Path) -> Path:
     """A tree in which there is nothing to find."""
     for name in ("src/vram/__init__.py", "src/vram/memory/__init__.py", "src/vram/memory/region.py"):
         write(tmp_path, name, CLEAN)
-    write(tmp_path, "tests/unit/test_all.py", '"""' + " ".join(f"I{n}" for n in range(1, 12)) + '"""\n')
-    section = "### I{n}. A rule\n\nText.\n\nKept by: `memory/region.py`\n\nCited by: `tests/unit/test_all.py`\n"
-    write(tmp_path, "docs/invariants.md", "\n".join(section.format(n=n) for n in range(1, 12)))
+    write(tmp_path, "tests/unit/test_all.py", '"""' + " ".join(NUMBERS) + '"""\n')
+    section = "### {n}. A rule\n\nText.\n\nKept by: `memory/region.py`\n\nCited by: `tests/unit/test_all.py`\n"
+    write(tmp_path, "docs/invariants.md", "\n".join(section.format(n=n) for n in NUMBERS))
     write(tmp_path, "Makefile", "demo: weights\n\ttrue\nweights:\n\ttrue\n")
     write(tmp_path, "README.md", "[the rules](docs/invariants.md), [away](https://example.org), `make demo`\n")
     return tmp_path
@@ -105,9 +106,10 @@ def test_an_end_of_the_process_is_caught(tree: Path, line: str) -> None:
     assert len(house.endings(tree)) == 1
 
 
-def test_an_invariant_that_no_test_cites_is_caught(tree: Path) -> None:
-    change(tree, "tests/unit/test_all.py", "I7", "I77")
-    assert house.unkept(tree) == ["I7: no test cites it", "I7: tests/unit/test_all.py does not cite it"]
+@pytest.mark.parametrize("number", ["I7", "S7"])
+def test_an_invariant_that_no_test_cites_is_caught(tree: Path, number: str) -> None:
+    change(tree, "tests/unit/test_all.py", number, number + "7")
+    assert house.unkept(tree) == [f"{number}: no test cites it", f"{number}: tests/unit/test_all.py does not cite it"]
 
 
 def test_a_citation_in_a_test_name_counts(tree: Path) -> None:
@@ -122,9 +124,10 @@ def test_a_citation_in_a_test_name_counts(tree: Path) -> None:
     assert house.unkept(tree) == ["I7: tests/unit/test_all.py does not cite it"]
 
 
-def test_an_invariant_that_is_not_written_down_is_caught(tree: Path) -> None:
-    change(tree, "docs/invariants.md", "### I4.", "### About 4.")
-    assert "I4: not in docs/invariants.md" in house.unkept(tree)
+@pytest.mark.parametrize("number", ["I4", "S10"])
+def test_an_invariant_that_is_not_written_down_is_caught(tree: Path, number: str) -> None:
+    change(tree, "docs/invariants.md", f"### {number}.", "### About it.")
+    assert f"{number}: not in docs/invariants.md" in house.unkept(tree)
 
 
 def test_an_invariant_that_nobody_keeps_is_caught(tree: Path) -> None:

@@ -32,7 +32,8 @@ import pytest, sys
 raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {0!r}, "-k", {1!r}]))
 """
 CONTRACT = SUITE.format(
-    "tests/conformance/test_host_memory.py", "TestHostMemory and (0123 or lends or zeroed or below)"
+    "tests/conformance/test_host_memory.py",
+    "(TestHostMemory or TestMemoryStepByStep) and (0123 or lends or zeroed or below)",
 )
 FAULTS = SUITE.format("tests/faults/test_memory_faults.py", "grow or resize or freeze or budget or chunk")
 
@@ -54,6 +55,20 @@ def create_memory(*args):
     kept.append(made[0].handle.claim("forgotten"))
     return made
 chunks.create_memory = create_memory
+"""
+KEPT_ON_DEMAND = """
+right, kept = chunks.retain_memory, []
+def retain_memory(*args):
+    made = right(*args)
+    kept.append(made[0].handle.claim("forgotten"))
+    return made
+chunks.retain_memory = retain_memory
+"""
+WRITABLE_UNASKED = """
+right = chunks._receive
+def receive(driver, one, access, *rest):
+    right(driver, one, access.READ_WRITE, *rest)
+chunks._receive = receive
 """
 PIN_IGNORED = """
 right = pin.Span.__init__
@@ -86,11 +101,11 @@ def map_at(*args):
 chunks.map_at = map_at
 """
 ACCESS_FOR_EACH = """
-right = chunks.Chunks.append
-def append(self, memories, access):
-    for memory in memories:
-        right(self, [memory], access)
-chunks.Chunks.append = append
+right = chunks.Chunks._append
+def append(self, pieces, access):
+    for piece in pieces:
+        right(self, [piece], access)
+chunks.Chunks._append = append
 """
 RELEASE_SWALLOWED = """
 right = lifetime._report
@@ -103,6 +118,8 @@ CAUGHT = [
     ("leaked fd", LEAKED_FD, CONTRACT),
     ("missed release", MISSED_RELEASE, MACHINE),
     ("missed release", MISSED_RELEASE, CONTRACT),
+    ("kept on demand", KEPT_ON_DEMAND, MACHINE),
+    ("writable unasked", WRITABLE_UNASKED, MACHINE),
     ("pin ignored", PIN_IGNORED, MACHINE),
     ("pin ignored", PIN_IGNORED, CONTRACT),
     ("a chunk too many", CHUNK_TOO_MANY, MACHINE),

@@ -72,8 +72,8 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
 def test_get_returns_one_driver_and_never_another_kind():
     assert drivers.get(HOST) is drivers.get(Location("host"))
     assert isinstance(drivers.get(HOST), HostDriver)
-    with pytest.raises(UnsupportedError, match="cuda:0"):
-        drivers.get(Location("cuda", 0))
+    with pytest.raises(UnsupportedError, match="elsewhere"):
+        drivers.get(Location("elsewhere", 0))
 
 
 def test_i9_every_descriptor_is_close_on_exec_and_named(scene):
@@ -86,7 +86,7 @@ def test_i9_every_descriptor_is_close_on_exec_and_named(scene):
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:
             continue
-        if target.startswith("/memfd:vram"):
+        if target.startswith("/memfd:vram ("):
             ours.append(int(number))
             assert not os.get_inheritable(int(number))
             assert int(number) > 2
@@ -195,8 +195,10 @@ def test_s7_huge_pages_are_refused(scene, fds):
         fd = memfd(fds, flags=os.MFD_HUGETLB)
     except OSError as error:
         pytest.skip(f"no MFD_HUGETLB here: {error.strerror}")
-    with scene.refused(ProtocolError):
-        scene.driver.mem_import(fd, FD, G)
+    for _ in range(2):
+        with scene.refused(ProtocolError):
+            scene.driver.mem_import(fd, FD, G)
+        scene.keep(scene.driver.mem_import(memfd(fds), FD, G))  # after which only the device tells the two apart
 
 
 def test_s7_memory_that_cannot_be_read_is_refused_when_mapped(scene, fds):
@@ -312,11 +314,11 @@ def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
 
 def test_flags_that_a_kernel_does_not_know_are_left_out():
     driver = HostDriver()
-    driver._memfd_flags |= 1 << 12  # unknown to all kernels so far
+    driver._memfds._flags |= 1 << 12  # unknown to all kernels so far
     with pytest.raises(DriverError, match="EINVAL"):
         driver.mem_create(G, HOST, FD)
-    assert not driver._memfd_flags & libc.MFD_NOEXEC_SEAL  # it tried without
-    driver._memfd_flags &= ~(1 << 12)
+    assert not driver._memfds._flags & libc.MFD_NOEXEC_SEAL  # it tried without
+    driver._memfds._flags &= ~(1 << 12)
     driver.mem_release(driver.mem_create(G, HOST, FD))
 
 
@@ -630,4 +632,4 @@ def test_sealing_again_while_other_threads_unmap_and_map(scene):
         sys.setswitchinterval(interval)
         os.close(fd)
     assert driver.live() == LiveObjects(1, 1, 1, G)
-    assert sum("memfd:vram" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1
+    assert sum("memfd:vram (" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1

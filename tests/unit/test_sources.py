@@ -67,8 +67,7 @@ def test_the_memory_is_found_without_a_copy(kind: str) -> None:
     source = as_source(KINDS[kind](data))
     assert source.address == data.ctypes.data
     assert (source.nbytes, source.dtype, source.shape, source.contiguous) == (48, np.dtype("int32"), (3, 4), True)
-    assert bytes(source.buffer) == data.tobytes()
-    assert source.keepalive is source.view
+    assert source.view.tobytes() == data.tobytes()
     assert find(source.address, source.nbytes) is None
 
 
@@ -87,10 +86,8 @@ def test_what_is_not_contiguous_says_so() -> None:
     for view in (DATA.T, DATA[:, ::2], DATA[::-1]):
         source = as_source(view)
         assert not source.contiguous
-        with pytest.raises(UsageError, match="not contiguous"):
-            source.buffer
     assert as_source(DATA[1:]).contiguous
-    assert as_source(DATA[:0]).buffer.nbytes == 0
+    assert as_source(DATA[:0]).nbytes == 0
     assert as_source(np.float32(3)).shape == ()
 
 
@@ -100,14 +97,14 @@ def test_our_arrays_are_sources() -> None:
         source = as_source(array)
         assert (source.address, source.dtype, source.shape) == (array.address, array.dtype, array.shape)
         assert find(source.address, source.nbytes) == (array.region, 0)
-        assert bytes(source.buffer) == array.numpy().tobytes()
+        assert source.view.tobytes() == array.numpy().tobytes()
         del source
 
 
 def test_extended_types() -> None:
     data = np.ones(4, ml_dtypes.float8_e4m3fn)
     assert as_source(data).dtype == data.dtype
-    assert as_source(data).buffer.nbytes == 4
+    assert as_source(data).nbytes == 4
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ def test_extended_types() -> None:
         (np.array(["a", None], dtype=object), "Python objects"),
         (np.ma.masked_array([1, 2], [0, 1]), "masked array"),
         (Capsules(DATA, device=2), "DLPack type 2"),
-        (type("Gpu", (), {"__cuda_array_interface__": {}})(), "on a GPU"),
+        (type("Gpu", (), {"__cuda_array_interface__": {}})(), "no CUDA array interface"),
         (type("Liar", (), {"__dlpack_device__": lambda self: 1 / 0})(), "does not tell"),
         (
             type("Liar", (), {"__dlpack_device__": lambda self: (1, 0), "__dlpack__": lambda self, **k: 7})(),

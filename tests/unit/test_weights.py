@@ -23,7 +23,7 @@ from vram.arrays import Array, stream, weights
 from vram.driver.protocol import Driver
 from vram.errors import AccessDeniedError, NotFoundError, OutOfMemoryError, RangeError, UsageError, VramError
 from vram.memory import Region
-from vram.spec import HOST, Access
+from vram.spec import HOST, Access, HandleKind
 
 MIB = 1 << 20
 
@@ -59,6 +59,12 @@ def good(tmp_path: Path) -> Path:
     }
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "np", "who": "us"})
     return tmp_path / "model.safetensors"
+
+
+def fill(plan: weights.WeightsPlan, region: Region) -> dict[str, Array]:
+    """Load into a region that is there already, and look at what lies where."""
+    weights.fill(plan, region)
+    return {name: Array(region, t.dtype, t.shape, offset=t.offset) for name, t in plan.tensors.items()}
 
 
 def close(arrays: dict[str, Array]) -> None:
@@ -171,21 +177,21 @@ def test_a_file_without_a_byte_of_data(host: Driver, tmp_path: Path) -> None:
 def test_into_a_region_of_ones_own(host: Driver, good: Path) -> None:
     plan = weights.plan(good)
     with Region.create(host, HOST, capacity="8MiB", nbytes=plan.nbytes + 5) as region:
-        arrays = weights.load(plan, host, HOST, region=region)
+        arrays = fill(plan, region)
         assert arrays["bias"].region is region
         assert not region.is_closed
         close(arrays)
         assert not region.is_closed
         region.shrink(plan.nbytes - 1)
         with pytest.raises(RangeError, match="grow it first"):
-            weights.load(plan, host, HOST, region=region)
+            weights.fill(plan, region)
 
 
 def test_into_memory_that_is_read_only(host: Driver, good: Path) -> None:
     with Region.create(host, HOST, capacity="2MiB", nbytes=2 * MIB) as region:
         region.freeze()
         with pytest.raises(AccessDeniedError, match="read-only"):
-            weights.load(good, host, HOST, region=region)
+            weights.fill(weights.plan(good), region)
 
 
 @pytest.fixture
@@ -206,7 +212,7 @@ def test_across_chunks(host: Driver, large: Path) -> None:
     plan = weights.plan(large)
     with Region.create(host, HOST, capacity="8MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
         assert len(region.chunks) > 2
-        arrays = weights.load(plan, host, HOST, region=region)
+        arrays = fill(plan, region)
         assert _same(arrays, large)
         close(arrays)
 
@@ -219,16 +225,28 @@ def test_moved_tensors_across_chunks(host: Driver, tmp_path: Path) -> None:
     path = write(tmp_path / "x", header, first.tobytes() + second.tobytes())
     plan = weights.plan(path)
     with Region.create(host, HOST, capacity="16MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
-        arrays = weights.load(plan, host, HOST, region=region)
+        arrays = fill(plan, region)
         np.testing.assert_array_equal(arrays["first"].numpy(), first)
         np.testing.assert_array_equal(arrays["second"].numpy(), second)
         close(arrays)
 
 
-def test_through_the_mapping_where_the_kernel_gives_no_descriptor(
-    host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream, "_reopened", lambda fd: None)  # as where /proc is not mounted
+def test_through_the_mapping_where_the_kernel_gives_no_descriptor(host: Driver, large: Path) -> None:
+    plan = weights.plan(large)
+    with Region.create(host, HOST, capacity=plan.nbytes, nbytes=plan.nbytes, handle_kinds=HandleKind.NONE) as region:
+        arrays = fill(plan, region)
+        assert _same(arrays, large)
+        close(arrays)
+
+
+def test_through_a_small_pipe(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user gets it who has many of them."""
+    size = os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(stream, "_PIPE", size)
+    arrays = weights.load(large, host, HOST)
+    assert _same(arrays, large)
+    close(arrays)
+    monkeypatch.setattr(stream, "_PIPE", (1 << 32) - 1)  # refused: it stays as it was made
     arrays = weights.load(large, host, HOST)
     assert _same(arrays, large)
     close(arrays)
@@ -242,7 +260,7 @@ def test_into_a_private_copy(host: Driver, large: Path) -> None:
         with Region.from_allocations(
             host, allocations, nbytes=plan.nbytes, access=Access.READ_WRITE, private=True
         ) as region:
-            arrays = weights.load(plan, host, HOST, region=region)
+            arrays = fill(plan, region)
             assert _same(arrays, large)
             close(arrays)
         for allocation in allocations:
@@ -397,25 +415,25 @@ def test_a_file_that_was_replaced_since_it_was_planned(host: Driver, good: Path)
 
 def test_a_file_that_changes_while_it_is_read(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """I4: nothing is left behind; the ledger looks after it."""
-    send = os.sendfile
+    splice = os.splice
 
-    def meddle(*arguments: int) -> int:
+    def meddle(*arguments: int, **options: int) -> int:
         large.write_bytes(large.read_bytes())
-        return send(*arguments)
+        return splice(*arguments, **options)
 
-    monkeypatch.setattr(os, "sendfile", meddle)
+    monkeypatch.setattr(os, "splice", meddle)
     with pytest.raises(UsageError, match="changed while it was read"):
         weights.load(large, host, HOST)
 
 
 def test_a_file_that_shrinks_while_it_is_read(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = os.sendfile
+    splice = os.splice
 
-    def meddle(into: int, fd: int, start: int, count: int) -> int:
+    def meddle(*arguments: int, **options: int) -> int:
         os.truncate(large, 2 * MIB)
-        return send(into, fd, start, min(count, MIB))
+        return splice(*arguments, **options)
 
-    monkeypatch.setattr(os, "sendfile", meddle)
+    monkeypatch.setattr(os, "splice", meddle)
     with pytest.raises(UsageError, match="changed while it was read"):
         weights.load(large, host, HOST)
     monkeypatch.undo()

@@ -12,6 +12,7 @@ from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageErr
 from ..lifetime import unwinding
 from ..memory import Pin, Region
 from ..spec import Location, format_size
+from . import cuda
 from .dtypes import as_dtype
 from .protocols import Viewable
 from .shapes import as_length, as_shape, capacity_rows, nbytes_of, part_of
@@ -95,6 +96,7 @@ class Array(Viewable):
         provenance: Reducer | None = None,
     ) -> None:
         self._home = None  # so that an array whose construction failed owns nothing
+        self._shown = self._stream = None
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
         nbytes = nbytes_of(lengths, kind)
@@ -229,7 +231,7 @@ class Array(Viewable):
         return f"<Array {self._dtype} {self._shape} {place} {format_size(self.nbytes)} {rights}>"
 
     # -- its size -----------------------------------------------------------------------------------------------
-    def resize(self, rows: int) -> None:
+    def resize(self, rows: int, *, after: object = None) -> None:
         """Set the length of the first dimension, in place: the address stays, and nothing is copied.
 
         Views taken before keep their shape; take a new one to see more. Rows that come into being are zero, except
@@ -239,6 +241,9 @@ class Array(Viewable):
         ----------
         rows : int
             The new length.
+        after : optional
+            Only to shrink an array on a GPU: an event, as a number or an object of torch or CuPy. The work that used
+            what goes is done when it is. By default all work on the devices that may use the memory is waited for.
 
         Raises
         ------
@@ -265,34 +270,23 @@ class Array(Viewable):
         region.handle  # noqa: B018  (before the lock: in a forked child nobody would ever release it)
         with lock:
             before = self._shape
-            after = (count, *before[1:])
+            shape = (count, *before[1:])
             if count < before[0]:
-                self._shape = after  # first, so that no other thread takes a view of what goes
+                self._shape = shape  # first, so that no other thread takes a view of what goes
+            nbytes = self._offset + count * self._row_nbytes
             try:
-                region.resize(self._offset + count * self._row_nbytes)
+                if after is not None and nbytes <= region.nbytes:
+                    region.shrink(nbytes, after=cuda.as_event(after))
+                else:
+                    region.resize(nbytes)
             except BaseException:
                 self._shape = before
                 raise
-            self._shape = after
-
-    def _set_rows(self, rows: int) -> None:
-        """Show more rows of a region that its owner grew; called by :mod:`vram.exchange` after ``region.extend``."""
-        home, pin = self._here(), self._pin
-        shape = (as_length(rows, "rows"), *self._shape[1:])
-        if pin is None or not self._shape:
-            raise UsageError("only an array on the memory of others follows its owner")
-        self._pin = home.region.pin(self._offset, self._offset + nbytes_of(shape, self._dtype), "array")
-        self._shape = shape
-        self._capacity = max(self._capacity, rows)
-        pin.release()
-
-    def _freeze(self) -> None:
-        """Make numpy refuse to write through the views it was given; called after ``region.freeze``."""
-        self._here().freeze_views()
+            self._shape = shape
 
     # -- views, which protocols.py gives out ---------------------------------------------------------------------
-    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False) -> NDArray:
-        """Return a root view with a pin of its own. `dtype` has the array's item size."""
+    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, shell: bool = False) -> NDArray:
+        """Return a root view with a pin of its own. `dtype` has the array's item size; for `shell` see Home.shell."""
         home, pin, shape, start = self._home or self._here(), self._pin, self._shape, self._offset
         if full and shape:
             shape = (self._capacity, *shape[1:])
@@ -307,8 +301,8 @@ class Array(Viewable):
                 except RangeError:
                     if self._shape is shape:
                         raise
-                    return self._view(holder, dtype)  # another thread shrank it meanwhile
-        return home.view(kept, start, shape, dtype)
+                    return self._view(holder, dtype, shell=shell)  # another thread shrank it meanwhile
+        return (home.shell if shell else home.view)(kept, start, shape, dtype)
 
     # -- parts --------------------------------------------------------------------------------------------------
     def __getitem__(self, key: int | slice) -> Array:
@@ -320,7 +314,8 @@ class Array(Viewable):
         home, pin = self._here(), self._pin
         stop = offset + nbytes_of(shape, self._dtype)
         array = Array.__new__(Array)
-        array._home = None
+        array._home = array._shown = None
+        array._stream = self._stream
         array._dtype, array._shape, array._offset = self._dtype, shape, offset
         array._row_nbytes = nbytes_of(shape[1:], self._dtype)
         array._capacity = shape[0] if shape else 1

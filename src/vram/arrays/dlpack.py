@@ -15,7 +15,9 @@ import numpy as np
 from .dtypes import carrier, dlpack_code, is_plain
 from .views import NDArray
 
-__all__ = ["capsule", "shown_as"]
+__all__ = ["CPU", "CUDA", "capsule", "shown_as"]
+
+CPU, CUDA = 1, 2  # DLDeviceType
 
 
 class _Tensor(ctypes.Structure):
@@ -68,9 +70,19 @@ def shown_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def capsule(
-    view: NDArray, dtype: np.dtype[Any], *, max_version: tuple[int, int] | None = None, copy: bool | None = None
+    view: NDArray,
+    dtype: np.dtype[Any],
+    *,
+    max_version: tuple[int, int] | None = None,
+    copy: bool | None = None,
+    gpu: int | None = None,
 ) -> object:
     """Return an owning DLPack capsule of a view that shows `dtype` as :func:`shown_as` says.
+
+    Parameters
+    ----------
+    gpu : int, optional
+        The view is a shell (see :meth:`Home.shell`) over memory of this GPU, and the capsule says so.
 
     Raises
     ------
@@ -86,6 +98,8 @@ def capsule(
     code = None if view.dtype == dtype else dlpack_code(dtype)
     if code is not None:
         _tensor_in(made).code, _tensor_in(made).bits = code
+    if gpu is not None:
+        _tensor_in(made).device_type, _tensor_in(made).device_id = CUDA, gpu
     return made
 
 

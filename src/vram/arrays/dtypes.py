@@ -61,7 +61,9 @@ def as_dtype(dtype: object) -> np.dtype[Any]:
     UsageError
         If it is none of these, or its elements have no fixed size or hold Python objects.
     """
-    if isinstance(dtype, str):
+    if isinstance(dtype, np.dtype):
+        found = dtype  # as nearly always
+    elif isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
         known = _named(name)
         if known is not None:
@@ -85,6 +87,7 @@ def as_dtype(dtype: object) -> np.dtype[Any]:
     return found
 
 
+@functools.lru_cache(maxsize=256)  # numpy takes microseconds to say a name, and there are few
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return the name of an element type on the wire, which :func:`dtype_of` reads back.
 

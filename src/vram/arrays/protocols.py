@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ..errors import AccessDeniedError, UsageError
 from ..spec import Access, Location
-from . import dlpack
+from . import cuda, dlpack
 from .dtypes import carrier, is_plain
-from .views import Home, NDArray, buffer
+from .views import Home, NDArray, buffer, bytes_of
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -26,14 +27,17 @@ Buffer: TypeAlias = memoryview  # which in the class is a method
 class Viewable:
     """What an array shows of itself; the base of :class:`Array`. Each view has a pin of its own (invariant I6)."""
 
-    __slots__ = ()
+    __slots__ = ("_shown", "_stream")
 
     _dtype: np.dtype[Any]
     _offset: int
     _row_nbytes: int
     _shape: tuple[int, ...]
 
-    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False) -> NDArray:
+    _shown: NDArray | None
+    _stream: int | None
+
+    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, shell: bool = False) -> NDArray:
         raise NotImplementedError
 
     def _here(self) -> Home:
@@ -112,7 +116,8 @@ class Viewable:
         Parameters
         ----------
         full : bool
-            Show the whole capacity, as :meth:`numpy` does.
+            Show the whole capacity, so that growth needs no new tensor. Rows that have no memory behind them must not
+            be touched: on the host that kills the process (SIGSEGV), on a GPU it ends the context (illegal address).
 
         Raises
         ------
@@ -121,7 +126,10 @@ class Viewable:
         """
         from .torch import tensor
 
-        return tensor(self._view, self._dtype, full=full)
+        home = self._here()
+        if home.gpu is None:
+            return tensor(self._view, self._dtype, full=full)
+        return tensor(partial(self._view, shell=True), self._dtype, full=full, gpu=home.gpu, ready=self._wait_on)
 
     def memoryview(self) -> Buffer:
         """Return a memoryview of the same shape over the same memory, which it keeps alive.
@@ -171,35 +179,109 @@ class Viewable:
     ) -> object:
         """Return an owning DLPack capsule, versioned if `max_version` says that the consumer knows it.
 
+        Parameters
+        ----------
+        stream : int, optional
+            On a GPU, the stream that the consumer will work on, as the array API standard numbers them (1: the legacy
+            default stream, 2: the per-thread one, -1: no waiting, please). It waits for what :attr:`stream` holds.
+
         Raises
         ------
         BufferError
             For another device, for element types without a word in DLPack, and for read-only memory to a consumer of
             the old form, which cannot be told.
         """
-        if stream is not None:
-            raise BufferError("memory of the host has no streams: stream must be None")
-        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
-            raise BufferError(f"cannot export to device {tuple(dl_device)}; this memory is on (1, 0), the CPU")
-        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype))
-        return dlpack.capsule(view, self._dtype, max_version=max_version, copy=copy)
+        here = self.__dlpack_device__()
+        if dl_device is not None and tuple(dl_device) != here:
+            raise BufferError(f"cannot export to device {tuple(dl_device)}; this memory is on {here}: see .to_host()")
+        gpu = self._here().gpu
+        if gpu is None:
+            if stream is not None:
+                raise BufferError("memory of the host has no streams: stream must be None")
+            view = self._view("DLPack capsule", dlpack.shown_as(self._dtype))
+            return dlpack.capsule(view, self._dtype, max_version=max_version, copy=copy)
+        if copy:
+            raise BufferError("no copies are made on the GPU here; take .to_host(), or copy what you get")
+        if stream != -1:
+            self._wait_on(cuda.as_stream(1 if stream is None else stream))
+        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype), shell=True)
+        return dlpack.capsule(view, self._dtype, max_version=max_version, gpu=gpu)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's (device type, device id)."""
-        if not self._here().addressable:
-            raise BufferError(f"memory on {self._here().region.location} is not exported by DLPack")
-        return (1, 0)
+        home = self._here()
+        if home.gpu is not None:
+            return (dlpack.CUDA, home.gpu)
+        if not home.addressable:
+            raise BufferError(f"memory on {home.region.location} is not exported by DLPack")
+        return (dlpack.CPU, 0)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """The CUDA array interface, version 3; only of arrays on a GPU.
+
+        A consumer of it keeps this object, not the memory. So once it was asked for, the memory stays until this
+        object is gone: :meth:`Array.close` before that defers.
+
+        References
+        ----------
+        Numba documentation, "CUDA Array Interface (Version 3)".
+        """
+        home = self._here()
+        if home.gpu is None or not is_plain(self._dtype):  # it has no word for bfloat16 and the 8-bit floats
+            raise AttributeError(f"no CUDA array interface for {self._dtype} on {home.region.location}; use DLPack")
+        shown = self._shown
+        if shown is None or shown.shape != self._shape:
+            shown = self._shown = self._view("CUDA array interface", self._dtype, shell=True)
+        address = shown.__array_interface__["data"][0] if shown.size else 0
+        return {
+            "version": 3,
+            "shape": self._shape,
+            "typestr": self._dtype.str,
+            "data": (address, self.readonly),
+            "strides": None,
+            "stream": self._stream,
+        }
+
+    @property
+    def stream(self) -> int | None:
+        """The stream on which work is under way that fills this array; None if it is done.
+
+        Set it, to a handle or to any object with ``cuda_stream``, ``ptr`` or ``__cuda_stream__``, and whoever takes the
+        memory by DLPack, ``__cuda_array_interface__`` or :meth:`torch` waits for that stream first, on the GPU.
+        """
+        return self._stream
+
+    @stream.setter
+    def stream(self, stream: object) -> None:
+        home = self._here()
+        if stream is not None and home.gpu is None:
+            raise UsageError(f"memory on {home.region.location} has no streams")
+        self._stream = None if stream is None else cuda.as_stream(stream)
+
+    def _wait_on(self, stream: int) -> None:
+        """Have a consumer's stream wait for the work that fills this array."""
+        if self._stream is not None and self._stream != stream:
+            cuda.order(self._here().region, self._stream, stream)
 
     # -- values -------------------------------------------------------------------------------------------------
     def __setitem__(self, key: int | slice | tuple[Any, ...] | EllipsisType, value: object) -> None:
-        """Write through numpy, with all its indexing."""
+        """Write through numpy, with all its indexing. On a GPU: whole rows, by a row's number or a slice of them."""
         self._check_writable()
-        self.numpy()[key] = value
+        home = self._here()
+        if home.addressable:
+            self.numpy()[key] = value
+        else:
+            cuda.assign(self, key, value)
 
     def fill(self, value: object) -> None:
         """Set every element to `value`, as numpy would convert it."""
         self._check_writable()
-        self.numpy().fill(value)
+        home = self._here()
+        if home.addressable:
+            self.numpy().fill(value)
+        else:
+            cuda.assign(self, slice(None) if self._shape else ..., value)
 
     def copy(self) -> NDArray:
         """Return a copy as a numpy array of the host."""
@@ -209,10 +291,13 @@ class Viewable:
         shape = self._shape
         made = np.empty(shape, self._dtype)
         if made.nbytes:
+            if self._stream is not None:
+                cuda.settle(home.region, self._stream)
             kept = home.region.pin(self._offset, self._offset + made.nbytes, "copy")
-            flat = buffer(made.reshape(-1).view(np.uint8))
-            home.region.driver.copy_out(flat, home.region.address + self._offset)
-            kept.release()
+            try:
+                home.region.driver.copy_out(bytes_of(made), home.region.address + self._offset)
+            finally:
+                kept.release()
         return made
 
     to_host = copy

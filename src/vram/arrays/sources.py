@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
+from . import cuda
 from . import torch as torch_views
 from .array import Array
+from .cuda import CudaSource
 from .dtypes import as_dtype
-from .views import NDArray, buffer, find
+from .views import NDArray, find
 
-__all__ = ["Source", "as_source", "find"]
+__all__ = ["CudaSource", "Source", "as_source", "find"]
 
 _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
 
@@ -58,44 +60,33 @@ class Source:
         """Whether the elements lie one behind the other, last dimension fastest."""
         return self.view.flags.c_contiguous
 
-    @property
-    def keepalive(self) -> object:
-        """What must live as long as the address is used."""
-        return self.view
-
-    @property
-    def buffer(self) -> memoryview:
-        """The bytes of a contiguous array, flat.
-
-        Raises
-        ------
-        UsageError
-            If it is not contiguous: copy `view` with numpy instead.
-        """
-        if not self.contiguous:
-            raise UsageError(f"an array of strides {self.view.strides} is not contiguous; copy it first")
-        return buffer(self.view.reshape(-1).view(np.uint8))
+    gpu = None  # as opposed to CudaSource
 
 
-def as_source(value: object) -> Source:
+def as_source(value: object) -> Source | CudaSource:
     """Find the memory behind an array of any library, without a copy.
 
     Parameters
     ----------
     value : Array, numpy.ndarray, torch.Tensor, or anything with DLPack, ``__array_interface__`` or a buffer
-        The array, in the memory of the host.
+        The array, in the memory of the host or of a GPU.
 
     Raises
     ------
     UsageError
-        If it is no array, is on another device, or is of a type that cannot be shared.
+        If it is no array, is on a device of another kind, or is of a type that cannot be shared.
     """
     if isinstance(value, Array):
-        return Source(value.numpy())
+        return Source(value.numpy()) if value._here().addressable else cuda.of_array(value)
     if isinstance(value, np.ndarray):
         view = _of_numpy(value)
     elif torch_views.is_tensor(value):
+        if getattr(value, "is_cuda", False):
+            return cuda.of_tensor(value)
         view = torch_views.array_of(value)
+    elif hasattr(type(value), "__cuda_array_interface__") and _place_of(value) not in _CPU:
+        kind = type(value)
+        return cuda.of_interface(value, f"{kind.__module__}.{kind.__qualname__}")
     else:
         view = _of_any(value)
     as_dtype(view.dtype)
@@ -108,21 +99,26 @@ def _of_numpy(value: NDArray) -> NDArray:
     return value.view(np.ndarray)  # a matrix or memmap is an array like any other here
 
 
+def _place_of(value: object) -> int | None:
+    """Return DLPack's device type of an array; None for what does not speak it."""
+    kind = type(value)
+    device = getattr(kind, "__dlpack_device__", None)
+    if device is None:
+        return None
+    try:
+        return int(device(value)[0])
+    except Exception as error:
+        raise UsageError(f"{kind.__module__}.{kind.__qualname__} does not tell where its memory is: {error}") from error
+
+
 def _of_any(value: object) -> NDArray:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    device = getattr(kind, "__dlpack_device__", None)
-    if device is not None:
-        try:
-            place = int(device(value)[0])
-        except Exception as error:
-            raise UsageError(f"{name} does not tell where its memory is: {error}") from error
-        if place not in _CPU:
-            raise UsageError(f"the {name} is on a device (DLPack type {place}), not on the host; copy it there first")
-    if hasattr(kind, "__cuda_array_interface__"):
-        raise UsageError(f"the {name} is on a GPU, not on the host; copy it there first")
+    place = _place_of(value)
+    if place is not None and place not in _CPU:
+        raise UsageError(f"the {name} is on a device (DLPack type {place}), not on the host; copy it there first")
     try:
-        if device is not None:
+        if place is not None:
             try:
                 return np.from_dlpack(value)  # type: ignore[arg-type]
             except (BufferError, RuntimeError, TypeError):

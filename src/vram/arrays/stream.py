@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
 from ..memory import Region
 from ..spec import HandleKind
+from .upload import ring_of
 from .views import Home
 
 __all__ = ["changed", "copy_file"]
 
 _STEP = 64 << 20  # bytes between two chances for a signal handler to run
+_PIPE = 1 << 20  # bytes; what anybody may ask for
 _BOUNCE = 16 << 20
 
 
@@ -20,7 +26,8 @@ def copy_file(fd: int, path: str, start: int, region: Region, offset: int, nbyte
     """Copy `nbytes` of an open file from `start` on to a writable region from `offset` on.
 
     Memory that is a file to the kernel is filled within the kernel, other memory that the CPU can address through
-    its mapping, and the rest through a bounce buffer.
+    its mapping, that of a GPU through pinned memory by several threads (:mod:`.upload`), and the rest through a bounce
+    buffer.
 
     Raises
     ------
@@ -29,7 +36,11 @@ def copy_file(fd: int, path: str, start: int, region: Region, offset: int, nbyte
     """
     with _Pinned(region, offset, nbytes):
         if not Home.of(region).addressable:
-            _bounce(fd, path, start, region, offset, nbytes)
+            if isinstance(region.driver, StreamOrdered):
+                ring = ring_of(region.driver, region.users[0])
+                ring.upload(fd, [(start, region.address + offset, nbytes)], partial(changed, path))
+            else:
+                _bounce(fd, path, start, region, offset, nbytes)
             return
         if region.is_private:  # what is written to the descriptors would not be seen here
             _read_mapped(fd, path, start, region, offset, nbytes)
@@ -38,14 +49,10 @@ def copy_file(fd: int, path: str, start: int, region: Region, offset: int, nbyte
         for allocation in allocations:
             count = min(allocation.nbytes - inside, nbytes)
             with allocation:
-                into = _reopened(allocation.export()) if HandleKind.POSIX_FD in allocation.handle_kinds else None
-            if into is None:
-                _read_mapped(fd, path, start, region, offset, count)
-            else:
-                try:
-                    _send(fd, path, start, into, inside, count)
-                finally:
-                    os.close(into)
+                if HandleKind.POSIX_FD in allocation.handle_kinds:
+                    _splice(fd, path, start, allocation.export(), inside, count)
+                else:
+                    _read_mapped(fd, path, start, region, offset, count)
             start, offset, nbytes, inside = start + count, offset + count, nbytes - count, 0
 
 
@@ -67,15 +74,36 @@ class _Pinned:
         self._pin.release()
 
 
-def _send(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> None:
-    """Within the kernel: faster than through a mapping, which faults page by page and clears what is overwritten."""
-    os.lseek(into, at, os.SEEK_SET)
-    while nbytes:
-        count = os.sendfile(into, fd, start, min(nbytes, _STEP))
-        if not count:
-            raise changed(path)
-        start += count
-        nbytes -= count
+def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> None:
+    """Within the kernel: faster than through a mapping, which faults page by page and clears what is overwritten.
+
+    And through a pipe that is larger than sendfile's own. The data of a file begins anywhere in a page, so that each
+    stretch that was in the pipe ends in the middle of a page of the memory, which is then looked up twice.
+    """
+    with _pipe() as (source, sink, size):
+        while nbytes:
+            inside = os.splice(fd, sink, min(nbytes, size), offset_src=start)
+            if not inside:
+                raise changed(path)
+            start, nbytes = start + inside, nbytes - inside
+            while inside:
+                count = os.splice(source, into, inside, offset_dst=at)
+                at, inside = at + count, inside - count
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int, int]]:
+    """A pipe: its two ends, and how much goes in."""
+    import fcntl  # not on every system where this module is imported
+
+    source, sink = os.pipe()
+    try:
+        with contextlib.suppress(OSError):  # this user has many pipes; a small one works, too
+            fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _PIPE)
+        yield source, sink, fcntl.fcntl(sink, fcntl.F_GETPIPE_SZ)
+    finally:
+        os.close(source)
+        os.close(sink)
 
 
 def _read_mapped(fd: int, path: str, start: int, region: Region, offset: int, nbytes: int) -> None:
@@ -100,14 +128,3 @@ def _read_into(fd: int, path: str, start: int, buffer: memoryview) -> None:
         if not count:
             raise changed(path)
         done += count
-
-
-def _reopened(fd: int) -> int | None:
-    """Return a descriptor of the same memory with a position of its own; None where that cannot be had.
-
-    A duplicate would share the position with whoever else holds the memory, in other processes too.
-    """
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return None

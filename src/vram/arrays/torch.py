@@ -24,20 +24,31 @@ _CARRIER = {1: "int8", 2: "int16", 4: "int32"}
 
 
 def tensor(
-    view: Callable[[str, np.dtype[Any], bool], NDArray], dtype: np.dtype[Any], *, full: bool = False
+    view: Callable[[str, np.dtype[Any], bool], NDArray],
+    dtype: np.dtype[Any],
+    *,
+    full: bool = False,
+    gpu: int | None = None,
+    ready: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """Return a tensor over an array's memory, which it keeps alive. See :meth:`Array.torch`.
 
     Parameters
     ----------
     view : callable
-        Makes a numpy view of the array for (holder, dtype, full).
+        Makes a numpy view of the array for (holder, dtype, full); of memory on a GPU, a shell.
+    gpu : int, optional
+        The GPU that the memory is on.
+    ready : callable, optional
+        Has a stream wait for the work that fills the memory.
     """
     torch = _import()
     wanted = to_torch_dtype(dtype)
     shown = dtype if is_plain(dtype) else np.dtype(_CARRIER[dtype.itemsize])
     # torch knows no read-only memory, and its older releases refuse a capsule that says so: this one does not.
-    made = torch.utils.dlpack.from_dlpack(capsule(claimed_writable(view("torch tensor", shown, full)), shown))
+    made = torch.utils.dlpack.from_dlpack(capsule(claimed_writable(view("torch tensor", shown, full)), shown, gpu=gpu))
+    if gpu is not None and ready is not None:
+        ready(torch.cuda.current_stream(gpu).cuda_stream or 1)
     return made if made.dtype == wanted else made.view(wanted)
 
 
@@ -75,7 +86,7 @@ def array_of(tensor: torch.Tensor) -> NDArray:
     """
     torch = _import()
     if tensor.device.type != "cpu":
-        raise UsageError(f"the tensor is on {tensor.device}, not on the host; publish tensor.cpu()")
+        raise UsageError(f"the tensor is on {tensor.device}, neither on the host nor on a CUDA GPU; give tensor.cpu()")
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UsageError(f"the tensor is {tensor.layout}, {tensor.dtype}; only dense, strided ones have plain memory")
     dtype = from_torch_dtype(tensor.dtype)

@@ -25,7 +25,7 @@ from ..memory import Pin, Region
 from ..spec import Access
 from .dtypes import is_plain
 
-__all__ = ["Exporter", "Home", "buffer", "claimed_writable", "find", "let_go"]
+__all__ = ["Exporter", "Home", "buffer", "bytes_of", "claimed_writable", "find", "let_go"]
 
 _asarray = np.asarray
 NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -42,13 +42,20 @@ class Home:
         The open arrays, by `id`.
     is_owned : bool
         Whether the region is to be closed with the last array.
+    addressable : bool
+        Whether the CPU may touch the memory.
+    gpu : int or None
+        The ordinal of the GPU that works on it.
     """
 
-    __slots__ = ("__weakref__", "addressable", "arrays", "is_owned", "region", "views")
+    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_owned", "region", "views")
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.addressable = _is_addressable(cast("Any", region.driver))
+        self.gpu = next(
+            (place.id for place in region.users if isinstance(place.id, int) and place.kind == "cuda"), None
+        )
         self.arrays: set[int] = set()
         self.is_owned = False
         self.views: set[_ViewRef] = set()
@@ -76,17 +83,29 @@ class Home:
         if not self.addressable:
             raise UnsupportedError(
                 f"a numpy view of memory on {region.location}", "memory that the CPU can address",
-                f"the {region.driver.name} driver's", "Use .copy() for a copy on the host",
+                f"the {region.driver.name} driver's",
+                "Use .to_host() for a copy, or .torch(), DLPack or __cuda_array_interface__ for a view on the GPU",
             )  # fmt: skip
-        readonly = region.access is not Access.READ_WRITE
-        if readonly and region.access is Access.NONE:
-            raise UsageError("memory mapped without access cannot be looked at; map it with READ or READ_WRITE")
+        readonly = self._is_readonly()
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
         if not readonly:
             self.views.add(_ViewRef(view, self.views.discard))
             if region.access is not Access.READ_WRITE:  # frozen meanwhile, by a thread that did not see this view
                 view.flags.writeable = False
         return view
+
+    def shell(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
+        """Return what looks like a numpy view, over memory that the CPU may not touch. It takes the pin over.
+
+        It is never given to users: numpy makes a capsule of it, which says where the memory really is.
+        """
+        return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, self._is_readonly())
+
+    def _is_readonly(self) -> bool:
+        access = self.region.access
+        if access is Access.NONE:
+            raise UsageError("memory mapped without access cannot be looked at; map it with READ or READ_WRITE")
+        return access is not Access.READ_WRITE
 
     def freeze_views(self) -> None:
         """Take the writable flag away from every view that was handed out.
@@ -143,6 +162,11 @@ def _typestr(dtype: np.dtype[Any]) -> str | None:
 def buffer(view: NDArray) -> memoryview:
     """Return a memoryview of a numpy array. Raises ValueError where the buffer protocol has no letter for its type."""
     return memoryview(cast("bytes", view))  # numpy's annotations know the buffer protocol from Python 3.12 on only
+
+
+def bytes_of(view: NDArray) -> memoryview:
+    """Return the bytes of a contiguous numpy array, flat."""
+    return buffer(view.reshape(-1).view(np.uint8))
 
 
 def claimed_writable(view: NDArray) -> NDArray:

@@ -1,20 +1,22 @@
 """safetensors files straight into a region: one stream from the page cache to shared memory, one copy.
 
 A file is a length (8 bytes), a header (JSON) and the tensors' bytes without gaps. :func:`plan` reads and checks the
-header; :func:`load` moves the rest. The data section becomes the beginning of the region as it is; only what is
-misaligned for its type in the file is moved behind, so that every array can be used where it lies.
+header; :func:`fill` moves the rest into a region, and :func:`load` makes arrays of it. The data section becomes the
+beginning of the region as it is; only what is misaligned for its type in the file is moved behind, so that every array
+can be used where it lies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -31,7 +33,7 @@ from .views import let_go
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["TensorPlan", "WeightsPlan", "load", "plan"]
+__all__ = ["TensorPlan", "WeightsPlan", "fill", "load", "plan"]
 
 _MOST_HEADER = 100_000_000  # bytes; the format's own limit
 _ALIGNMENT = 64  # bytes, of what has to be moved
@@ -71,13 +73,11 @@ class _Header(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Number, _Number]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One tensor: its type and shape, and where its bytes are in the file and will be in the region."""
+class TensorPlan(NamedTuple):  # there are thousands in a file: a dataclass takes three times as long
+    """One tensor: its type and shape, and where its bytes will be in the region."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    file_offset: int
     offset: int
     nbytes: int
 
@@ -130,13 +130,32 @@ def plan(path: str | os.PathLike[str]) -> WeightsPlan:
         return _plan(name, fd)
 
 
-def load(
-    path: str | os.PathLike[str] | WeightsPlan,
-    driver: Driver,
-    location: Location | str,
-    *,
-    region: Region | None = None,
-) -> dict[str, Array]:
+def fill(what: WeightsPlan, region: Region) -> None:
+    """Copy the tensors of a planned file into a region, from its beginning.
+
+    Raises
+    ------
+    RangeError
+        If the region is smaller than the plan's `nbytes`, or the file than its header says.
+    AccessDeniedError
+        If the region is read-only.
+    UsageError
+        If the file changed since it was planned, or while it was read.
+
+    Others as :func:`plan`.
+    """
+    if region.nbytes < what.nbytes:
+        raise RangeError(f"{what.path!r} takes {what.nbytes} bytes; the region has {region.nbytes}: grow it first")
+    if region.access is not Access.READ_WRITE:
+        raise AccessDeniedError(f"weights cannot be loaded into {region!r}: it is read-only")
+    with _opened(what.path) as fd:
+        _check_unchanged(what, fd)
+        for start, offset, nbytes in what.runs:
+            copy_file(fd, what.path, start, region, offset, nbytes)
+        _check_unchanged(what, fd)
+
+
+def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: Location | str) -> dict[str, Array]:
     """Load a safetensors file into shared memory, ready to be published without a further copy.
 
     Parameters
@@ -145,19 +164,14 @@ def load(
         The file, or what :func:`plan` made of it.
     driver : Driver
         The driver that serves `location`.
-    region : Region, optional
-        Where to load it, from its beginning; by default a new one, of one chunk, that lives as long as the arrays
-        and their views.
 
     Returns
     -------
     dict of str to Array
-        All on one region, in the order of the file.
+        In the order of the file, all on one new region of one chunk, which lives as long as they and their views.
 
     Raises
     ------
-    RangeError
-        If `region` is smaller than the plan's `nbytes`, or the file than its header says.
     UsageError
         If the file changed while it was read. Nothing is left behind then.
     OutOfMemoryError
@@ -165,32 +179,18 @@ def load(
 
     Others as :func:`plan`.
     """
-    name = path.path if isinstance(path, WeightsPlan) else _path(path)
-    with _opened(name) as fd:
-        what = path if isinstance(path, WeightsPlan) else _plan(name, fd)
-        _check_unchanged(what, fd)
-        home = region
-        if home is None:
-            home = Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
-        try:
-            if home.nbytes < what.nbytes:
-                raise RangeError(f"{name!r} takes {what.nbytes} bytes; the region has {home.nbytes}: grow it first")
-            if home.access is not Access.READ_WRITE:
-                raise AccessDeniedError(f"weights cannot be loaded into {home!r}: it is read-only")
-            for start, offset, nbytes in what.runs:
-                copy_file(fd, name, start, home, offset, nbytes)
-            _check_unchanged(what, fd)
-            arrays = {
-                key: Array(home, tensor.dtype, tensor.shape, offset=tensor.offset)
-                for key, tensor in what.tensors.items()
-            }
-        except BaseException as error:
-            if region is None:
-                with unwinding(error):
-                    home.close()
-            raise
-    if region is None:
-        let_go(home)
+    what = path if isinstance(path, WeightsPlan) else plan(path)
+    region = Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
+    try:
+        fill(what, region)
+        arrays = {
+            key: Array(region, tensor.dtype, tensor.shape, offset=tensor.offset) for key, tensor in what.tensors.items()
+        }
+    except BaseException as error:
+        with unwinding(error):
+            region.close()
+        raise
+    let_go(region)
     return arrays
 
 
@@ -254,17 +254,16 @@ def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, si
     at = 0
     for name, entry in entries:
         begin, end = entry.data_offsets
-        shown = f"{path!r} is damaged: tensor {name[:200]!r}"
         if begin > end or end - begin != _dtype(path, name, entry).itemsize * math.prod(entry.shape):
-            raise RangeError(
-                f"{shown} of {entry.dtype} {list(entry.shape)} is said to lie at bytes {begin} to {end}, which is not "
-                f"its size"
-            )
-        if begin < at:
-            raise RangeError(f"{shown} overlaps the one before it: it begins at byte {begin}, that one ends at {at}")
-        if begin > at:
-            raise RangeError(f"{shown} begins at byte {begin}, but the one before it ends at {at}: bytes are missing")
-        at = end
+            wrong = f"of {entry.dtype} {list(entry.shape)} is said to lie at bytes {begin} to {end}, not its size"
+        elif begin < at:
+            wrong = f"overlaps the one before it: it begins at byte {begin}, that one ends at {at}"
+        elif begin > at:
+            wrong = f"begins at byte {begin}, but the one before it ends at {at}: bytes are missing"
+        else:
+            at = end
+            continue
+        raise RangeError(f"{path!r} is damaged: tensor {name[:200]!r} {wrong}")
     if start + at > size:
         raise RangeError(
             f"{path!r} is truncated: its header speaks of {start + at} bytes, the file has {size}; fetch it again"
@@ -292,12 +291,18 @@ def _check_with_library(path: str, beginning: bytes, size: int) -> None:
 
 
 def _dtype(path: str, name: str, entry: _Header) -> np.dtype[Any]:
-    known = _DTYPES.get(entry.dtype)
+    known = _known(entry.dtype) if entry.dtype in _DTYPES else None
     if known is not None:
-        with contextlib.suppress(UsageError):  # ml_dtypes may be too old for it
-            return dtype_of(known)
+        return known
     why = "packs several elements into a byte" if entry.dtype in _PACKED else "is not known to this version"
     raise UsageError(f"tensor {name[:200]!r} in {path!r} is of type {entry.dtype[:32]!r}, which {why}")
+
+
+@functools.cache
+def _known(word: str) -> np.dtype[Any] | None:
+    with contextlib.suppress(UsageError):  # ml_dtypes may be too old for it
+        return dtype_of(_DTYPES[word])
+    return None
 
 
 def _lay_out(
@@ -316,7 +321,7 @@ def _lay_out(
                 runs.append((start + first, first + shift, begin - first))
             first, shift = begin, round_up(begin + shift, _ALIGNMENT) - begin
         offset = begin + shift if begin < end_here else round_up(begin + shift, dtype.alignment)
-        placed[name] = TensorPlan(dtype, entry.shape, start + begin, offset, end_here - begin)
+        placed[name] = TensorPlan(dtype, entry.shape, offset, end_here - begin)
         end = max(end, end_here)
     if end > first:
         runs.append((start + first, first + shift, end - first))

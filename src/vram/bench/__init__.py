@@ -1,7 +1,8 @@
 """``vram bench``: what things cost here, side by side with raw system calls and with what people use otherwise.
 
-One module a question; each has ``measure(quick)`` and returns one :class:`~vram.bench.measure.Result`. The rivals are
-built in the same module, of the same processes and the same kind of connection, and are run in turns with ours.
+One module a question; each has ``measure(quick)``, those of GPUs (``gpu_*``) ``measure(quick, location)``, and returns
+one :class:`~vram.bench.measure.Result`. The rivals are built in the same module, of the same processes and the same
+kind of connection, and are run in turns with ours.
 """
 
 from __future__ import annotations
@@ -12,51 +13,84 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
+from ..spec import HOST, Location
 
 if TYPE_CHECKING:
     from .measure import Result
 
-__all__ = ["NAMES", "run_benchmarks"]
+__all__ = ["GPU_NAMES", "NAMES", "run_benchmarks"]
 
-NAMES = ("handover", "queues", "attach", "grow", "put", "share", "start", "scale")
+# In the order in which they run, with what each measures.
+NAMES = {
+    "handover": "an array to another process and an answer, over an ArrayChannel; against a raw unix socket",
+    "queues": "the same through multiprocessing.Queue and Pool; against a number, and torch's tensors",
+    "attach": "attach by name, touch, give back; against raw descriptors, shared_memory, a mapped file",
+    "grow": "an array grown in place; against raw mmap calls, and numpy that copies or doubles",
+    "put": "a file of weights into shared memory; against sendfile",
+    "share": "the memory that 8 workers on one model take; against a mapped file, and loading it",
+    "start": "import vram, start a keeper, and the keeper's memory; against a bare interpreter",
+    "scale": "attach among 1,000 readers and 10,000 entries; against one of each",
+}
+# The same for a GPU. What needs all of its memory comes last.
+GPU_NAMES = {
+    "calls": "each call of virtual memory management; against the bare call of cuda-bindings",
+    "grow": "an array grown in place; against bare calls, and what allocates anew and copies",
+    "attach": "64 segments by name, mapped and readable; against bare import, map and set_access",
+    "handover": "an array to another process and back; against a raw unix socket, and torch's tensors",
+    "weights": "a file of weights to the GPU; against the pinned copy rate, and reading it at all",
+    "keeper": "a keeper full of GPU memory: its own size, and that it has no context",
+}
 
 
-def run_benchmarks(only: list[str], *, quick: bool, progress: bool) -> list[Result]:
+def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str | Location = HOST) -> list[Result]:
     """Run benchmarks, one after the other, and return what they found.
 
     Parameters
     ----------
     only : list of str
-        Names out of :data:`NAMES`; empty for all.
+        Names out of :data:`NAMES`, for a GPU out of :data:`GPU_NAMES`; empty for all.
     quick : bool
         Small sizes and few rounds: shows that everything runs. Its figures are not worth quoting.
     progress : bool
         Say on stderr which one runs.
+    device : str or Location
+        ``"host"`` or a GPU, such as ``"cuda:0"``.
 
     Raises
     ------
     UsageError
-        For a name that no benchmark has.
+        For a name that no benchmark has, and a device that is neither.
+    UnsupportedError
+        If there is no such GPU, or nothing to speak to it with.
     """
-    unknown = [name for name in only if name not in NAMES]
+    location = Location.parse(device)
+    names = NAMES if location == HOST else GPU_NAMES
+    unknown = [name for name in only if name not in names]
     if unknown:
-        raise UsageError(f"no benchmark is called {unknown[0]!r}; there are {', '.join(NAMES)}")
+        raise UsageError(f"no benchmark of {location} is called {unknown[0]!r}; there are {', '.join(names)}")
+    from .machine import describe
+
+    machine = describe(location)
     results = []
     with _stoppable():
-        for name in NAMES:
+        for name in names:
             if only and name not in only:
                 continue
             if progress:
                 print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
             begin = time.perf_counter()
-            result: Result = import_module(f".{name}", __name__).measure(quick)
+            if location == HOST:
+                result: Result = import_module(f".{name}", __name__).measure(quick)
+            else:
+                result = import_module(f".gpu_{name}", __name__).measure(quick, location)
             if quick:
                 result.notes.append("--quick: it ran, but sizes and rounds are too small for figures worth quoting")
-            results.append(result)
+            results.append(replace(result, machine=machine))
             if progress:
                 print(f"{time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
     return results

@@ -140,9 +140,9 @@ def own_keeper() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    """Make a directory for files, removed at the end of the block."""
-    with tempfile.TemporaryDirectory(prefix="vram-bench-") as directory:
+def workplace(inside: Path | None = None) -> Iterator[Path]:
+    """Make a directory for files, removed at the end of the block; by default where temporary files go."""
+    with tempfile.TemporaryDirectory(prefix="vram-bench-", dir=inside) as directory:
         yield Path(directory)
 
 

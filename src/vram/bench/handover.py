@@ -13,7 +13,7 @@ from ..sharing.channel import Channel
 from .children import Child, child, socket_pair
 from .measure import Figure, Place, Result, Row, in_turns, places, timed
 
-__all__ = ["measure"]
+__all__ = ["answer", "measure"]
 
 _MESSAGE = bytes(100)
 _NBYTES = 64 << 20
@@ -26,7 +26,7 @@ def measure(quick: bool) -> Result:
         packets, far_packets = stage.enter_context(socket_pair(socket.SOCK_SEQPACKET))
         stream, far_stream = stage.enter_context(socket_pair(socket.SOCK_STREAM))
         near, far = stage.enter_context(socket_pair(socket.SOCK_SEQPACKET))
-        other = stage.enter_context(child(_answer, far_packets, far_stream, far))
+        other = stage.enter_context(child(answer, far_packets, far_stream, far))
         for sock in (far_packets, far_stream, far):
             sock.close()
         other.hear()
@@ -105,7 +105,7 @@ def _compare(
     ]
 
 
-def _answer(pipe: Connection, packets: socket.socket, stream: socket.socket, sock: socket.socket) -> None:
+def answer(pipe: Connection, packets: socket.socket, stream: socket.socket, sock: socket.socket) -> None:
     """The other process: told what comes and how often, so that it waits on one connection only."""
     with vram.ArrayChannel(Channel(sock)) as channel:
         pipe.send("ready")

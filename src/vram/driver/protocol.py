@@ -47,7 +47,9 @@ __all__ = [
     "Identity",
     "LiveObjects",
     "MemoryProperties",
+    "Multicast",
     "Sealing",
+    "StreamOrdered",
 ]
 
 
@@ -100,6 +102,12 @@ class Driver(Protocol):
 
     def device_info(self, location: Location) -> DeviceInfo:
         """Describe a device. Raises :class:`~vram.errors.UsageError` for one that does not exist."""
+
+    def canonical(self, location: Location) -> Location:
+        """Return the one name of a place in this process: a device's ordinal rather than its UUID.
+
+        Raises :class:`~vram.errors.UsageError` for a place that does not exist, or that this process may not see.
+        """
 
     def mem_info(self, location: Location) -> tuple[int, int]:
         """Return (available, total) bytes of physical memory."""
@@ -222,6 +230,31 @@ class CopyOnWrite(Protocol):
 
 
 @runtime_checkable
+class DirectMapping(Protocol):
+    """A driver that takes an address from reserved to accessible in one call, memory included.
+
+    No handle comes of it: the mapping alone holds the memory, until :meth:`Driver.mem_retain` gives a handle to it.
+    """
+
+    def mem_map_new(
+        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+    ) -> None:
+        """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, for `location`.
+
+        Raises what they raise, and has then done nothing.
+        """
+
+    def mem_map_import(
+        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool
+    ) -> None:
+        """:meth:`Driver.mem_import`, map and set access in one. `fd` stays the caller's.
+
+        With `private` it is mapped as :meth:`CopyOnWrite.mem_map_private` does. Raises what these calls raise, and has
+        then done nothing.
+        """
+
+
+@runtime_checkable
 class Sealing(Protocol):
     """A driver whose kernel can make memory read-only for everybody."""
 
@@ -242,3 +275,121 @@ class Identity(Protocol):
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
         """Return a pair that is equal for two open descriptors exactly if they are the same memory."""
+
+
+@runtime_checkable
+class StreamOrdered(Protocol):
+    """A driver with streams: copies that return at once, events, and host memory that the device reads on its own.
+
+    Streams and events are numbers: the CUDA driver's own, those of other libraries included. Where a location is asked
+    for, it is that of the stream's device.
+    """
+
+    def stream_create(self, location: Location) -> int:
+        """Return a new stream that waits for no other; the caller destroys it."""
+
+    def stream_destroy(self, stream: int) -> None:
+        """Give a stream of :meth:`stream_create` back. Work on it goes on to its end."""
+
+    def stream_synchronize(self, stream: int, location: Location) -> None:
+        """Return when a stream is done with what was put on it so far."""
+
+    def stream_wait(self, stream: int, event: int, location: Location) -> None:
+        """Have a stream wait, on the device, until what an event recorded is done."""
+
+    def event_create(self, location: Location, *, interprocess: bool = False) -> int:
+        """Return a new event without timing; the caller destroys it. `interprocess`: its handle may be shared."""
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Have an event stand for what is on a stream now."""
+
+    def event_is_done(self, event: int) -> bool:
+        """Whether what an event recorded is done; True if it recorded nothing."""
+
+    def event_synchronize(self, event: int) -> None:
+        """Return when what an event recorded is done. Also for events of other libraries, by their number."""
+
+    def event_destroy(self, event: int) -> None:
+        """Give an event back. Those who wait for it are not disturbed."""
+
+    def ordinal_of(self, address: int) -> int:
+        """Return the ordinal of the device whose memory an address is, whoever made it.
+
+        Raises
+        ------
+        UsageError
+            If it is no memory that the driver knows.
+        """
+
+    def copy_async(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on a stream of :meth:`stream_create`, either side on the host or the device.
+
+        The caller keeps both sides as they are until it is done. Host memory that is not registered makes it wait.
+        """
+
+    def fill_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Set bytes on a stream of :meth:`stream_create`."""
+
+    def host_register(self, address: int, nbytes: int, location: Location) -> None:
+        """Pin memory of the host, so that the device copies it on its own. Some 0.4 s for a GiB: do it once."""
+
+    def host_unregister(self, address: int) -> None:
+        """Undo :meth:`host_register`."""
+
+
+@runtime_checkable
+class Multicast(Protocol):
+    """A driver with multicast objects: what is written to one address goes to memory on each GPU of a team.
+
+    Such an object is a handle too. ``mem_map``, ``mem_set_access``, ``mem_unmap``, ``mem_export`` and ``mem_release``
+    take it as they take memory; ``mem_properties`` and ``mem_import`` do not. Its states::
+
+        made --add_device (each)--> whole --bind, map, set_access--> in use
+        gone <------release-------- whole <-----unmap, unbind------- in use
+
+    Until the team is whole, map and bind would wait for ever inside the driver. An object that never left this process
+    is then refused with :class:`~vram.errors.UsageError`; of one that is shared only the processes together know.
+
+    Off by default: making such an object can take a host out of service that others share. It is made and imported
+    only with ``VRAM_MULTICAST=on`` in the environment, and not if that of another library forbids it.
+    """
+
+    def multicast_check(self, location: Location) -> None:
+        """Raise :class:`~vram.errors.UnsupportedError` unless multicast is on and the GPU at `location` has it."""
+
+    def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
+        """Return the granularity of such an object, of what is bound to it, and of the address that it is mapped to."""
+
+    def multicast_create(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> int:
+        """Make an object for a team of `num_devices` GPUs, and return a handle, which the caller must release once.
+
+        Raises
+        ------
+        UnsupportedError
+            If multicast is off, or the driver or every device lacks it; each with its own words.
+        """
+
+    def multicast_import(self, fd: int, kind: HandleKind, nbytes: int, num_devices: int) -> int:
+        """Return a handle to the object behind `fd`, which stays the caller's. Raises as :meth:`multicast_create` does.
+
+        The driver tells neither size nor team: they are what the caller says, and a wrong size is refused when it is
+        mapped. A descriptor of memory is refused with :class:`~vram.errors.ProtocolError`.
+        """
+
+    def multicast_add_device(self, handle: int, location: Location) -> None:
+        """Add a GPU to the team, for good."""
+
+    def multicast_bind_mem(self, handle: int, offset: int, memory_handle: int, memory_offset: int, nbytes: int) -> None:
+        """Have writes to [`offset`, `offset` + `nbytes`) go to memory too, which is on a GPU of the team.
+
+        Memory that cannot leave the process can only be bound to an object that cannot either.
+        """
+
+    def multicast_bind_address(self, handle: int, offset: int, address: int, nbytes: int) -> None:
+        """:meth:`multicast_bind_mem` for the memory mapped at an address of this driver."""
+
+    def multicast_unbind(self, handle: int, location: Location, offset: int, nbytes: int) -> None:
+        """Undo a bind of memory on the GPU at `location`: `offset` and `nbytes` are those of the bind, exactly.
+
+        Anything else is undefined in the driver, which does not check it: the caller does. Takes no blocking lock.
+        """

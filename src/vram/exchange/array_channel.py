@@ -9,16 +9,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from ..arrays import Array
 from ..errors import ClosedError, PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
 from ..lifetime import Owned
 from ..sharing.channel import Channel, close_fds
-from .handover import Borrower, Lender, MemoryPart, Reference, Size, nothing, refer
+from .handover import Borrower, Lender, nothing, refer
+from .wire import Forget, Part, Reference, encode
 
 __all__ = ["ArrayChannel"]
 
@@ -35,20 +36,8 @@ class _Returned(Struct, frozen=True, array_like=True, tag="r"):
     reference: Reference
 
 
-class _Memory(Struct, frozen=True, array_like=True, tag="m"):
-    """Memory, with its descriptors."""
-
-    part: MemoryPart
-
-
 class _GoOn(Struct, frozen=True, array_like=True, tag="g"):
     """The part was taken: send the next."""
-
-
-class _Forget(Struct, frozen=True, array_like=True, tag="f"):
-    """The sender unmapped these: let go of them."""
-
-    memories: Annotated[tuple[Size, ...], Meta(max_length=4096)]
 
 
 class _Value(Struct, frozen=True, array_like=True, tag="x"):
@@ -68,8 +57,7 @@ class _Failure:
 
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Shared | _Returned | _Memory | _GoOn | _Forget | _Value).decode
+_decode = msgspec.msgpack.Decoder(_Shared | _Returned | Part | _GoOn | Forget | _Value).decode
 
 
 class ArrayChannel(Owned):
@@ -187,7 +175,7 @@ class ArrayChannel(Owned):
                     message = self._refer(value, timeout)
                 else:
                     try:
-                        message = _encode(_Value(value))
+                        message = encode(_Value(value))
                     except (TypeError, ValueError, OverflowError, RecursionError) as error:
                         raise UsageError(f"a channel carries vram arrays and plain values: {error}") from None
                 self._channel.send(message, timeout=timeout)
@@ -258,7 +246,7 @@ class ArrayChannel(Owned):
     def _introduce(self, array: Array, timeout: float | None) -> bytes:
         number = self._borrower.number_of(array)
         if number is not None:
-            return _encode(_Returned(refer(number, 0, array)))
+            return encode(_Returned(refer(number, 0, array)))
         lent = self._lender.lend(array)
         if lent.sent < len(lent.fds):
             kept = lent.keep()
@@ -266,12 +254,12 @@ class ArrayChannel(Owned):
                 for part, fds in lent.parts(max(lent.sent, 0)):
                     # A peer that does not read must not cost more than one part of descriptors (S4).
                     self._wait_until_taken(timeout)
-                    self._channel.send(_encode(_Memory(part)), fds, timeout=timeout)
+                    self._channel.send(encode(Part(part)), fds, timeout=timeout)
                     self._unanswered += not part.last
                     lent.sent = part.first + len(fds)
             finally:
                 kept.release()
-        return _encode(_Shared(refer(lent.id, lent.sent, array)))
+        return encode(_Shared(refer(lent.id, lent.sent, array)))
 
     def _wait_until_taken(self, timeout: float | None) -> None:
         """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
@@ -317,7 +305,7 @@ class ArrayChannel(Owned):
         while self._retired:
             number = self._retired[0]
             try:
-                self._channel.send(_encode(_Forget((number,))), timeout=0)
+                self._channel.send(encode(Forget((number,))), timeout=0)
             except WaitTimeoutError:
                 return False
             except (VramError, OSError):  # the end of the connection makes the other end forget everything
@@ -347,14 +335,14 @@ class ArrayChannel(Owned):
                     self._inbox.append(_Failure(gone))
                 else:
                     self._inbox.append(array)
-            elif isinstance(message, _Memory):
+            elif isinstance(message, Part):
                 try:
                     self._borrower.learn(message.part, fds)
                 finally:
                     if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
                         patience = None if timeout is None else max(timeout, _PATIENCE)
-                        self._channel.send(_encode(_GoOn()), timeout=patience)
-            elif isinstance(message, _Forget):
+                        self._channel.send(encode(_GoOn()), timeout=patience)
+            elif isinstance(message, Forget):
                 self._last = nothing  # an array on such memory is no longer the other end's
                 for number in message.memories:
                     self._borrower.forget(number)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from ..errors import NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.session import Keeper
+from ..spec import HOST, Location
 from .keepers import as_notes, check_flag, check_seconds, check_version, connect
 from .lease import Lease, wire_access
+from .mapping import visible
 from .publish import publish_to
 
 __all__ = ["attach", "attach_or_publish"]
@@ -24,6 +26,7 @@ def attach(
     version: int | None = None,
     expect: Mapping[str, str] | None = None,
     timeout: float | None = 0.0,
+    device: str | Location | None = None,
     keeper: Keeper | str | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
@@ -41,6 +44,10 @@ def attach(
         What the entry's `meta` must say under these keys.
     timeout : float or None
         Seconds to wait for the name to be published; 0 does not wait, None waits for ever.
+    device : str, optional
+        The GPU that will work on memory of a GPU, such as ``"cuda:1"``: it reads the memory of the other one over the
+        link between the two, if they are peers. By default the one that the memory is on. Memory of the host is
+        not concerned.
     keeper : Keeper or str, optional
         Whom to ask: a socket path, or what :func:`vram.keeper` gave. By default ``$VRAM_KEEPER`` or the user's own.
 
@@ -61,8 +68,11 @@ def attach(
         If nothing was published within `timeout`.
     PeerGoneError
         If the keeper went away.
+    UnsupportedError
+        If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
     _check_access(access)
+    user = _user(device)
     check_version(version)
     wanted = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
@@ -70,7 +80,7 @@ def attach(
     attachment = client.attach(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=seconds
     )
-    return Lease(client, attachment, access)
+    return Lease(client, attachment, access, user=user)
 
 
 def attach_or_publish(
@@ -149,6 +159,14 @@ def _load_and_publish(
         client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, close=False, claim=claim
     )
     return published.version
+
+
+def _user(device: str | Location | None) -> Location | None:
+    """The GPU that will work on what is attached."""
+    if device is None:
+        return None
+    location = Location.parse(device)
+    return None if location == HOST else visible(location)
 
 
 def _check_access(access: object) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 
 from .. import driver as drivers
 from ..arrays import Array
+from ..arrays.cuda import copy_rows
 from ..arrays.dtypes import as_dtype
-from ..arrays.sources import as_source
+from ..arrays.sources import CudaSource, as_source
 from ..errors import UsageError, VramError
 from ..spec import Location
 
@@ -76,12 +77,13 @@ def zeros(
     device: str | Location,
     capacity: int | Sequence[int] | None = None,
     chunk: int | str | None = None,
+    populate: bool = False,
 ) -> Array:
     """Make an array of zeros. New memory is zero anyway: this says in the code that it is relied on.
 
     Parameters and errors are those of :func:`empty`.
     """
-    return empty(shape, dtype, device=device, capacity=capacity, chunk=chunk)
+    return empty(shape, dtype, device=device, capacity=capacity, chunk=chunk, populate=populate)
 
 
 def asarray(
@@ -91,6 +93,7 @@ def asarray(
     device: str | Location,
     capacity: int | Sequence[int] | None = None,
     chunk: int | str | None = None,
+    populate: bool = False,
 ) -> Array:
     """Return an array with the contents of `source`: the same object if it is a vram array that fits, else a copy.
 
@@ -100,8 +103,9 @@ def asarray(
         What to take the contents from.
     dtype : optional
         Convert to this element type; by default that of `source`.
-    device, capacity, chunk
-        As of :func:`empty`.
+    device, capacity, chunk, populate
+        As of :func:`empty`. What is copied touches the pages of the rows anyway; `populate` is about the rest of the
+        last chunk, and about an array that is returned as it is.
 
     Raises
     ------
@@ -117,23 +121,39 @@ def asarray(
         and capacity is None
         and chunk is None
     ):
+        if populate:
+            source.region.populate()
         return source
-    view = _view(source, kind)
-    array = empty(view.shape, view.dtype if kind is None else kind, device=location, capacity=capacity, chunk=chunk)
+    given = _given(source, kind)
+    wanted = given.dtype if kind is None else kind
+    array = empty(given.shape, wanted, device=location, capacity=capacity, chunk=chunk, populate=populate)
     try:
-        array.numpy()[...] = view
+        _copy(given, array)
     except BaseException as error:
         array.close()
         if isinstance(error, (TypeError, ValueError)) and not isinstance(error, VramError):
-            raise UsageError(f"{view.dtype} does not convert to {array.dtype}: {error}") from None
+            raise UsageError(f"{given.dtype} does not convert to {array.dtype}: {error}") from None
         raise
     return array
 
 
-def _view(source: object, kind: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
-    """Look at the contents of anything as numpy does."""
+def _copy(given: np.ndarray[Any, Any] | CudaSource, array: Array) -> None:
+    """Copy contents: within the host or a GPU directly, between the two over the host."""
+    if not isinstance(given, CudaSource):
+        array[...] = given
+    elif not array._here().addressable and given.dtype == array.dtype:
+        copy_rows(array.region, array.offset, given)
+    elif isinstance(given.owner, Array):
+        array[...] = given.owner.to_host()
+    else:
+        raise UsageError("copy it to the host with its own library first, or take it as it is: same device, same dtype")
+
+
+def _given(source: object, kind: np.dtype[Any] | None) -> np.ndarray[Any, Any] | CudaSource:
+    """Look at the contents of anything as numpy does, or as they lie on a GPU."""
     if not isinstance(source, (list, tuple, int, float, complex, bool, np.generic)):
-        return as_source(source).view
+        found = as_source(source)
+        return found if isinstance(found, CudaSource) else found.view
     try:
         return np.asarray(source, kind)
     except (TypeError, ValueError, OverflowError) as error:

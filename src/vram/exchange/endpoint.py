@@ -16,6 +16,7 @@ of the same user only, as the kernel vouches for them, and its name is not guess
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
 import selectors
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from multiprocessing.util import Finalize
 
@@ -36,27 +38,15 @@ from ..lifetime import Claim, Handle
 from ..memory import Pin
 from ..sharing.channel import Channel, close_fds, peer_credentials
 from . import flights
-from .fetching import FETCH_SECONDS, TELL_SECONDS, Fetch, Forget, Gone, Part, Source, Took, decode_request, encode
+from .fetching import FETCH_SECONDS, TELL_SECONDS, Reader, Source
 from .flights import Flights
-from .handover import Lender, Lent, Reference
+from .handover import Lender, Lent
+from .wire import Fetch, Gone, Part, Reference, Took, decode_request, encode
 
 __all__ = ["Endpoint", "endpoint", "shut_down"]
 
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
 _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
-
-
-class _Reader:
-    """A process that uses our arrays: what it asked for and is owed, while its socket has no room."""
-
-    __slots__ = ("asked", "channel", "fd", "forgets", "is_heard")
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.fd = channel.fileno()
-        self.asked: deque[tuple[Fetch, float]] = deque()
-        self.forgets: deque[int] = deque()
-        self.is_heard = False
 
 
 class Endpoint:
@@ -66,11 +56,12 @@ class Endpoint:
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.lender = Lender(self._retire)
         self.flights = Flights(self._retire, lambda lent: self.lender.find(lent.id) is lent)
+        self._last: tuple[weakref.ref[Array], tuple[object, ...], Lent, tuple[object, ...]] | None = None
         self._sources: dict[str, Source] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
         self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
         self._retired: deque[int] = deque()
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, Reader] = {}
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
@@ -96,13 +87,24 @@ class Endpoint:
         """Return what a pickle says of an array, and keep its memory until that is unpickled."""
         region = array.region
         region.driver.synchronize(region.location)  # whoever unpickles it may read it at once (S10)
+        # The same array again is what queues are for. Each of these is replaced, never changed.
+        state = (array.shape, region.layout, region.access)
         with self._lock:
             self._check()
-            lent = self.lender.lend(array)
+            last = self._last
+            if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
+                lent, written = last[2:]
+            else:
+                lent, written = self._write_anew(array)
+                self._last = (weakref.ref(array), state, lent, written)
             self.flights.begin(lent, region)
-            origin, number = self._origins.get(region.handle, ("", 0))
-        segments = len(lent.fds) if array.nbytes else 0
-        return (self.address, lent.id, segments, array.offset, dtype_name(array.dtype), array.shape, origin, number)
+        return written
+
+    def _write_anew(self, array: Array) -> tuple[Lent, tuple[object, ...]]:
+        lent = self.lender.lend(array)
+        origin, number = self._origins.get(array.region.handle, ("", 0))
+        where = (len(lent.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
+        return lent, (self.address, lent.id, *where, origin, number)
 
     def read(
         self,
@@ -153,10 +155,13 @@ class Endpoint:
         if address == self.address:
             self.flights.land(memory, 1)
             return
-        with contextlib.suppress(VramError, OSError):  # a sender that is gone needs not be told
-            if self._source(address).took(memory) and not self._is_to_tell:
+        try:
+            source = self._sources.get(address) or self._source(address)
+            if source.took(memory) and not self._is_to_tell:
                 self._is_to_tell = True
                 self._poke()
+        except (VramError, OSError):  # a sender that is gone needs not be told
+            pass
 
     def _source(self, address: str) -> Source:
         source = self._sources.get(address)
@@ -209,7 +214,7 @@ class Endpoint:
         try:
             if isinstance(peer, Source):
                 peer.hear()
-            elif isinstance(peer, _Reader):
+            elif isinstance(peer, Reader):
                 self._listen_to(peer)
             elif key.fd == self._wake:
                 with contextlib.suppress(BlockingIOError):
@@ -233,11 +238,11 @@ class Endpoint:
         if peer_credentials(sock).uid != os.geteuid():
             sock.close()
             return
-        reader = _Reader(Channel(sock))
+        reader = Reader(Channel(sock))
         self._readers[reader.fd] = reader
         self._listen(reader, True)
 
-    def _listen_to(self, reader: _Reader) -> None:
+    def _listen_to(self, reader: Reader) -> None:
         """Take one message from a process that uses our arrays."""
         payload, fds = reader.channel.recv(timeout=0)
         close_fds(fds)
@@ -247,14 +252,10 @@ class Endpoint:
         else:
             reader.asked.append((request, time.monotonic() + FETCH_SECONDS))
 
-    def _catch_up(self, reader: _Reader) -> None:
+    def _catch_up(self, reader: Reader) -> None:
         """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
         try:
-            while reader.forgets:
-                some = tuple(reader.forgets)[:4096]
-                reader.channel.send(encode(Forget(some)), timeout=0)
-                for _ in some:
-                    reader.forgets.popleft()
+            reader.tell_forgotten()
             while reader.asked:
                 self._answer(reader, reader.asked[0][0])
                 reader.asked.popleft()
@@ -271,7 +272,7 @@ class Endpoint:
             return
         self._listen(reader, not reader.asked)
 
-    def _listen(self, reader: _Reader, wanted: bool) -> None:
+    def _listen(self, reader: Reader, wanted: bool) -> None:
         """Take further requests, or none as long as those before have no answer."""
         if wanted and not reader.is_heard:
             self._selector.register(reader.fd, selectors.EVENT_READ, reader)
@@ -279,7 +280,7 @@ class Endpoint:
             self._selector.unregister(reader.fd)
         reader.is_heard = wanted
 
-    def _answer(self, reader: _Reader, request: Fetch) -> None:
+    def _answer(self, reader: Reader, request: Fetch) -> None:
         lent = self._lent(request.memory)
         kept: Pin | Claim | None = None
         if lent is not None:
@@ -295,9 +296,9 @@ class Endpoint:
             if kept is not None:
                 kept.release()
 
-    def _drop(self, peer: Source | _Reader | None) -> None:
+    def _drop(self, peer: Source | Reader | None) -> None:
         """The connection to a peer is over; a peer that is dropped already is not looked at again."""
-        if isinstance(peer, _Reader):
+        if isinstance(peer, Reader):
             if self._readers.get(peer.fd) is peer:
                 del self._readers[peer.fd]
                 self._listen(peer, False)

@@ -1,4 +1,4 @@
-"""What the endpoints of two processes say to each other, and the side that fetches: see :mod:`.endpoint`."""
+"""The connections between the endpoints of two processes, to either side: see :mod:`.endpoint`."""
 
 from __future__ import annotations
 
@@ -7,69 +7,40 @@ import threading
 import time
 from collections import Counter, deque
 from queue import Empty, SimpleQueue
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
 
 from ..arrays import Array
 from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..sharing.channel import Channel, close_fds
-from .handover import Borrower, Count, MemoryPart, Reference, Size, UnknownMemoryError
+from .handover import Borrower, UnknownMemoryError
+from .wire import MAX_FORGOTTEN, Fetch, Forget, Gone, Part, Reference, Took, decode_reply, encode
 
-__all__ = [
-    "FETCH_SECONDS",
-    "TELL_SECONDS",
-    "Fetch",
-    "Forget",
-    "Gone",
-    "Part",
-    "Source",
-    "Took",
-    "decode_reply",
-    "decode_request",
-    "encode",
-]
+__all__ = ["FETCH_SECONDS", "TELL_SECONDS", "Reader", "Source"]
 
 FETCH_SECONDS = 30.0
-TELL_SECONDS = 0.005  # between two messages about what was taken: each wakes a thread of the sender's
+TELL_SECONDS = 0.02  # between two messages about what was taken: each wakes a thread of the sender's
 
 
-class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
-    """Send the descriptors of a memory from the `first` segment on, one part an answer."""
+class Reader:
+    """A process that uses our arrays: what it asked for and is owed, while its socket has no room."""
 
-    memory: Size
-    first: Count
+    __slots__ = ("asked", "channel", "fd", "forgets", "is_heard")
 
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.fd = channel.fileno()
+        self.asked: deque[tuple[Fetch, float]] = deque()
+        self.forgets: deque[int] = deque()
+        self.is_heard = False
 
-class Took(Struct, frozen=True, array_like=True, tag="took"):
-    """So many pickled arrays on this memory were unpickled."""
-
-    memory: Size
-    times: Size
-
-
-class Part(Struct, frozen=True, array_like=True, tag="part"):
-    """The answer to a fetch, with descriptors."""
-
-    part: MemoryPart
-
-
-class Gone(Struct, frozen=True, array_like=True, tag="gone"):
-    """The answer to a fetch of what is not there any more."""
-
-    memory: Size
-
-
-class Forget(Struct, frozen=True, array_like=True, tag="forget"):
-    """These were unmapped by their lender: let go of them."""
-
-    memories: Annotated[tuple[Size, ...], Meta(max_length=4096)]
-
-
-encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Fetch | Took).decode
-decode_reply = msgspec.msgpack.Decoder(Part | Gone | Forget).decode
+    def tell_forgotten(self) -> None:
+        """Send what it has to let go of, as far as there is room; raises WaitTimeoutError where there is none."""
+        while self.forgets:
+            some = tuple(self.forgets)[:MAX_FORGOTTEN]
+            self.channel.send(encode(Forget(some)), timeout=0)
+            for _ in some:
+                self.forgets.popleft()
 
 
 class Source:
@@ -121,10 +92,13 @@ class Source:
 
     def known(self, reference: Reference) -> Array | None:
         """Return the array if its memory is mapped here already."""
-        self.tidy()
-        with self._lock, contextlib.suppress(UnknownMemoryError):
-            return self._borrower.array(reference)
-        return None
+        if self._forgets or self._is_gone:
+            self.tidy()
+        with self._lock:
+            try:
+                return self._borrower.array(reference)
+            except UnknownMemoryError:
+                return None
 
     # -- what was taken -----------------------------------------------------------------------------------------
     def took(self, memory: int) -> bool:

@@ -10,13 +10,10 @@ its region depends on, so the moment the region is unmapped here the other end c
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-from msgspec import Meta, Struct
+from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name, dtype_of
@@ -25,41 +22,15 @@ from ..errors import ClosedError, ProtocolError, RangeError, UsageError
 from ..lifetime import Claim, Handle, own
 from ..memory import Pin, Region
 from ..sharing.channel import MAX_FDS
-from ..sharing.descriptor import MAX_SEGMENTS, MemoryDescriptor
+from ..sharing.descriptor import MemoryDescriptor
 from ..spec import Access
 from .mapping import describe, extend_memory, map_memory
+from .wire import MemoryPart, Reference
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Borrower", "Lender", "Lent", "MemoryPart", "Reference", "UnknownMemoryError", "nothing", "refer"]
-
-Size = Annotated[int, Meta(ge=0, le=2**62)]
-Count = Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)]
-
-
-class Reference(Struct, frozen=True, array_like=True):
-    """An array on memory that was shared: the memory's id, how many of its segments must be known, and where in it
-    the array lies."""
-
-    memory: Size
-    segments: Count
-    offset: Size
-    dtype: Annotated[str, Meta(max_length=32)]
-    shape: Annotated[tuple[Size, ...], Meta(max_length=64)]
-
-
-class MemoryPart(Struct, frozen=True, array_like=True):
-    """Segments of a memory from the `first` on, with as many file descriptors; `last` ends the series.
-
-    `descriptor` holds the segments of this part; `writable` says how the receiver is to map them.
-    """
-
-    memory: Size
-    first: Count
-    last: bool
-    writable: bool
-    descriptor: MemoryDescriptor
+__all__ = ["Borrower", "Lender", "Lent", "UnknownMemoryError", "nothing", "refer"]
 
 
 class UnknownMemoryError(ProtocolError):
@@ -353,16 +324,13 @@ class Borrower:
             self.forget(number)
 
 
-_name = functools.cache(dtype_name)  # element types are few, and asked for in every message
-
-
 def nothing() -> None:
     """A weak reference to no array."""
 
 
 def refer(number: int, segments: int, array: Array) -> Reference:
     """Write an array down as a part of memory `number`."""
-    return Reference(number, segments, array.offset, _name(array.dtype), array.shape)
+    return Reference(number, segments, array.offset, dtype_name(array.dtype), array.shape)
 
 
 def _known(dtype: str) -> np.dtype[Any]:

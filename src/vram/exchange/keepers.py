@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 
 import numpy as np
 
-from ..errors import UsageError
-from ..keeper.client import EntryInfo, KeeperClient, StatisticsInfo, client
+from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
+from ..keeper.client import KeeperClient, client
+from ..keeper.reports import ArrayInfo, EntryInfo, StatisticsInfo
 from ..keeper.session import Keeper
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import decode_manifest
+from .mapping import read_sealed
 
 __all__ = ["as_notes", "check_flag", "check_version", "connect", "list_entries", "remove", "show", "statistics"]
 
@@ -65,14 +70,34 @@ def list_entries(prefix: str = "", *, keeper: Keeper | str | None = None) -> lis
 
 
 def show(name: str, *, keeper: Keeper | str | None = None) -> EntryInfo:
-    """Describe one entry: its versions with their sizes, its `meta`, owner and holders.
+    """Describe one entry: its versions with their sizes, its `meta`, owner, holders, and the arrays in it.
+
+    The keeper does not know the arrays: for those the current version is leased for a moment, which maps nothing of
+    its memory.
 
     Raises
     ------
     NotFoundError
         If there is no such entry.
     """
-    return connect(keeper).show(name)
+    client = connect(keeper)
+    shown = client.show(name)
+    return dataclasses.replace(shown, arrays=_arrays(client, name, shown.version)) if shown.version else shown
+
+
+def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, ...] | None:
+    """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
+    try:
+        lease = client.attach(name, version=version)
+        try:
+            inline = lease.manifest_fd is None
+            manifest = decode_manifest(lease.manifest if inline else read_sealed(lease.fds[0]))
+        finally:
+            close_fds(lease.fds)
+            client.release([lease.lease_id])
+    except (NotFoundError, ProtocolError, CapacityError):  # of many leases of ours, in the last case
+        return None
+    return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
 
 
 def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None = None) -> None:

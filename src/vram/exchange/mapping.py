@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 from collections.abc import Sequence
 
 from .. import driver as drivers
-from ..errors import ProtocolError, UsageError
+from ..errors import ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Handle
-from ..memory import PhysicalAllocation, Region
+from ..memory import PhysicalAllocation, Received, Region
 from ..sharing.descriptor import MAX_MANIFEST, MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
 from ..spec import HOST, Access, HandleKind, Location, round_up
 
@@ -23,9 +22,11 @@ __all__ = [
     "read_sealed",
     "sealed_copy",
     "sealed_size",
+    "visible",
 ]
 
 _LENGTH = struct.Struct("<Q")
+_POSIX_FD = int(HandleKind.POSIX_FD)
 ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
 
 
@@ -67,6 +68,7 @@ def map_memory(
     access: str,
     depends: Sequence[Handle] = (),
     follow: bool = False,
+    user: Location | None = None,
 ) -> Region:
     """Map memory that another process described.
 
@@ -82,6 +84,8 @@ def map_memory(
         What must outlive each mapping, such as a lease.
     follow : bool
         Set the owner's whole capacity aside, so that growth can be mapped behind the same address.
+    user : Location, optional
+        The GPU that will work on memory of a GPU; by default the one that it is on.
 
     Raises
     ------
@@ -91,50 +95,40 @@ def map_memory(
         For "rw" on what its owner sealed.
     """
     location = _location(memory.device)
-    driver = drivers.get(location)
-    with contextlib.ExitStack() as made:
-        allocations = _import_segments(made, memory.segments, fds, location)
-        try:
-            return Region.from_allocations(
-                driver,
-                allocations,
-                capacity=memory.capacity if follow else None,
-                access=ACCESS[access],
-                private=access == "cow",
-                depends=depends,
-                location=location,
-                managed=True,
-            )
-        except UsageError as error:
-            raise _not_memory(error) from None
+    received = _received(memory.segments, fds)
+    try:
+        return Region.from_allocations(
+            drivers.get(location),
+            received,
+            capacity=memory.capacity if follow else None,
+            access=ACCESS[access],
+            private=access == "cow",
+            depends=depends,
+            location=location,
+            users=() if user is None or location == HOST else (user,),
+            managed=True,
+        )
+    except UsageError as error:
+        raise _not_memory(error) from None
 
 
 def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
     """Map what a followed memory has grown by, behind the same address. `fds` are lent."""
-    with contextlib.ExitStack() as made:
-        more = _import_segments(made, segments, fds, region.location)
-        try:
-            region.extend(more, region.mapped + sum(allocation.nbytes for allocation in more))
-        except UsageError as error:
-            raise _not_memory(error) from None
+    more = _received(segments, fds)
+    try:
+        region.extend(more, region.mapped + sum(one.nbytes for one in more))
+    except UsageError as error:
+        raise _not_memory(error) from None
 
 
-def _import_segments(
-    made: contextlib.ExitStack, segments: Sequence[SegmentEntry], fds: Sequence[int], location: Location
-) -> list[PhysicalAllocation]:
-    """Import one allocation a segment, each closed with `made` (a region that maps it keeps its own claim)."""
+def _received(segments: Sequence[SegmentEntry], fds: Sequence[int]) -> list[Received]:
+    """Put each segment together with its descriptor."""
     if len(segments) != len(fds):
         raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
-    driver = drivers.get(location)
-    allocations = []
-    for segment, fd in zip(segments, fds, strict=True):
-        if segment.kind != HandleKind.POSIX_FD:
+    for segment in segments:
+        if segment.kind != _POSIX_FD:
             raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
-        try:
-            allocations.append(made.enter_context(PhysicalAllocation.import_(driver, fd, segment.nbytes)))
-        except UsageError as error:
-            raise _not_memory(error) from None
-    return allocations
+    return [Received(fd, segment.nbytes) for segment, fd in zip(segments, fds, strict=True)]
 
 
 def _not_memory(error: UsageError) -> ProtocolError:
@@ -164,10 +158,7 @@ def read_sealed(fd: int) -> bytes:
     granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
     most = round_up(_LENGTH.size + MAX_MANIFEST, granule)
     nbytes = min(max(os.fstat(fd).st_size // granule, 1) * granule, most)
-    with (
-        PhysicalAllocation.import_(driver, fd, nbytes) as allocation,
-        Region.from_allocations(driver, [allocation], managed=True) as region,
-    ):
+    with Region.from_allocations(driver, [Received(fd, nbytes)], managed=True) as region:
         head = bytearray(_LENGTH.size)
         driver.copy_out(memoryview(head), region.address)
         (size,) = _LENGTH.unpack(head)
@@ -178,11 +169,33 @@ def read_sealed(fd: int) -> bytes:
         return bytes(data)
 
 
+def visible(location: Location) -> Location:
+    """Return what a place is called in this process: a GPU's UUID becomes its ordinal.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is a GPU that this process does not see, or there is no driver for it.
+    """
+    if location == HOST:
+        return HOST
+    try:
+        return drivers.get(location).canonical(location)
+    except UsageError as error:
+        raise UnsupportedError(
+            f"memory on {location}", "that GPU", str(error), "Make it visible: see CUDA_VISIBLE_DEVICES"
+        ) from None
+
+
 def _location(device: str) -> Location:
     """The place that a peer named. An ordinal would be the peer's own, so it is refused (S1)."""
     if device == "host":
         return HOST
     if device.startswith("GPU-"):
-        with contextlib.suppress(UsageError):
-            return Location.parse(f"cuda:{device}")
+        try:
+            named = Location.parse(f"cuda:{device}")
+        except UsageError:
+            pass
+        else:
+            return visible(named)
     raise ProtocolError(f"memory on a device called {device[:64]!r}, which is neither host nor a UUID")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
+from ..arrays.cuda import copy_rows
 from ..arrays.dtypes import dtype_name
-from ..arrays.shapes import as_shape
-from ..arrays.sources import Source, as_source, find
+from ..arrays.shapes import as_shape, nbytes_of
+from ..arrays.sources import CudaSource, Source, as_source, find
 from ..arrays.views import Home, let_go
 from ..errors import UsageError, VramError
 from ..keeper.client import Segment
 from ..lifetime import Handle
-from ..memory import Region
+from ..memory import Pin, Region
 from ..sharing.descriptor import (
     MANIFEST_VERSION,
     MAX_SEGMENTS,
@@ -24,11 +27,14 @@ from ..sharing.descriptor import (
     SegmentEntry,
     check_array_name,
 )
-from ..spec import HOST, Access, HandleKind, round_up
-from .mapping import describe
+from ..spec import HOST, Access, HandleKind, Location, round_up
+from .mapping import describe, device_name
 from .provenance import Provenance
 
-__all__ = ["Placement"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Loaded", "Placement"]
 
 ALIGNMENT = 256  # of arrays in a packed copy, in bytes: what GPU libraries ask for
 _CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
@@ -36,23 +42,29 @@ _CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
 
 @dataclass(slots=True)
 class _Item:
-    """One array on its way: shared in place (`region` is set), or to be copied for `reason`."""
+    """One array on its way: shared in place (`region` is set), or to be copied for `reason` out of `source`."""
 
     name: str
     value: object
-    source: Source
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+    source: Source | CudaSource | None
     region: Region | None
     offset: int
     reason: str
 
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
-
     def entry(self, memory: int, start: int) -> ArrayEntry:
         """What the manifest says of it, in a memory that begins at offset `start` of the region."""
-        source = self.source
-        return ArrayEntry(memory, self.offset - start, source.nbytes, dtype_name(source.dtype), source.shape)
+        return ArrayEntry(memory, self.offset - start, self.nbytes, dtype_name(self.dtype), self.shape)
+
+    def give_up(self, reason: str) -> None:
+        """It will be copied after all."""
+        self.region, self.offset, self.reason = None, 0, self.reason or reason
+        if self.source is None:
+            with _named(self.name):
+                self.source = source = as_source(self.value)
+            self.shape, self.nbytes = source.shape, source.nbytes
 
 
 @dataclass(slots=True)
@@ -63,6 +75,46 @@ class _Span:
     start: int
     stop: int
     items: list[_Item]
+
+
+@dataclass(slots=True)
+class _Copy:
+    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any."""
+
+    region: Region
+    sizes: list[int]
+    items: list[_Item]
+
+    @classmethod
+    def reserve(cls, location: Location, items: list[_Item], *, grows: bool) -> _Copy:
+        """Place the arrays, and reserve addresses for them; there is no memory yet."""
+        end = 0
+        for item in items:
+            item.offset = round_up(end, ALIGNMENT)
+            end = item.offset + item.nbytes
+        driver = drivers.get(location)
+        granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
+        # An entry of empty arrays still is an entry: it has memory, if only a granule.
+        capacity = round_up(max(end, 1), granule)
+        size = round_up(-(-capacity // _CONSUME_CHUNKS), granule) if grows else capacity
+        region = Region.create(driver, location, capacity=capacity, chunk=size, managed=True)
+        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
+
+    def describe(self) -> MemoryDescriptor:
+        """Describe it as it will be when it is full."""
+        segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self.sizes)
+        return MemoryDescriptor(device_name(self.region.location), segments, 0, sum(self.sizes), self.region.capacity)
+
+    def take(self, item: _Item) -> Array:
+        """Copy one array in, and return it as it is there."""
+        region = self.region
+        region.grow(max(region.nbytes, item.offset + item.nbytes, 1))
+        target = Array(region, item.dtype, item.shape, offset=item.offset)
+        if isinstance(item.source, CudaSource):
+            copy_rows(region, item.offset, item.source)
+        elif item.source is not None:
+            target.numpy()[...] = item.source.view
+        return target
 
 
 class Placement:
@@ -79,30 +131,37 @@ class Placement:
         self._sources = sources
         self._close = close
         self._taken: dict[str, Array] = {}
-        self.items = [_look(name, value, writable) for name, value in arrays.items()]
+        self._pins: list[Pin] = []
+        known: dict[Region, str] = {}
+        self.items = [_look(name, value, writable, known) for name, value in arrays.items()]
         if not self.items:
             raise UsageError("there is nothing to publish: the mapping is empty")
-        self.nbytes = sum(item.nbytes for item in self.items)
         self.spans: dict[Handle, _Span] = {}
         for item in self.items:
             if item.region is not None:
                 self._share(item.region, item, item.offset)
-        shared = sum(len(s.region.segments(s.start, s.stop)[0]) for s in self.spans.values())
+        shared = self._hold()
         copies = any(item.region is None and item.nbytes for item in self.items)
         if shared + copies * (1 if sources is None else _CONSUME_CHUNKS) > MAX_SEGMENTS:
             self.spans.clear()
             for item in self.items:
-                item.reason = item.reason or f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most"
-                item.region = None
+                item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
         for span in [*self.spans.values()][:1]:  # what is empty needs memory of its own only if there is no other
             for item in self.items:
                 if item.region is None and not item.nbytes:
                     self._share(span.region, item, span.start)
+        self.nbytes = sum(item.nbytes for item in self.items)
         self.packed = [item for item in self.items if item.region is None]
-        self._copy: Region | None = None
-        self._copy_sizes: list[int] = []
-        if self.packed:
-            self._reserve()
+        groups: dict[Location, list[_Item]] = {}
+        for item in self.packed:
+            groups.setdefault(_place(item), []).append(item)
+        self._copies: list[_Copy] = []
+        try:
+            for location, items in groups.items():
+                self._copies.append(_Copy.reserve(location, items, grows=sources is not None))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def _share(self, region: Region, item: _Item, offset: int) -> None:
         start, stop = offset, offset + item.nbytes
@@ -111,20 +170,19 @@ class Placement:
         span.items.append(item)
         item.region, item.offset = region, offset
 
-    def _reserve(self) -> None:
-        """Place the packed arrays, and reserve addresses for them; there is no memory yet."""
-        end = 0
-        for item in self.packed:
-            item.offset = round_up(end, ALIGNMENT)
-            end = item.offset + item.nbytes
-        driver = drivers.get(HOST)
-        granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).recommended
-        # An entry of empty arrays still is an entry: it has memory, if only a granule.
-        capacity = round_up(max(end, 1), granule)
-        size = capacity if self._sources is None else round_up(-(-capacity // _CONSUME_CHUNKS), granule)
-        self._copy = Region.create(driver, HOST, capacity=capacity, chunk=size, managed=True)
-        # Known before there is memory, so that the keeper can be asked.
-        self._copy_sizes = [min(size, capacity - start) for start in range(0, capacity, size)]
+    def _hold(self) -> int:
+        """Keep what is shared from being shrunk away; return how many segments it has."""
+        shared = 0
+        for handle, span in tuple(self.spans.items()):
+            self._pins.append(span.region.pin(span.start, span.stop, "being published"))
+            allocations = span.region.segments(span.start, span.stop)[0]
+            if all(HandleKind.POSIX_FD in allocation.handle_kinds for allocation in allocations):
+                shared += len(allocations)
+                continue
+            del self.spans[handle]
+            for item in span.items:
+                item.give_up("its memory was made not to leave this process")
+        return shared
 
     # -- in this order --------------------------------------------------------------------------------------------
     def manifest(self) -> tuple[Manifest, list[Segment]]:
@@ -133,65 +191,61 @@ class Placement:
         entries: dict[str, ArrayEntry] = {}
         for number, span in enumerate(self.spans.values()):
             entries |= {item.name: item.entry(number, span.start) for item in span.items}
-        if self._copy is not None:
-            entries |= {item.name: item.entry(len(memories), 0) for item in self.packed}
-            segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self._copy_sizes)
-            capacity = self._copy.capacity
-            memories.append(MemoryDescriptor("host", segments, 0, sum(self._copy_sizes), capacity))
+        for copy in self._copies:
+            entries |= {item.name: item.entry(len(memories), 0) for item in copy.items}
+            memories.append(copy.describe())
         ordered = {item.name: entries[item.name] for item in self.items}
         pieces = [Segment(entry.nbytes, entry.kind, memory.device) for memory in memories for entry in memory.segments]
         return Manifest(MANIFEST_VERSION, tuple(memories), ordered), pieces
 
     def copy(self) -> None:
         """Pack what cannot be shared where it is."""
-        region = self._copy
-        if region is None:
-            return
-        if self._sources is None:
-            region.grow(region.capacity)
-        for item in self.packed:
-            region.grow(max(region.nbytes, item.offset + item.nbytes, 1))
-            target = Array(region, item.source.dtype, item.source.shape, offset=item.offset)
-            target.numpy()[...] = item.source.view
+        for copy in self._copies:
             if self._sources is None:
-                target.close()
-                continue
-            self._taken[item.name] = self._sources[item.name] = target
-            if self._close and isinstance(item.value, Array):
-                item.value.close()
-            item.value, item.source = target, as_source(target)
-        region.grow(region.capacity)
+                copy.region.grow(copy.region.capacity)
+            for item in copy.items:
+                target = copy.take(item)
+                if self._sources is None:
+                    target.close()
+                    continue
+                self._taken[item.name] = self._sources[item.name] = target
+                if self._close and isinstance(item.value, Array):
+                    item.value.close()
+                item.value, item.source = target, None
+            copy.region.grow(copy.region.capacity)
 
     def synchronize(self) -> None:
         """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
-        for span in self.spans.values():
-            span.region.driver.synchronize(span.region.location)
+        for region in self._regions():
+            for place in region.users:
+                region.driver.synchronize(place)
 
     def freeze(self) -> None:
         """Seal everything."""
-        if self._copy is not None:
-            self._copy.freeze()
-            Home.of(self._copy).freeze_views()
-        for span in self.spans.values():
-            span.region.freeze()
-            Home.of(span.region).freeze_views()
+        for region in self._regions():
+            region.freeze()
+            Home.of(region).freeze_views()
+
+    def _regions(self) -> list[Region]:
+        return [*(copy.region for copy in self._copies), *(span.region for span in self.spans.values())]
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all segments, in their order, lent by the allocations."""
         fds = [fd for span in self.spans.values() for fd in describe(span.region, span.start, span.stop)[1]]
-        if self._copy is not None:
-            fds += describe(self._copy, 0, self._copy.nbytes)[1]
+        for copy in self._copies:
+            fds += describe(copy.region, 0, copy.region.nbytes)[1]
         return fds
 
     def done(self, path: str, name: str, version: int) -> None:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
+        access = "rw" if self._writable else "r"
         for span in self.spans.values():
+            region, layout = span.region, span.region.layout
             for item in span.items:
                 array = item.value
-                if isinstance(array, Array) and not array.is_closed and array.region is span.region:
-                    access = "rw" if self._writable else "r"
+                if isinstance(array, Array) and not array.is_closed and array.region is region:
                     array.provenance = Provenance(
-                        path, name, version, item.name, access, array.offset, array.nbytes, span.region.layout
+                        path, name, version, item.name, access, array.offset, array.nbytes, layout
                     )
                 if self._sources is not None:
                     self._sources.pop(item.name, None)
@@ -207,41 +261,108 @@ class Placement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._copy is not None:
-            let_go(self._copy)  # arrays that were put into the mapping keep its memory
+        for pin in self._pins:
+            pin.release()
+        for copy in self._copies:
+            let_go(copy.region)  # arrays that were put into the mapping keep its memory
 
 
-def _look(name: object, value: object, writable: bool) -> _Item:
-    """Decide for one array whether it is shared in place, and if not, why."""
-    called = check_array_name(name)
+class Loaded:
+    """Arrays that lie on one new region of ours, as a file that was loaded: nothing to look for, nothing to copy.
+
+    Parameters
+    ----------
+    region : Region
+        All their memory. The caller's to close.
+    arrays : mapping of str to ArrayEntry
+        Where in it each array lies.
+    """
+
+    def __init__(self, region: Region, arrays: dict[str, ArrayEntry]) -> None:
+        self._region = region
+        self._arrays = arrays
+        self._memory, self._fds = describe(region, 0, region.nbytes)
+
+    def manifest(self) -> tuple[Manifest, list[Segment]]:
+        """Return the manifest and the segments that it speaks of."""
+        memory = self._memory
+        pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
+        return Manifest(MANIFEST_VERSION, (memory,), self._arrays), pieces
+
+    def synchronize(self) -> None:
+        """Wait for the work that fills the memory (S10)."""
+        self._region.driver.synchronize(self._region.location)
+
+    def freeze(self) -> None:
+        """Seal everything."""
+        self._region.freeze()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of all segments, in their order, lent by the allocations."""
+        return self._fds
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say in an error which array it is about."""
     try:
-        source = as_source(value)
-        # What no reader could name or shape is refused before anything is copied.
-        dtype_name(source.dtype)
-        as_shape(source.shape)
+        yield
     except VramError as error:
-        error.add_note(f"that is array {called!r:.80}")
+        error.add_note(f"that is array {name!r:.80}")
         raise
-    if isinstance(value, Array):
-        found: tuple[Region, int] | None = (value.region, value.offset)
-    else:
-        found = find(source.address, source.nbytes if source.contiguous else 1)
+
+
+def _look(name: object, value: object, writable: bool, known: dict[Region, str]) -> _Item:
+    """Decide for one array whether it is shared in place, and if not, why.
+
+    `known` says of each region why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
+    """
+    called = check_array_name(name)
+    with _named(called):
+        found: tuple[Region, int] | None
+        if isinstance(value, Array):
+            source = None
+            dtype, shape, contiguous = value.dtype, value.shape, True
+            nbytes = nbytes_of(shape, dtype)
+            found = value.region, value.offset
+        else:
+            source = as_source(value)
+            dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, source.contiguous
+            found = find(source.address, nbytes if contiguous else 1)
+        # What no reader could name or shape is refused before anything is copied.
+        dtype_name(dtype)
+        as_shape(shape)
     if found is None:
-        return _Item(called, value, source, None, 0, "it is not in vram memory")
+        return _Item(called, value, dtype, shape, nbytes, source, None, 0, "it is not in vram memory")
     region, offset = found
-    reason = ""
-    if not source.contiguous:
-        reason = "it is not contiguous"
-    elif not source.nbytes:
-        reason = "it is empty"
-    elif region.is_closed:
-        reason = "its region was closed"
-    elif region.is_private:
-        reason = "it is a private copy of what was attached"
-    elif region.is_frozen and writable:
-        reason = "its memory is read-only for good, and writable=True was asked for"
-    elif region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):
-        reason = "its memory is another process's, which did not make it read-only"
-    elif not all(HandleKind.POSIX_FD in a.handle_kinds for a in region.segments(offset, offset + source.nbytes)[0]):
-        reason = "its memory was made not to leave this process"
-    return _Item(called, value, source, None if reason else region, offset, reason)
+    item = _Item(called, value, dtype, shape, nbytes, source, region, offset, "")
+    if not contiguous:
+        item.give_up("it is not contiguous")
+    elif not nbytes:
+        item.give_up("it is empty")
+    else:
+        reason = known.get(region)
+        if reason is None:
+            reason = known[region] = _why_not(region, writable)
+        if reason:
+            item.give_up(reason)
+    return item
+
+
+def _place(item: _Item) -> Location:
+    """Where a packed array goes: to where it is."""
+    source = item.source
+    return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST
+
+
+def _why_not(region: Region, writable: bool) -> str:
+    """Return why nothing on a region can be shared in place; empty if it can."""
+    if region.is_closed:
+        return "its region was closed"
+    if region.is_private:
+        return "it is a private copy of what was attached"
+    if region.is_frozen and writable:
+        return "its memory is read-only for good, and writable=True was asked for"
+    if region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):
+        return "its memory is another process's, which did not make it read-only"
+    return ""

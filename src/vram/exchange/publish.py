@@ -10,12 +10,13 @@ from ..errors import UsageError
 from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..keeper.session import Keeper
-from ..sharing.descriptor import encode_manifest
+from ..memory import Region
+from ..sharing.descriptor import ArrayEntry, encode_manifest
 from .keepers import as_notes, check_flag, connect
 from .mapping import sealed_copy, sealed_size
-from .placement import Placement
+from .placement import Loaded, Placement
 
-__all__ = ["Published", "publish", "publish_to"]
+__all__ = ["Published", "publish", "publish_loaded", "publish_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,40 @@ def publish_to(
         kind = type(arrays).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
     sources = arrays if consume and isinstance(arrays, MutableMapping) else None
-    with Placement(arrays, writable, sources, close) as plan, contextlib.ExitStack() as made:
+    with Placement(arrays, writable, sources, close) as plan:
+        version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
+        plan.done(client.path, name, version)
+    copied = {item.name: item.reason for item in plan.packed if item.nbytes}
+    return Published(name, version, len(plan.items), plan.nbytes, copied)
+
+
+def publish_loaded(
+    client: KeeperClient,
+    name: str,
+    region: Region,
+    arrays: dict[str, ArrayEntry],
+    *,
+    meta: dict[str, str],
+    writable: bool,
+    ttl: float | None,
+) -> Published:
+    """Publish a region of ours that nobody else looks at, and on which the caller knows what lies where."""
+    version = _publish(client, name, Loaded(region, arrays), writable=writable, meta=meta, ttl=ttl, claim=None)
+    return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
+
+
+def _publish(
+    client: KeeperClient,
+    name: str,
+    plan: Placement | Loaded,
+    *,
+    writable: bool,
+    meta: dict[str, str],
+    ttl: float | None,
+    claim: PublishClaim | None,
+) -> int:
+    """Give the keeper what was planned; return the version."""
+    with contextlib.ExitStack() as made:
         manifest, segments = plan.manifest()
         inline = encode_manifest(manifest)
         nbytes = sum(segment.size for segment in segments)
@@ -152,13 +186,14 @@ def publish_to(
             ttl=ttl,
             claim=claim,
         )
-        plan.copy()
+        if isinstance(plan, Placement):
+            plan.copy()
         plan.synchronize()
         manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
         if not writable:
             plan.freeze()
         try:
-            version = client.publish(
+            return client.publish(
                 name,
                 segments,
                 plan.descriptors(),
@@ -170,9 +205,6 @@ def publish_to(
                 claim=claim,
             )
         except BaseException as error:
-            if plan.spans and not writable:
+            if isinstance(plan, Placement) and plan.spans and not writable:
                 error.add_note("the arrays that were to be shared in place are read-only from now on all the same")
             raise
-        plan.done(client.path, name, version)
-    copied = {item.name: item.reason for item in plan.packed if item.nbytes}
-    return Published(name, version, len(plan.items), plan.nbytes, copied)

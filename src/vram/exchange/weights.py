@@ -5,14 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import msgspec
+
 from .. import driver as drivers
 from ..arrays import weights
+from ..arrays.dtypes import dtype_name
+from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
 from ..keeper.session import Keeper
+from ..memory import Region
+from ..sharing.descriptor import ArrayEntry
 from ..spec import Location
 from .keepers import as_notes, check_flag, connect
-from .publish import Published, publish_to
+from .publish import Published, publish_loaded
 
-__all__ = ["put"]
+__all__ = ["FILE_META", "put"]
+
+FILE_META = "__metadata__"  # what the format itself calls it
+MAX_FILE_META = 1024  # bytes
 
 
 def put(
@@ -36,7 +45,8 @@ def put(
     device : str
         Where to keep it: ``"host"``.
     meta : mapping of str to str, optional
-        As of :func:`vram.publish`. The file's name is added as ``source`` unless given.
+        As of :func:`vram.publish`. As far as there is room, and unless given, the file's name is added as ``source``,
+        and its own metadata, as one JSON object, as ``__metadata__``: at most 1 KiB of it, whole items.
     writable, ttl, keeper
         As of :func:`vram.publish`.
 
@@ -49,15 +59,46 @@ def put(
     """
     location = Location.parse(device)
     plan = weights.plan(path)
-    source = os.path.basename(plan.path).encode(errors="replace").decode()[:200]
-    notes = {"source": source, **as_notes(meta)}
+    notes = _notes(plan, check_meta(as_notes(meta)))
     client = connect(keeper)
     # Before the file is read, which may take minutes: would it be taken at all?
     writable = check_flag(writable, "writable")
     client.offer(name, plan.nbytes, writable=writable, meta=notes, ttl=ttl)
-    arrays = weights.load(plan, drivers.get(location), location)
-    try:
-        return publish_to(client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=False)
-    finally:
-        for array in arrays.values():
-            array.close()
+    # No array is made of it: what lies where is known, and there may be thousands.
+    arrays = {
+        key: ArrayEntry(0, tensor.offset, tensor.nbytes, dtype_name(tensor.dtype), tensor.shape)
+        for key, tensor in plan.tensors.items()
+    }
+    nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
+    with Region.create(drivers.get(location), location, capacity=nbytes, nbytes=nbytes, managed=True) as region:
+        weights.fill(plan, region)
+        return publish_loaded(client, name, region, arrays, meta=notes, writable=writable, ttl=ttl)
+
+
+def _notes(plan: weights.WeightsPlan, meta: dict[str, str]) -> dict[str, str]:
+    """Add what is known of the file to what its publisher says of it, as far as there is room."""
+    source = os.path.basename(plan.path).encode(errors="replace").decode()[:200]
+    added = {"source": source, **({FILE_META: _as_json(plan.meta)} if plan.meta else {})}
+    room = MAX_META - sum(len(key.encode()) + len(value.encode()) for key, value in meta.items())
+    for key, value in added.items():
+        nbytes = len(key.encode()) + len(value.encode())
+        if key not in meta and nbytes <= room and len(meta) < MAX_KEYS:
+            meta[key] = value
+            room -= nbytes
+    return meta
+
+
+def _as_json(meta: dict[str, str]) -> str:
+    """Write a file's metadata down in at most :data:`MAX_FILE_META` bytes: whole items, the short ones first."""
+    kept: dict[str, str] = {}
+    for key, value in sorted(meta.items(), key=lambda item: len(item[0]) + len(item[1])):
+        longer = {**kept, key: value}
+        left_out = len(meta) - len(longer)
+        text = msgspec.json.encode({**longer, "...": f"{left_out} more"} if left_out else longer)
+        if len(text) > MAX_FILE_META:
+            break
+        kept = longer
+    ordered = {key: value for key, value in meta.items() if key in kept}
+    if len(kept) < len(meta):
+        ordered["..."] = f"{len(meta) - len(kept)} more"
+    return msgspec.json.encode(ordered).decode()

@@ -1,4 +1,7 @@
-"""What a keeper takes in: memory that nobody can pull away from under its readers, and nothing else."""
+"""What a keeper takes in: memory that nobody can pull away from under its readers, and nothing else.
+
+That is sealed memfds, and descriptors of NVIDIA's driver.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ _SEAL_SHRINK = 0x2
 _SEAL_GROW = 0x4
 _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
+_NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 
 
 class InadmissibleError(ProtocolError):
@@ -42,14 +46,25 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     Raises
     ------
     InadmissibleError
-        If it is no memfd, could change its size under its readers, is too small, or could be written.
+        If it is no memfd, could change its size under its readers, is too small, or could be written; for memory of a
+        GPU, if it is no descriptor of NVIDIA's driver.
     UnsupportedError
-        If it is memory of a device.
+        If it would not be reached by a descriptor.
+
+    Notes
+    -----
+    What a GPU's descriptor stands for only NVIDIA's driver could say, which the keeper does not load. Its size is the
+    stated one (a reader that maps another size is refused by the driver), and nothing seals it: read-only memory of a
+    GPU is each reader's own mapping, and no security boundary.
     """
-    if kind != HandleKind.POSIX_FD or device != "host":
+    if kind != HandleKind.POSIX_FD:
         raise UnsupportedError(
-            f"{what} on {device!r}", "host memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
+            f"{what} on {device!r}", "memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
         )
+    if device.startswith("GPU-"):
+        return _admit_gpu(fd, size, what)
+    if device != "host":
+        raise InadmissibleError(f'{what} is said to be on {device[:64]!r}, which is neither "host" nor a GPU\'s UUID')
     try:
         # The seals first: fstat asks the file system, and one in user space may never answer.
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
@@ -71,3 +86,28 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
     return found.st_size
+
+
+def _admit_gpu(fd: int, size: int, what: str) -> int:
+    """Check a descriptor that is said to be memory of a GPU: a device file of NVIDIA's driver."""
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        seals = None
+    if seals is not None:
+        # A memfd harms nobody whatever is said of it; the driver that our own tests run on shares its memory so.
+        if seals & (_SEAL_SHRINK | _SEAL_GROW) != _SEAL_SHRINK | _SEAL_GROW:
+            raise InadmissibleError(f"{what} is not sealed against shrinking and growing")
+        found = os.fstat(fd).st_size
+        if found < size:
+            raise InadmissibleError(f"{what} has {found} bytes; {size} were stated")
+        return found
+    # The name first, which asks no file system: fstat does, and one in user space may never answer.
+    try:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        is_nvidia = os.path.basename(name).startswith("nvidia") and os.major(os.fstat(fd).st_rdev) == _NVIDIA_MAJOR
+    except OSError:
+        is_nvidia = False
+    if not is_nvidia or not stat.S_ISCHR(os.fstat(fd).st_mode):
+        raise InadmissibleError(f"{what} is no memory of a GPU: it is not a descriptor of NVIDIA's driver")
+    return size

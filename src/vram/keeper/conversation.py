@@ -246,9 +246,11 @@ class Conversation:
 
     def _ring(self) -> None:
         """Wake everybody who waits, to look again."""
-        with contextlib.suppress(IndexError):
-            while True:
+        while self._bells:
+            try:
                 self._bells.popleft().release()
+            except IndexError:  # another thread was quicker
+                return
 
     def _read_for_all(self, call: int, tray: deque[_Answer], deadline: float | None) -> _Answer:
         while True:

@@ -9,6 +9,7 @@ from ..spec import HandleKind
 from . import messages as m
 
 __all__ = [
+    "ArrayInfo",
     "Attachment",
     "EntryInfo",
     "HolderInfo",
@@ -97,6 +98,16 @@ class VersionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrayInfo:
+    """One array of a version, as its publisher described it: the name of its element type, its shape, its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EntryInfo:
     """One name. From ``list`` without its versions, from ``show`` with them, oldest first.
 
@@ -108,6 +119,9 @@ class EntryInfo:
         Bytes of the current version.
     retired : int
         Older versions that readers still hold.
+    arrays : tuple of ArrayInfo, or None
+        What the current version holds. Only :func:`vram.show` reads it; None if it did not, if no version is current,
+        or if what the publisher wrote cannot be read.
     """
 
     name: str
@@ -122,6 +136,7 @@ class EntryInfo:
     ttl_left: float | None
     meta: dict[str, str] = field(default_factory=dict)
     versions: tuple[VersionInfo, ...] = ()
+    arrays: tuple[ArrayInfo, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping
 
 from ..errors import NotFoundError, UsageError
+from ..sharing.descriptor import MAX_SEGMENTS
 
 __all__ = [
+    "MAX_KEYS",
     "MAX_LABEL",
     "MAX_MANIFEST",
     "MAX_META",
@@ -27,7 +29,6 @@ MAX_NAME = 200
 MAX_META = 4096  # bytes of all keys and values together
 MAX_KEYS = 512
 MAX_VERSION = 2**53
-MAX_SEGMENTS = 1024
 MAX_MANIFEST = 32 * 1024  # bytes of a manifest that travels inside a message
 MAX_LABEL = 120
 MAX_TTL = 10 * 365 * 86400.0  # seconds

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..driver.protocol import Driver, Identity, Sealing
 from ..errors import UnsupportedError, UsageError
@@ -18,7 +18,7 @@ from . import checks
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Memory", "PhysicalAllocation", "create_memory", "is_sealed"]
+__all__ = ["Memory", "PhysicalAllocation", "Received", "create_memory", "is_sealed", "retain_memory"]
 
 
 class Release:
@@ -256,6 +256,24 @@ class PhysicalAllocation(Owned):
         return is_sealed(self._memory)
 
 
+class Received(NamedTuple):
+    """Memory that another process sent, not opened yet: what a region maps as it maps an allocation.
+
+    Attributes
+    ----------
+    fd : int
+        The descriptor. It is lent: it stays the caller's and may be closed afterwards.
+    nbytes : int
+        Size in bytes of the allocation, as its owner stated it; the driver checks it.
+    handle_kinds : HandleKind
+        How it came.
+    """
+
+    fd: int
+    nbytes: int
+    handle_kinds: HandleKind = HandleKind.POSIX_FD
+
+
 def create_memory(driver: Driver, nbytes: int, location: Location, kinds: HandleKind) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
     release = Release(driver, nbytes, location)
@@ -271,21 +289,29 @@ def create_memory(driver: Driver, nbytes: int, location: Location, kinds: Handle
 
 def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) -> tuple[Memory, Claim]:
     """Open memory that was exported, and return it with the first claim on it; see PhysicalAllocation.import_."""
-    if type(fd) is not int or fd < 0:
-        raise UsageError(f"fd must be an open file descriptor, not {fd!r}")
+    checks.descriptor(fd)
     checks.kinds(kind)
     granularity = driver.mem_granularity(Location(driver.name), kind).minimum
     size = checks.positive(nbytes, "nbytes", granularity)
-    release = Release(driver, size)
+    return _open(Release(driver, size), partial(driver.mem_import, fd, kind, size))
+
+
+def retain_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
+    """Get hold of memory that only a mapping holds so far, and return it with the first claim on it."""
+    return _open(Release(driver, nbytes, location), partial(driver.mem_retain, address))
+
+
+def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
+    driver, nbytes = release.driver, release.nbytes
     claim = own(release.describe, release)
     try:
-        release.driver_handle = raw = driver.mem_import(fd, kind, size)
+        release.driver_handle = raw = handle()
         properties = driver.mem_properties(raw)
     except BaseException as error:
         with unwinding(error):
             claim.release()
         raise
-    return Memory(driver, raw, size, properties.location, properties.handle_kinds, claim.handle), claim
+    return Memory(driver, raw, nbytes, properties.location, properties.handle_kinds, claim.handle), claim
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
 from ..spec import Access, HandleKind, Location, parse_size
 
-__all__ = ["access", "aligned", "kinds", "place", "positive", "size"]
+__all__ = ["access", "aligned", "descriptor", "kinds", "place", "positive", "size"]
 
 
 def size(value: int | str, what: str) -> int:
@@ -42,6 +42,13 @@ def place(driver: Driver, location: Location | str) -> Location:
     if found.kind != driver.name:
         raise UsageError(f"location {found} is not served by the {driver.name} driver; see vram.driver.get(location)")
     return found
+
+
+def descriptor(value: int) -> int:
+    """Return a number that a file descriptor may have."""
+    if type(value) is not int or value < 0:
+        raise UsageError(f"fd must be an open file descriptor, not {value!r}")
+    return value
 
 
 def kinds(value: HandleKind) -> HandleKind:

@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
-from ..driver.protocol import Driver, HostAddressable
+from ..driver.protocol import DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size, round_up
-from .allocation import Memory, PhysicalAllocation, create_memory, is_sealed
-from .reservation import AddressRange, Unmap, map_at, reserve_addresses
+from . import checks
+from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
+from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
 
-__all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
+__all__ = ["Chunk", "Chunks", "maps_directly", "measure", "plan", "reserve", "touchable"]
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
 
-class Chunk(NamedTuple):
-    """One allocation mapped whole, at an offset in bytes."""
+class Chunk:
+    """One allocation mapped whole, at an offset in bytes.
 
-    start: int
-    stop: int
-    memory: Memory
-    mapping: Handle
-    undo: Unmap
+    Where the driver made or opened it in the call that mapped it, the mapping is all that holds it, until somebody
+    wants to have the memory itself.
+    """
+
+    __slots__ = ("_memory", "mapping", "place", "start", "stop", "undo")
+
+    def __init__(
+        self, start: int, stop: int, place: Location, mapping: Handle, undo: Unmap, memory: Memory | None
+    ) -> None:
+        self.place = place
+        self.start = start
+        self.stop = stop
+        self.mapping = mapping
+        self.undo = undo
+        self._memory = {} if memory is None else {mapping: memory}  # of one: setdefault has one winner, without a lock
+
+    @property
+    def known(self) -> Memory | None:
+        """The memory, if anybody ever wanted to have it: nobody else can have exported or sealed it here."""
+        return self._memory.get(self.mapping)
+
+    @property
+    def memory(self) -> Memory:
+        """The memory. From the first time on it has a handle of its own, which goes with the mapping at the latest."""
+        if not self._memory:
+            where = self.undo.where
+            memory, claim = retain_memory(where.driver, where.address + self.start, self.stop - self.start, self.place)
+            self.mapping.adopt(claim)
+            self._memory.setdefault(self.mapping, memory)
+        return self._memory[self.mapping]
+
+
+class Piece(NamedTuple):
+    """What becomes a chunk: how to map it, and the memory if it is there before."""
+
+    nbytes: int
+    put: Callable[[int, int], object]
+    memory: Memory | None = None
 
 
 class Chunks:
@@ -34,7 +69,7 @@ class Chunks:
     `row` is replaced, never changed, so that it can be read without a lock.
     """
 
-    __slots__ = ("depends", "handle", "location", "populate", "private", "row", "where")
+    __slots__ = ("depends", "handle", "location", "populate", "private", "row", "users", "where")
 
     def __init__(
         self,
@@ -42,6 +77,7 @@ class Chunks:
         handle: Handle,
         location: Location,
         *,
+        users: tuple[Location, ...] = (),
         private: bool = False,
         populate: bool = False,
         depends: tuple[Handle, ...] = (),
@@ -49,6 +85,9 @@ class Chunks:
         self.where = where
         self.handle = handle
         self.location = location
+        self.users = users or (location,)  # who may access it
+        if _has_streams(cast("Any", where.driver)):
+            where.workers = self.users
         self.private = private
         self.populate = populate
         self.depends = depends
@@ -68,16 +107,25 @@ class Chunks:
         """
         if not self.row:
             return False
-        memory = self.row[-1].memory
-        return memory.sealed or (bool(memory.exported) and is_sealed(memory))
+        memory = self.row[-1].known
+        return memory is not None and (memory.sealed or (bool(memory.exported) and is_sealed(memory)))
 
     def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
+        driver, place = self.where.driver, self.location
+        if direct := maps_directly(driver):
+            new = direct.mem_map_new
+
+            def put(address: int, nbytes: int) -> None:
+                new(address, nbytes, place, kinds, access)
+
+            self._append([Piece(size, put) for size in sizes], access)
+            return
         made: list[tuple[Memory, Claim]] = []
         try:
             for size in sizes:
-                made.append(create_memory(self.where.driver, size, self.location, kinds))
-            self.append([memory for memory, _ in made], access)
+                made.append(create_memory(driver, size, place, kinds))
+            self._append([Piece(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made], access)
         except BaseException as error:
             with unwinding(error):
                 for _, claim in reversed(made):
@@ -86,31 +134,65 @@ class Chunks:
         for _, claim in made:
             claim.release()  # the mappings keep it now
 
-    def append(self, memories: Sequence[Memory], access: Access) -> None:
+    def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
-        handle, where = self.handle, self.where
-        start = offset = self.mapped
-        made: list[tuple[Claim, Chunk]] = []
+        driver, opened = self.where.driver, []
+        direct = maps_directly(driver)
         try:
-            for memory in memories:
-                claim, undo = map_at(where, offset, memory, self.private, self.depends)
-                stop = offset + memory.nbytes
-                made.append((claim, Chunk(offset, stop, memory, claim.handle, undo)))
-                offset = stop
-            if access is not Access.NONE:
-                where.driver.mem_set_access(where.address + start, offset - start, access, (self.location,))
-            if self.populate:
-                touchable(where.driver, access).populate(where.address + start, offset - start)
-            row = (*self.row, *(chunk for _, chunk in made))
-            for claim, _ in made:
-                handle.adopt(claim)
-            self.row = row
+            pieces = []
+            for one in given:
+                if isinstance(one, Received):
+                    if direct:
+                        pieces.append(Piece(one.nbytes, partial(_receive, direct, one, access, self.private)))
+                        continue
+                    one = PhysicalAllocation.import_(driver, one.fd, one.nbytes, kind=one.handle_kinds)
+                    opened.append(one)
+                    if one.location != self.location:
+                        raise UsageError(f"{one!r} is not on {self.location}; a region's memory is all in one place")
+                memory = one._memory
+                pieces.append(Piece(memory.nbytes, put_memory(memory, self.private), memory))
+            self._append(pieces, access)
         except BaseException as error:
             with unwinding(error):
-                for claim, chunk in reversed(made):
-                    handle.forgo(chunk.mapping)
+                for one in reversed(opened):
+                    one.close()
+            raise
+        for one in opened:
+            one.close()  # the mappings keep it now
+
+    def _append(self, pieces: Sequence[Piece], access: Access) -> None:
+        """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""
+        handle, where = self.handle, self.where
+        start = offset = self.mapped
+        made: list[Claim] = []
+        row: list[Chunk] = []
+        needs = (*self.depends, where.handle)
+        is_accessible = self.users == (self.location,)  # mapping at once gives access to that one only
+        try:
+            for nbytes, put, memory in pieces:
+                # The order in which they are given up is the opposite one: a lease after the memory.
+                claim, undo = map_at(where, offset, nbytes, put, needs if memory is None else (*needs, memory.handle))
+                made.append(claim)
+                row.append(Chunk(offset, offset + nbytes, self.location, claim.handle, undo, memory))
+                offset += nbytes
+                is_accessible = is_accessible and memory is None
+            if not is_accessible and access is not Access.NONE:
+                where.driver.mem_set_access(where.address + start, offset - start, access, self.users)
+            if self.populate:
+                touchable(where.driver, access).populate(where.address + start, offset - start)
+            handle.adopt(*made)
+            self.row = (*self.row, *row)
+        except BaseException as error:
+            with unwinding(error):
+                for claim in reversed(made):
+                    handle.forgo(claim.handle)
                     claim.release()
             raise
+
+    def protect(self, access: Access) -> None:
+        """Change what all users may do with what is mapped."""
+        if self.mapped:
+            self.where.driver.mem_set_access(self.where.address, self.mapped, access, self.users)
 
     def cut(self, nbytes: int) -> tuple[Chunk, ...]:
         """Take the chunks that lie wholly beyond `nbytes` out of the row, and return them for :meth:`unmap`."""
@@ -170,21 +252,56 @@ def _label(where: AddressRange, location: Location) -> str:
 
 
 def measure(
-    driver: Driver, allocations: Sequence[PhysicalAllocation], location: Location | None
+    driver: Driver, given: Sequence[PhysicalAllocation | Received], location: Location | None
 ) -> tuple[int, Location]:
-    """Check allocations that are to lie in one region; return their bytes and their place."""
+    """Check memory that is to lie in one region; return its bytes and its place."""
     total = 0
-    for allocation in allocations:
-        if not isinstance(allocation, PhysicalAllocation):
-            raise UsageError(f"allocations must be PhysicalAllocation objects, not {allocation!r}")
-        allocation.handle  # noqa: B018  (the check)
-        if allocation.driver is not driver:
-            raise UsageError(f"{allocation!r} belongs to another driver than the region's")
-        if location is not None and allocation.location != location:
-            raise UsageError(f"{allocation!r} is not on {location}; a region's memory is all in one place")
-        location = allocation.location
-        total += allocation.nbytes
+    for one in given:
+        if isinstance(one, Received):
+            checks.descriptor(one.fd)
+            total += checks.size(one.nbytes, "nbytes")  # whether it can be is for the driver to say
+            continue
+        if not isinstance(one, PhysicalAllocation):
+            raise UsageError(f"allocations must be PhysicalAllocation objects or Received, not {one!r}")
+        one.handle  # noqa: B018  (the check)
+        if one.driver is not driver:
+            raise UsageError(f"{one!r} belongs to another driver than the region's")
+        if location is not None and one.location != location:
+            raise UsageError(f"{one!r} is not on {location}; a region's memory is all in one place")
+        location = one.location
+        total += one.nbytes
     return total, location or Location(driver.name)
+
+
+def maps_directly(driver: Driver) -> DirectMapping | None:
+    """Return the driver as one that maps memory in the call that makes or opens it, if it does."""
+    return cast("DirectMapping", driver) if _is_direct(type(driver)) else None
+
+
+@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
+def _is_direct(kind: type) -> bool:
+    return issubclass(kind, DirectMapping)
+
+
+def _receive(driver: DirectMapping, one: Received, access: Access, private: bool, address: int, nbytes: int) -> None:
+    driver.mem_map_import(address, nbytes, one.fd, one.handle_kinds, access, private=private)
+
+
+def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ...]:
+    """Return who is to have access, in the order given and each once; empty for the memory's own place."""
+    return tuple(dict.fromkeys(checks.place(driver, place) for place in given))
+
+
+@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
+def _has_streams(driver: Any) -> bool:
+    return isinstance(driver, StreamOrdered)
+
+
+def wait_for(driver: Driver, event: int) -> None:
+    """Return when an event of a device is done."""
+    if not isinstance(driver, StreamOrdered):
+        raise UsageError(f"the {driver.name} driver has no events: leave `after` out")
+    driver.event_synchronize(event)
 
 
 def touchable(driver: Driver, access: Access) -> HostAddressable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from ..driver.protocol import Driver
+from ..driver.protocol import Driver, Sealing
 from ..errors import RangeError, UsageError
 from ..lifetime import Claim, Owned
 from ..spec import Access, HandleKind, Location, format_size
@@ -68,6 +68,11 @@ class MappedRegion(Owned):
         return self._chunks.location
 
     @property
+    def users(self) -> tuple[Location, ...]:
+        """Who may access its memory: the place that works on it first. The memory's own location, unless told."""
+        return self._chunks.users
+
+    @property
     def address(self) -> int:
         """Where it begins; the same for as long as it lives."""
         return self._chunks.where.address
@@ -90,7 +95,7 @@ class MappedRegion(Owned):
     @property
     def chunks(self) -> tuple[int, ...]:
         """The size of each chunk, in bytes."""
-        return tuple(chunk.memory.nbytes for chunk in self._chunks.row)
+        return tuple(chunk.stop - chunk.start for chunk in self._chunks.row)
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -117,10 +122,15 @@ class MappedRegion(Owned):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether all its memory is read-only for good, by :meth:`freeze` here or by whoever else has the memory."""
+        """Whether all its memory is read-only for good, by :meth:`freeze` here or by whoever else has the memory.
+
+        Where the driver has no such thing: whether it was frozen here.
+        """
         self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
         row = self._chunks.row
-        return all(is_sealed(chunk.memory) for chunk in row) if row else self._frozen
+        if not row or not isinstance(self.driver, Sealing):
+            return self._frozen
+        return all(is_sealed(chunk.memory) for chunk in row)
 
     def __repr__(self) -> str:
         size, ceiling = format_size(self._nbytes), format_size(self.capacity)
@@ -131,7 +141,7 @@ class MappedRegion(Owned):
             "private": self._chunks.private,
             "imported": self._imported,
             "frozen": self._frozen,
-            "shared": any(chunk.memory.exported for chunk in row),
+            "shared": any(chunk.known is not None and chunk.known.exported for chunk in row),
         }
         state = ", ".join(
             [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
@@ -191,7 +201,8 @@ class MappedRegion(Owned):
                 f"{handle.label} is a private copy: what was written to it is in no memory that another process "
                 f"could map. Copy it into memory of its own to share it"
             )
-        with self._size_lock:  # no shrink between the look and the claims
+        # No shrink between the look and the claims. A driver may be asked for a handle, which is a look into its books.
+        with self._size_lock:
             if not 0 <= start <= stop <= self._nbytes:
                 raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
             found = [c for c in self._chunks.row if c.start < stop and start < c.stop and start < stop]

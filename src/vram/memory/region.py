@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..driver.protocol import Driver
+from ..driver.protocol import Driver, Sealing
 from ..errors import BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Handle, unwinding
 from ..spec import Access, HandleKind, Location, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation
+from .allocation import PhysicalAllocation, Received
 from .chunks import Chunks
 from .mapped import MappedRegion
 from .pin import Span
@@ -50,6 +50,7 @@ class Region(MappedRegion):
         access: Access = Access.READ_WRITE,
         handle_kinds: HandleKind = HandleKind.POSIX_FD,
         populate: bool = False,
+        users: Iterable[Location | str] = (),
         managed: bool = False,
     ) -> Self:
         """Reserve a ceiling and make memory for the first `nbytes` of it.
@@ -71,6 +72,9 @@ class Region(MappedRegion):
             How the memory must be able to leave this process.
         populate : bool
             Touch the pages of every new chunk at once rather than at first use.
+        users : iterable of Location or str
+            Who may access the memory, now and as it grows: several GPUs, for example. The first is the one that arrays
+            on it are shown to. By default `location` alone.
         managed : bool
             Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
 
@@ -99,7 +103,7 @@ class Region(MappedRegion):
         where, claim = chunks.reserve(driver, ceiling, place, ())
         region = cls(
             claim,
-            Chunks(where, claim.handle, place, populate=populate),
+            Chunks(where, claim.handle, place, populate=populate, users=chunks.users(driver, users)),
             right,
             granularity,
             kinds=kinds,
@@ -120,7 +124,7 @@ class Region(MappedRegion):
     def from_allocations(
         cls,
         driver: Driver,
-        allocations: Iterable[PhysicalAllocation],
+        allocations: Iterable[PhysicalAllocation | Received],
         *,
         nbytes: int | str | None = None,
         capacity: int | str | None = None,
@@ -128,6 +132,7 @@ class Region(MappedRegion):
         private: bool = False,
         depends: Iterable[Handle] = (),
         location: Location | str | None = None,
+        users: Iterable[Location | str] = (),
         managed: bool = False,
     ) -> Self:
         """Map existing memory, one allocation behind the other: what another process shared with this one.
@@ -136,8 +141,8 @@ class Region(MappedRegion):
 
         Parameters
         ----------
-        allocations : iterable of PhysicalAllocation
-            In the order of their addresses; may be empty.
+        allocations : iterable of PhysicalAllocation or Received
+            In the order of their addresses; may be empty. What was only received is opened here.
         nbytes : int or str, optional
             The size in bytes; by default all of it.
         capacity : int or str, optional
@@ -150,6 +155,8 @@ class Region(MappedRegion):
             What must outlive the mappings, such as a lease; let go of after the last unmap.
         location : Location or str, optional
             Where the memory lives, for a region without allocations.
+        users : iterable of Location or str
+            Who may access it, as in :meth:`create`.
         managed : bool
             Something else closes it: no LeakWarning when it is garbage-collected.
 
@@ -161,6 +168,8 @@ class Region(MappedRegion):
             If `capacity` is less.
         AccessDeniedError
             For READ_WRITE, not privately, to memory that was sealed read-only.
+        ProtocolError
+            If a descriptor is not such memory, is smaller than stated, or could be truncated under its reader.
         UnsupportedError
             For `private` where the driver has no such mapping.
         """
@@ -179,11 +188,11 @@ class Region(MappedRegion):
         granularity = driver.mem_granularity(place, kinds).minimum
         needed = tuple(depends)
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=needed)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=chunks.users(driver, users))
         region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
         if given:
             try:
-                mapped.append([allocation._memory for allocation in given], right)
+                mapped.append(given, right)
             except BaseException as error:
                 with unwinding(error):
                     region.close()
@@ -226,13 +235,16 @@ class Region(MappedRegion):
                 raise UsageError(f"cannot grow to {size} bytes: the region has {self._nbytes}; use shrink or resize")
             self._grow(size)
 
-    def shrink(self, nbytes: int | str) -> None:
+    def shrink(self, nbytes: int | str, *, after: int | None = None) -> None:
         """Make it smaller; chunks that lie wholly beyond the new size are unmapped and their memory given back.
 
         Parameters
         ----------
         nbytes : int or str
             The new size in bytes, not above the present one.
+        after : int, optional
+            An event of a device: work that used what goes is done when it is. By default all work of the devices that
+            may use the memory is waited for.
 
         Raises
         ------
@@ -243,16 +255,18 @@ class Region(MappedRegion):
         """
         size = checks.size(nbytes, "nbytes")
         with self._change():
+            if after is not None:
+                chunks.wait_for(self.driver, after)
             if size > self._nbytes:
                 raise UsageError(f"cannot shrink to {size} bytes: the region has {self._nbytes}; use grow or resize")
-            self._shrink(size)
+            self._shrink(size, is_idle=after is not None)
 
-    def extend(self, allocations: Iterable[PhysicalAllocation], nbytes: int | str) -> None:
+    def extend(self, allocations: Iterable[PhysicalAllocation | Received], nbytes: int | str) -> None:
         """Map further allocations behind an imported region whose owner grew it, and set the size.
 
         Parameters
         ----------
-        allocations : iterable of PhysicalAllocation
+        allocations : iterable of PhysicalAllocation or Received
             What comes next; the region holds the memory on its own. May be empty if the last one has room.
         nbytes : int or str
             The new size in bytes, not below the present one.
@@ -282,7 +296,7 @@ class Region(MappedRegion):
             if size > total:
                 raise RangeError(f"nbytes {size} is more than the allocations hold: {total} bytes in all")
             if given:
-                mapped.append([allocation._memory for allocation in given], self._access)
+                mapped.append(given, self._access)
             self._nbytes = size
 
     def populate(self) -> None:
@@ -306,20 +320,24 @@ class Region(MappedRegion):
     def freeze(self) -> None:
         """Make its memory read-only for everybody and for good; it cannot grow any more. Idempotent.
 
+        Where the driver has no such thing, as on a GPU, the memory becomes read-only here: each process that maps it
+        has rights of its own, and no kernel enforces them against somebody who wants to write.
+
         A failure after some chunks were sealed cannot be taken back: the region is then read-only and does not grow,
         and freezing it again goes on.
 
         Raises
         ------
-        UnsupportedError
-            If the driver's memory has no such thing.
         UsageError
             If the region is private.
         """
         with self._change():
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
-            for chunk in self._chunks.row:
+            sealing = isinstance(self.driver, Sealing)
+            if not sealing:
+                self._chunks.protect(min(self._access, Access.READ))
+            for chunk in self._chunks.row if sealing else ():
                 PhysicalAllocation.of(chunk.memory, "freeze").seal()
                 self._frozen = True
                 self._access = min(self._access, Access.READ)
@@ -363,7 +381,7 @@ class Region(MappedRegion):
             mapped.make(sizes, self._kinds, self._access)
         self._nbytes = nbytes
 
-    def _shrink(self, nbytes: int) -> None:
+    def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
         if nbytes == self._nbytes:
             return
         handle, mapped = self.handle, self._chunks
@@ -377,4 +395,6 @@ class Region(MappedRegion):
                     tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in busy),
                 )
             dropped = mapped.cut(nbytes)
+            for chunk in dropped:
+                chunk.undo.is_idle = is_idle
         mapped.unmap(dropped)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import CopyOnWrite, Driver
-from ..errors import RangeError, UnsupportedError, UsageError
+from ..errors import DriverError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Owned, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import checks
@@ -16,7 +18,7 @@ from .allocation import Memory, PhysicalAllocation
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "reserve_addresses"]
+__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory", "reserve_addresses"]
 
 
 class AddressRange:
@@ -24,9 +26,10 @@ class AddressRange:
 
     `spans` holds what is mapped: offset to size. An undo removes its own entry without a lock (one dictionary
     operation); an undo that failed leaves it, so that nothing is ever mapped over what could not be unmapped.
+    `workers` are the devices that may have work under way on what is mapped: it is waited for before an unmap.
     """
 
-    __slots__ = ("address", "driver", "handle", "lock", "nbytes", "spans", "top")
+    __slots__ = ("address", "driver", "handle", "lock", "nbytes", "spans", "top", "workers")
 
     def __init__(self, driver: Driver, address: int, nbytes: int, handle: Handle) -> None:
         self.driver = driver
@@ -34,6 +37,7 @@ class AddressRange:
         self.nbytes = nbytes
         self.handle = handle
         self.spans: dict[int, int] = {}
+        self.workers: tuple[Location, ...] = ()
         self.top = 0  # nothing was ever mapped at or above this offset
         self.lock = threading.Lock()
 
@@ -150,13 +154,14 @@ class Free:
 class Unmap:
     """The undo of one mapping, which another thread can wait for. Internal to this room."""
 
-    __slots__ = ("_done", "is_booked", "is_mapped", "is_sure", "nbytes", "offset", "where")
+    __slots__ = ("_done", "is_booked", "is_idle", "is_mapped", "is_sure", "nbytes", "offset", "where")
 
     def __init__(self, where: AddressRange, offset: int, nbytes: int) -> None:
         self.where = where
         self.offset = offset
         self.nbytes = nbytes
         self.is_booked = self.is_mapped = False
+        self.is_idle = False  # whether somebody has seen to it that no device works on it any more
         self.is_sure = True  # not after an interrupt in the middle of the driver's call
         # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
         self._done = threading.Lock()
@@ -170,6 +175,8 @@ class Unmap:
         where = self.where
         try:
             if self.is_mapped:
+                if where.workers and not self.is_idle:
+                    settle(where)
                 try:
                     where.driver.mem_unmap(where.address + self.offset, self.nbytes)
                 except UsageError:
@@ -190,24 +197,32 @@ class Unmap:
         return False
 
 
-def map_at(
-    where: AddressRange, offset: int, memory: Memory, private: bool, depends: Iterable[Handle] = ()
-) -> tuple[Claim, Unmap]:
-    """Map a whole allocation, without access yet, and return the first claim on the mapping and its undo.
+def settle(where: AddressRange) -> None:
+    """Wait for the work of the devices that may use a range: a kernel that runs on would fault, and lose the device."""
+    for worker in where.workers:
+        with suppress(DriverError):  # a device that is lost runs nothing any more
+            where.driver.synchronize(worker)
 
-    The claims on what it needs come before the driver call: while that runs nobody can take the address range or the
-    memory away. `depends` comes first so that it is let go of last, after the memory itself.
+
+def map_at(
+    where: AddressRange, offset: int, nbytes: int, put: Callable[[int, int], object], depends: Iterable[Handle]
+) -> tuple[Claim, Unmap]:
+    """Map something with one driver call, and return the first claim on the mapping and its undo.
+
+    Parameters
+    ----------
+    put : callable
+        The driver call: takes the address and the size.
+    depends : iterable of Handle
+        What the mapping needs: the addresses, memory, a lease. The claims come before the driver call: while that runs
+        nobody can take anything away. They are let go of from the last to the first.
     """
-    nbytes, address, driver = memory.nbytes, where.address + offset, where.driver
     undo = Unmap(where, offset, nbytes)
-    claim = own(undo.describe, undo, depends=(*depends, where.handle, memory.handle))
+    claim = own(undo.describe, undo, depends=depends)
     try:
         where.book(undo)
         undo.is_mapped = True
-        if private:
-            copy_on_write(driver).mem_map_private(address, nbytes, 0, memory.driver_handle)
-        else:
-            driver.mem_map(address, nbytes, 0, memory.driver_handle)
+        put(where.address + offset, nbytes)
     except BaseException as error:
         if isinstance(error, Exception):
             undo.is_mapped = False  # a call that fails has done nothing
@@ -217,6 +232,17 @@ def map_at(
             claim.release()
         raise
     return claim, undo
+
+
+def put_memory(memory: Memory, private: bool) -> Callable[[int, int], object]:
+    """Return the call that maps an allocation, without access yet."""
+    driver = memory.driver
+    call = copy_on_write(driver).mem_map_private if private else driver.mem_map
+    return partial(_put, call, memory.driver_handle)
+
+
+def _put(call: Callable[[int, int, int, int], object], handle: int, address: int, nbytes: int) -> None:
+    call(address, nbytes, 0, handle)
 
 
 def copy_on_write(driver: Driver) -> CopyOnWrite:
@@ -288,7 +314,8 @@ class MemoryMapping(Owned):
                 + (f"the last offset is {last}" if last >= 0 else "reserve more")
             )
         right = checks.access(access)
-        claim, undo = map_at(where, start, memory, private, depends)
+        needs = (*depends, where.handle, memory.handle)
+        claim, undo = map_at(where, start, memory.nbytes, put_memory(memory, private), needs)
         try:
             if right is not Access.NONE:
                 where.driver.mem_set_access(where.address + start, memory.nbytes, right, (memory.location,))

@@ -28,6 +28,7 @@ from ..errors import (
     UsageError,
 )
 from ..spec import Access, HandleKind, Location
+from .driver_direct import DirectRules
 from .driver_mappings import MappingRules
 from .driver_sharing import SharingRules
 from .scene import CAPABILITIES, FD, Scene, together
@@ -35,7 +36,7 @@ from .scene import CAPABILITIES, FD, Scene, together
 __all__ = ["DriverContract", "Scene"]
 
 
-class DriverContract(MappingRules, SharingRules):
+class DriverContract(MappingRules, SharingRules, DirectRules):
     """The suite. See the module."""
 
     # -- devices ------------------------------------------------------------------------------------------------
@@ -52,6 +53,7 @@ class DriverContract(MappingRules, SharingRules):
         available, total = driver.mem_info(location)
         assert 0 <= available <= total <= info.total_bytes
         driver.synchronize(location)
+        assert driver.canonical(location) == location
 
     def test_granularity(self, driver: Driver, location: Location) -> None:
         for kinds in (HandleKind.NONE, FD):

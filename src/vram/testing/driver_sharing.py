@@ -77,8 +77,17 @@ class SharingRules(DriverSuite):
         finally:
             for fd in (reader, writer, null, unsealed):
                 os.close(fd)
-        with scene.exported(scene.create(2)) as fd, scene.refused(ProtocolError):
-            scene.driver.mem_import(fd, FD, 3 * scene.g)
+        # A false size: by a driver that can tell at once, by the others when it is mapped.
+        address = scene.reserve(3)
+
+        def open_as_three(fd: int) -> None:
+            handle = scene.keep(scene.driver.mem_import(fd, FD, 3 * scene.g), 3)
+            scene.driver.mem_map(address, 3 * scene.g, 0, handle)
+
+        with scene.exported(scene.create(2)) as fd, pytest.raises(ProtocolError):
+            open_as_three(fd)
+        with scene.refused(UsageError):
+            scene.driver.mem_unmap(address, 3 * scene.g)
 
     def test_import_of_no_descriptor(self, scene: Scene) -> None:
         for number in (-1, 1 << 20, 1 << 40):

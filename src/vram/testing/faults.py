@@ -20,7 +20,16 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..driver.protocol import CopyOnWrite, Driver, HostAddressable, Identity, Sealing
+from ..driver.protocol import (
+    CopyOnWrite,
+    DirectMapping,
+    Driver,
+    HostAddressable,
+    Identity,
+    Multicast,
+    Sealing,
+    StreamOrdered,
+)
 from ..errors import DriverError, UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +47,9 @@ def _methods(protocol: type) -> frozenset[str]:
     return frozenset(name for name in vars(protocol) if not name.startswith("_")) - _NEVER
 
 
-_CAPABILITIES: tuple[type, ...] = (HostAddressable, CopyOnWrite, Sealing, Identity)
+_CAPABILITIES: tuple[type, ...] = (
+    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
+)
 _ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))
 
 
@@ -101,18 +112,20 @@ class FaultyDriver:
     ----------
     inner : Driver
         Any driver. ``isinstance`` with the capability protocols answers as it does for `inner`.
+    hide : collection of type
+        Capabilities not to offer although `inner` does: what the house does without them is tested too.
     """
 
-    def __new__(cls, inner: Driver) -> Self:
+    def __new__(cls, inner: Driver, hide: Collection[type] = ()) -> Self:
         names = set(_methods(Driver))
         for capability in _CAPABILITIES:
-            if isinstance(inner, capability):
+            if isinstance(inner, capability) and capability not in hide:
                 names |= _methods(capability)
         # A class of its own: the protocols' isinstance looks for methods at the class, not at __getattr__.
         kind: type[Self] = type(cls.__name__, (cls,), {name: _forward(name) for name in names})
         return object.__new__(kind)
 
-    def __init__(self, inner: Driver) -> None:
+    def __init__(self, inner: Driver, hide: Collection[type] = ()) -> None:
         self.inner = inner
         self._faults: list[Fault] = []
         self._calls: list[str] = []

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..driver.protocol import CopyOnWrite, Driver, HostAddressable, Identity, Sealing
+from ..driver.protocol import (
+    CopyOnWrite,
+    DirectMapping,
+    Driver,
+    HostAddressable,
+    Identity,
+    Multicast,
+    Sealing,
+    StreamOrdered,
+)
 from ..spec import Access, HandleKind, Location
 
 if TYPE_CHECKING:
@@ -20,7 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "together"]
 
-CAPABILITIES: dict[str, type] = {p.__name__: p for p in (HostAddressable, CopyOnWrite, Sealing, Identity)}
+CAPABILITIES: dict[str, type] = {
+    p.__name__: p for p in (HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast)
+}
 FD = HandleKind.POSIX_FD
 
 
@@ -79,6 +90,11 @@ class Scene:
         driver.mem_map_private(address, nbytes, 0, handle)
         self._mapped[address] = nbytes
         self.allow(address, nbytes, access)
+        return address
+
+    def put(self, address: int, granules: int = 1) -> int:
+        """Take care of what was mapped otherwise; return `address`."""
+        self._mapped[address] = granules * self.g
         return address
 
     def allow(self, address: int, nbytes: int, access: Access) -> None:

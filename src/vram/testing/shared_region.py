@@ -130,12 +130,17 @@ class SharedRegionContract(RegionContract):
         self, driver: Driver, location: Location, granule: int
     ) -> None:
         with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=2 * granule) as region:
-            if "Sealing" not in self.offers:
-                with pytest.raises(UnsupportedError):
-                    region.freeze()
-                assert (region.access, region.is_frozen) == (RW, False)
-                return
             store(driver, region.address + granule, b"ice")
+            if "Sealing" not in self.offers:  # then it is read-only here
+                region.freeze()
+                region.freeze()
+                assert (region.access, region.is_frozen) == (READ, True)
+                assert load(driver, region.address + granule, 3) == b"ice"
+                with pytest.raises(UsageError):
+                    store(driver, region.address, b"x")
+                with pytest.raises(UsageError, match="frozen"):
+                    region.grow(3 * granule)
+                return
             with self.imported(driver, region) as imported, self.imported(driver, region, access=RW) as writable:
                 assert (region.is_frozen, imported.is_frozen, region.access) == (False, False, RW)
                 region.freeze()

@@ -1,0 +1,235 @@
+"""Arrays in memory that the CPU cannot touch: other libraries' to us, what is written into ours, and in which order.
+
+Nothing here imports a framework: a stream is a number, or an object that has one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import driver as drivers
+from ..driver.protocol import StreamOrdered
+from ..errors import UnsupportedError, UsageError
+from ..memory import Region
+from ..spec import Location
+from .dtypes import as_dtype, from_torch_dtype
+from .shapes import part_of
+from .views import NDArray, bytes_of
+
+if TYPE_CHECKING:
+    from .array import Array
+    from .protocols import Viewable
+
+__all__ = [
+    "CudaSource",
+    "as_event",
+    "as_stream",
+    "assign",
+    "copy_rows",
+    "of_array",
+    "of_interface",
+    "of_tensor",
+    "order",
+    "settle",
+]
+
+_AT_ONCE = 16 << 20  # bytes of the host's memory, at most, for a value that is repeated
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaSource:
+    """Memory of a GPU that holds an array.
+
+    Attributes
+    ----------
+    address, nbytes : int
+        Where it begins, and the bytes of all elements.
+    gpu : int
+        The ordinal of the GPU.
+    owner : object
+        What keeps the memory; hold on to this object as long as the address is used.
+    """
+
+    address: int
+    nbytes: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    contiguous: bool
+    gpu: int
+    owner: object
+
+
+def of_array(array: Array) -> CudaSource:
+    """Return one of our own arrays as a source."""
+    return CudaSource(array.address, array.nbytes, array.dtype, array.shape, True, array._here().gpu or 0, array)
+
+
+def of_tensor(tensor: Any) -> CudaSource:
+    """Return a torch tensor on a GPU as a source."""
+    dtype = from_torch_dtype(tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError("the tensor is conjugated or negated in name only; give tensor.resolve_conj().resolve_neg()")
+    shape, contiguous = tuple(tensor.shape), bool(tensor.is_contiguous())
+    nbytes = math.prod(shape) * dtype.itemsize
+    return CudaSource(tensor.data_ptr(), nbytes, dtype, shape, contiguous, tensor.device.index, tensor.detach())
+
+
+def of_interface(value: object, name: str) -> CudaSource:
+    """Return what has ``__cuda_array_interface__`` (CuPy, Numba, JAX) as a source.
+
+    Raises
+    ------
+    UsageError
+        If what it says of itself makes no array.
+    """
+    said: Any = getattr(value, "__cuda_array_interface__", None)
+    try:
+        shape = tuple(int(length) for length in said["shape"])
+        dtype = as_dtype(np.dtype(said["typestr"]))
+        address, strides = int(said["data"][0]), said.get("strides")
+        if said.get("mask") is not None:
+            raise ValueError("it has a mask")
+    except (TypeError, KeyError, ValueError, IndexError) as error:
+        raise UsageError(f"the {name} has no CUDA array interface that makes an array: {error}") from None
+    dense, step = [], dtype.itemsize
+    for length in reversed(shape):
+        dense.append(step)
+        step *= length
+    contiguous = strides is None or not math.prod(shape) or tuple(strides) == tuple(reversed(dense))
+    nbytes = math.prod(shape) * dtype.itemsize
+    gpu = _ordered_driver().ordinal_of(address) if nbytes else 0
+    return CudaSource(address, nbytes, dtype, shape, contiguous, gpu, value)
+
+
+def as_stream(stream: object) -> int:
+    """Return the handle of a stream: a number, or an object of torch, CuPy, Numba or cuda.core.
+
+    Raises
+    ------
+    UsageError
+        If it is none, or 0, which could mean either default stream.
+    """
+    found: object = stream
+    if not isinstance(stream, int):
+        said = getattr(stream, "__cuda_stream__", None)  # cuda.core's protocol: (version, handle)
+        words = [word for word in ("cuda_stream", "ptr", "handle") if hasattr(stream, word)]
+        if said is not None:
+            found = int((said() if callable(said) else said)[1]) or 1
+        elif words:
+            found = int(getattr(stream, words[0])) or 1  # the default stream says 0 of itself
+    if isinstance(found, bool) or not isinstance(found, int) or found <= 0:
+        raise UsageError(f"{stream!r:.80} is no CUDA stream; 1 is the legacy default stream, 2 the per-thread one")
+    return found
+
+
+def as_event(event: object) -> int:
+    """Return the handle of an event: a number, or an object of torch, CuPy or cuda.core.
+
+    Raises
+    ------
+    UsageError
+        If it is none, or was not recorded yet.
+    """
+    words = [word for word in ("cuda_event", "ptr", "handle") if hasattr(event, word)]
+    found = int(getattr(event, words[0])) if words else event
+    if isinstance(found, bool) or not isinstance(found, int) or found <= 0:
+        raise UsageError(f"{event!r:.80} is no CUDA event, or was not recorded yet")
+    return found
+
+
+def order(region: Region, before: int, after: int) -> None:
+    """Have one stream wait, on the GPU, for what another holds now."""
+    driver = _ordered(region)
+    event = driver.event_create(region.users[0])
+    try:
+        driver.event_record(event, before)
+        driver.stream_wait(after, event, region.users[0])
+    finally:
+        driver.event_destroy(event)  # the driver keeps it until the wait is over
+
+
+def settle(region: Region, stream: int) -> None:
+    """Return when a stream is done with what it holds now."""
+    _ordered(region).stream_synchronize(stream, region.users[0])
+
+
+def assign(array: Viewable, key: object, value: object) -> None:
+    """Copy a value of the host, converted and broadcast as numpy does, over whole rows of an array on a GPU.
+
+    Raises
+    ------
+    UsageError
+        For other indices than a row or a run of rows, and for a value that does not fit.
+    """
+    if isinstance(key, EllipsisType):
+        row, shape = 0, array.shape
+    elif isinstance(key, (int, slice)):
+        row, shape = part_of(key, array.shape)
+    else:
+        raise UsageError(f"on a GPU whole rows are written: index with a row or a slice of rows, not {key!r:.80}")
+    try:
+        given: NDArray = np.asarray(value, array.dtype)
+        given = np.broadcast_to(given, shape)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the value does not fit {array.dtype} {shape}: {error}") from None
+    if not given.size:
+        return
+    start = row * array._row_nbytes
+    home = array._here()
+    kept = home.region.pin(array._offset + start, array._offset + start + given.nbytes, "copy")
+    try:
+        _copy_rows(home.region, array._offset + start, given)
+    finally:
+        kept.release()
+
+
+def copy_rows(region: Region, offset: int, source: CudaSource) -> None:
+    """Copy what is on a GPU to an offset of a region on a GPU, whoever made it, and return when it is done.
+
+    Raises
+    ------
+    UsageError
+        If its elements do not lie one behind the other.
+    """
+    if not source.contiguous:
+        raise UsageError("elements on a GPU are copied only where they lie one behind the other; make it contiguous")
+    if not source.nbytes:
+        return
+    driver, place = _ordered(region), region.users[0]
+    region.driver.synchronize(place)  # whoever fills it may do so on any stream
+    stream = driver.stream_create(place)
+    try:
+        driver.copy_async(region.address + offset, source.address, source.nbytes, stream)
+        driver.stream_synchronize(stream, place)
+    finally:
+        driver.stream_destroy(stream)
+
+
+def _copy_rows(region: Region, offset: int, given: NDArray) -> None:
+    """Copy an array of the host to an offset; what has no memory of its own is written out piece by piece."""
+    address = region.address + offset
+    if given.flags.c_contiguous or given.nbytes <= _AT_ONCE or not given.ndim:
+        region.driver.copy_in(address, bytes_of(np.ascontiguousarray(given)))
+        return
+    rows = max(_AT_ONCE // (given.nbytes // len(given)), 1)
+    for first in range(0, len(given), rows):
+        part = np.ascontiguousarray(given[first : first + rows])
+        region.driver.copy_in(address, bytes_of(part))
+        address += part.nbytes
+
+
+def _ordered_driver() -> StreamOrdered:
+    driver: Any = drivers.get(Location("cuda"))
+    return driver  # type: ignore[no-any-return]
+
+
+def _ordered(region: Region) -> StreamOrdered:
+    driver = region.driver
+    if not isinstance(driver, StreamOrdered):
+        raise UnsupportedError("streams", "memory of a GPU", f"memory on {region.location}")
+    return driver

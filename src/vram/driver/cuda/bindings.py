@@ -1,0 +1,245 @@
+"""cuda-bindings made even: one way to call it, whichever of its releases is there (12.9.6 and newer, 13.x).
+
+Its functions return a tuple whose first item is the status. :class:`Bindings` turns that into a value or an exception
+(:mod:`.failures`), tolerates codes that the installed release has no name for, and tells a missing package, a missing
+driver and a missing symbol apart. Everything that comes back is an integer (``CUdeviceptr(5) == 5`` is False there),
+and masks and opaque bytes are written through the structs' own pointers: several releases refuse a mask of handle types
+that is no single member of the enumeration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import DeviceLostError, DriverError, ForkedError, UnsupportedError, UsageError
+from .failures import failure
+
+__all__ = ["Bindings", "is_forked", "version_text"]
+
+_OLDEST = (12, 9, 6)  # before it the GIL was held in calls, and struct fields differed
+_UNKNOWN_STATUS = re.compile(r"(-?\d+)(?: is not a valid \S*CUresult\S*)?")
+_started = _forked = False
+
+
+class Bindings:
+    """The driver API of this process.
+
+    Attributes
+    ----------
+    api : module
+        ``cuda.bindings.driver``.
+    driver_version : int
+        As ``cuDriverGetVersion`` says it: 12010 is 12.1.
+    bindings_version : str
+        The release of cuda-bindings.
+    lost : tuple of str, int and str, or None
+        The first call that found the device lost, with code and name. From then on every call raises
+        :class:`~vram.errors.DeviceLostError` at once, and :meth:`undo` does nothing. It is for the whole process and
+        all of its GPUs: the driver answers no other way.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no cuda-bindings, no NVIDIA driver, or no GPU: each with its own words and remedy.
+    """
+
+    def __init__(self) -> None:
+        self.api = _import()
+        self._functions: dict[str, Callable[..., tuple[Any, ...]]] = {}
+        self.driver_version = 0
+        self.bindings_version = _bindings_version()
+        self.lost: tuple[str, int, str] | None = None
+        global _started
+        _started = True
+        try:
+            # Before cuInit, so that an error of that can say which driver it was.
+            self.driver_version = int(self("cuDriverGetVersion"))
+            self("cuInit", 0)
+        except DriverError as error:
+            raise _no_device(error, self.driver_version) from None
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the driver API and return what it puts out: nothing, a value, or a tuple of them.
+
+        Raises
+        ------
+        DriverError
+            With the code and its name, as one of the types that say more where there is one.
+        UnsupportedError
+            If the driver has no such function.
+        """
+        if _forked or self.lost is not None:
+            raise self._refusal(name)
+        function = self._functions.get(name)
+        if function is None:
+            function = self._resolve(name)
+        try:
+            outcome = function(*arguments)
+        except Exception as error:  # noqa: BLE001  (the types differ between releases)
+            raise self._unforeseen(name, error) from None
+        status = outcome[0]
+        if status:
+            raise self.failure(name, int(status))
+        return outcome[1] if len(outcome) == 2 else outcome[1:] or None
+
+    def undo(self, name: str, *arguments: Any) -> None:
+        """Call a function that takes something back. With the device it is lost anyway: then nothing is said."""
+        if self.lost is None:
+            with contextlib.suppress(DeviceLostError):
+                self(name, *arguments)
+
+    def failure(self, name: str, code: int) -> Exception:
+        """Return the error for a status, with the driver's own name and words for it."""
+        word, text = f"CUDA_ERROR_{code}", ""
+        for function in ("cuGetErrorName", "cuGetErrorString"):
+            with contextlib.suppress(Exception):
+                status, found = getattr(self.api, function)(_status(self.api, code))
+                if not status and found:
+                    said = found.decode() if isinstance(found, bytes) else str(found)
+                    word, text = (said, text) if function == "cuGetErrorName" else (word, said)
+        error = failure(name, code, word, text)
+        if isinstance(error, DeviceLostError) and self.lost is None:
+            self.lost = (name, code, word)  # not the error itself, which keeps what its frames hold
+        return error
+
+    def has(self, name: str) -> bool:
+        """Whether these bindings know a function; the driver may still lack it."""
+        return hasattr(self.api, name)
+
+    def _refusal(self, name: str) -> Exception:
+        """Why nothing is called any more."""
+        if _forked or self.lost is None:
+            return ForkedError(_FORKED)
+        first, code, word = self.lost
+        return DeviceLostError(
+            name, code, word, f"not called, since {first} found the device lost; no GPU can be used any more in this "
+            "process, start a new one"
+        )  # fmt: skip
+
+    def _resolve(self, name: str) -> Callable[..., tuple[Any, ...]]:
+        found = getattr(self.api, name, None)
+        if found is None:
+            raise UnsupportedError(
+                name, "cuda-bindings that know it", f"cuda-bindings {self.bindings_version}",
+                "Upgrade: pip install -U 'vram[cuda13]'",
+            )  # fmt: skip
+        self._functions[name] = found
+        return found  # type: ignore[no-any-return]
+
+    def _unforeseen(self, name: str, error: Exception) -> Exception:
+        kind = type(error).__name__
+        if kind == "FunctionNotFoundError" or (isinstance(error, RuntimeError) and "not found" in str(error)):
+            return UnsupportedError(
+                name, "a driver that has this function", f"driver {version_text(self.driver_version)}, which has not",
+                "Upgrade the NVIDIA driver",
+            )  # fmt: skip
+        if isinstance(error, (ValueError, KeyError)):
+            # A status newer than the bindings: their enumeration refuses it, and the message holds the number.
+            number = _UNKNOWN_STATUS.fullmatch(str(error))
+            if number is not None:
+                return self.failure(name, int(number[1]))
+        if isinstance(error, OverflowError):
+            return UsageError(f"{name}: a number is negative or does not fit the driver's 64 bits ({error})")
+        return error
+
+
+def integer(value: Any) -> int:
+    """Return a handle, address or enumeration member of the bindings as a plain integer."""
+    return int(value)
+
+
+def version_text(version: int) -> str:
+    """Write 12010 as ``12.1``."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def write(struct: Any, offset: int, kind: type[Any], value: int) -> None:
+    """Write a field of a driver struct through its pointer, whatever the bindings think of the value."""
+    kind.from_address(int(struct.getPtr()) + offset).value = value
+
+
+def read(struct: Any, offset: int, kind: type[Any]) -> int:
+    """Read a field of a driver struct through its pointer."""
+    return int(kind.from_address(int(struct.getPtr()) + offset).value)
+
+
+def is_forked() -> bool:
+    """Whether this process is a fork of one that had used the driver, which does not survive that."""
+    return _forked
+
+
+def _import() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise UnsupportedError(
+            "memory on a GPU", "the package cuda-bindings", "no module cuda.bindings",
+            "Install it: pip install 'vram[cuda13]' (or vram[cuda12] for a driver of CUDA 12)",
+        ) from None  # fmt: skip
+    release = tuple(int(part) for part in re.findall(r"\d+", _bindings_version())[:3])
+    if release and release < _OLDEST:
+        raise UnsupportedError(
+            "memory on a GPU", f"cuda-bindings {'.'.join(map(str, _OLDEST))} or newer", _bindings_version(),
+            "Upgrade: pip install -U 'vram[cuda13]'",
+        )  # fmt: skip
+    try:
+        driver.cuDriverGetVersion()
+    except Exception as error:  # noqa: BLE001  (a RuntimeError, or a type of cuda-pathfinder's own)
+        raise UnsupportedError(
+            "memory on a GPU", "an NVIDIA driver (libcuda.so.1)", f"none that can be loaded: {_first_line(error)}",
+            'Install the NVIDIA driver, or use device="host"',
+        ) from None  # fmt: skip
+    return driver
+
+
+def _bindings_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("cuda-bindings")
+    except PackageNotFoundError:
+        return ""
+
+
+def _no_device(error: DriverError, version: int) -> Exception:
+    """Why cuInit failed, in words that tell the causes apart."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if error.code == 100:
+        why = f"the driver ({version_text(version)}) finds none"
+        why += f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+        return UnsupportedError("memory on a GPU", "a GPU", why, 'Use device="host"')
+    if error.code == 34:
+        return UnsupportedError(
+            "memory on a GPU", "an NVIDIA driver", "the stub library of the CUDA toolkit",
+            "Take the toolkit's lib/stubs folder out of LD_LIBRARY_PATH",
+        )  # fmt: skip
+    return error
+
+
+def _status(api: Any, code: int) -> Any:
+    try:
+        return api.CUresult(code)
+    except (ValueError, KeyError):
+        return code
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
+def _after_fork_in_child() -> None:
+    global _forked
+    _forked = _started  # a parent that never began leaves its children free to
+
+
+_FORKED = "the CUDA driver does not survive a fork; start workers with the spawn method"
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+UINT8, UINT16, UINT32, UINT64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64

@@ -1,0 +1,196 @@
+"""The GPUs of this process: what they are called, where memory can be, and the contexts to work under.
+
+A GPU is known by its ordinal, which ``CUDA_VISIBLE_DEVICES`` decides, and by its UUID, which nothing changes. Places of
+the driver are written behind ``cuda:``:
+
+==================  ================================================================================================
+``0``, ``GPU-...``  a GPU
+``host``            page-locked memory of the host (CUDA 12.2 on); cannot leave the process
+``numa:1``          the same on one NUMA node of the host; can be shared
+``numa``            the same on the node of the calling thread, which is looked up once, when memory is made
+==================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...errors import UnsupportedError, UsageError
+from ...spec import Location
+from .bindings import Bindings, version_text
+from .failures import INVALID_VALUE, noted
+
+__all__ = ["DEVICE", "HOST", "HOST_NUMA", "Current", "Device", "Devices"]
+
+# CUmemLocationType
+DEVICE, HOST, HOST_NUMA = 1, 2, 3
+_NUMA = re.compile(r"numa(?::(\d{1,4}))?")
+_VERSION = {HOST: 12020, HOST_NUMA: 12020}  # of the driver that knows the location first
+
+
+class Device:
+    """One GPU. What is asked of it here makes no context."""
+
+    __slots__ = ("_bindings", "_context", "handle", "name", "ordinal", "total_bytes", "uuid")
+
+    def __init__(self, bindings: Bindings, ordinal: int) -> None:
+        self._bindings = bindings
+        self.ordinal = ordinal
+        self.handle = int(bindings("cuDeviceGet", ordinal))
+        raw = bindings("cuDeviceGetUuid", self.handle)
+        self.uuid = f"GPU-{uuid.UUID(bytes=bytes(raw.bytes)[:16])}"
+        self.name = bindings("cuDeviceGetName", 256, self.handle).split(b"\0")[0].decode(errors="replace")
+        self.total_bytes = int(bindings("cuDeviceTotalMem", self.handle))
+        self._context: Any = None
+
+    def attribute(self, number: int) -> int:
+        """Return a device attribute by its number in cuda.h; 0 for one that the driver does not know."""
+        api = self._bindings.api
+        try:
+            return int(self._bindings("cuDeviceGetAttribute", api.CUdevice_attribute(number), self.handle))
+        except (UsageError, ValueError, KeyError):
+            return 0
+        except Exception as error:
+            if getattr(error, "code", None) == INVALID_VALUE:  # an attribute of a later release
+                return 0
+            raise
+
+    @property
+    def context(self) -> Any:
+        """The primary context, which every library in this process shares. Made at the first use, and then kept."""
+        if self._context is None:
+            # Kept until the process ends: frameworks hold on to it as well. Two threads retain it twice at worst.
+            self._context = self._bindings("cuDevicePrimaryCtxRetain", self.handle)
+        return self._context
+
+    @property
+    def is_used(self) -> bool:
+        """Whether its primary context exists already, made by anybody in this process."""
+        return bool(self._bindings("cuDevicePrimaryCtxGetState", self.handle)[1])
+
+
+class Current:
+    """Makes a device's primary context the current one of this thread for a block, and then the one before."""
+
+    __slots__ = ("_bindings", "_device")
+
+    def __init__(self, bindings: Bindings, device: Device) -> None:
+        self._bindings = bindings
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._bindings("cuCtxPushCurrent", self._device.context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        bindings = self._bindings
+        if bindings.lost is not None:
+            # Contexts that others made current come back with a lost device, too; what it answers says nothing new.
+            with contextlib.suppress(Exception):
+                bindings.api.cuCtxPopCurrent()
+        elif error is None:
+            bindings("cuCtxPopCurrent")
+        else:
+            with noted(error):
+                bindings("cuCtxPopCurrent")
+
+
+class Devices:
+    """All GPUs that this process may see, and what locations mean to the driver."""
+
+    def __init__(self, bindings: Bindings) -> None:
+        self._bindings = bindings
+        self.all = tuple(Device(bindings, number) for number in range(int(bindings("cuDeviceGetCount"))))
+        self._by_uuid = {device.uuid: device for device in self.all}
+        self._places: dict[Location, tuple[int, int]] = {}
+
+    def place(self, location: Location) -> tuple[int, int]:
+        """Return a location as the driver says it: ``CUmemLocationType`` and id.
+
+        Raises
+        ------
+        UsageError
+            For a GPU that this process does not see, and what is no place of this driver.
+        UnsupportedError
+            If the driver is too old for the kind of place.
+        """
+        found = self._places.get(location)
+        if found is None:
+            found = self._look_up(location)
+            if location.id != "numa":  # that one depends on who asks
+                self._places[location] = found
+        return found
+
+    def device(self, location: Location) -> Device:
+        """Return the GPU at a location.
+
+        Raises
+        ------
+        UsageError
+            If it is none, or none that this process sees.
+        """
+        kind, number = self.place(location)
+        if kind != DEVICE:
+            raise UsageError(f"{location} is memory of the host; name a GPU, such as cuda:0")
+        return self.all[number]
+
+    def location(self, kind: int, number: int) -> Location:
+        """Return what the driver's location is called here."""
+        if kind == DEVICE:
+            return Location("cuda", number)
+        return Location("cuda", "host" if kind == HOST else f"numa:{number}")
+
+    def _look_up(self, location: Location) -> tuple[int, int]:
+        where = location.id
+        if location.kind != "cuda":
+            raise UsageError(f'the cuda driver serves "cuda:..." only, not "{location}"')
+        if isinstance(where, int):
+            if not 0 <= where < len(self.all):
+                raise UsageError(f"there is no {location}: {self._seen()}")
+            return DEVICE, where
+        if where.startswith("GPU-"):
+            device = self._by_uuid.get(where.lower().replace("gpu-", "GPU-", 1))
+            if device is None:
+                raise UsageError(f"{location} is not visible to this process: {self._seen()}")
+            return DEVICE, device.ordinal
+        numa = _NUMA.fullmatch(where)
+        if where != "host" and numa is None:
+            raise UsageError(
+                f'"{location}" is no place of the cuda driver; write e.g. cuda:0, cuda:numa:0 or cuda:host'
+            )
+        kind = HOST if numa is None else HOST_NUMA
+        if self._bindings.driver_version < _VERSION[kind]:
+            raise UnsupportedError(
+                f"memory on {location}", f"a driver of CUDA {version_text(_VERSION[kind])}",
+                version_text(self._bindings.driver_version), 'Upgrade the NVIDIA driver, or use device="host"',
+            )  # fmt: skip
+        if numa is None:
+            return HOST, 0
+        return HOST_NUMA, _current_node() if numa[1] is None else int(numa[1])
+
+    def _seen(self) -> str:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = len(self.all)
+        seen = f"{count} GPU{'s' * (count != 1)} visible ({', '.join(device.uuid for device in self.all)})"
+        return seen + (f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "")
+
+
+def _current_node() -> int:
+    """Return the NUMA node of the calling thread: cuMemCreate refuses "the current one", so it is looked up here."""
+    import ctypes
+
+    cpu, node = ctypes.c_uint(), ctypes.c_uint()
+    try:
+        if ctypes.CDLL(None).getcpu(ctypes.byref(cpu), ctypes.byref(node), None) == 0:
+            return node.value
+    except (OSError, AttributeError):
+        pass
+    nodes = sorted(int(folder.name[4:]) for folder in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    return nodes[0] if nodes else 0

@@ -1,0 +1,354 @@
+"""Addresses, physical memory and mappings: the virtual memory management API under the contract's rules.
+
+The driver answers nearly every mistake with INVALID_VALUE. So the books of :mod:`..books` are kept here too: they tell
+the mistakes apart, in the same words as the host driver's, before the driver is asked (invariant I10); the driver has
+the last word. None of these calls needs a context, so none makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import (
+    AddressSpaceError,
+    AlignmentError,
+    DriverError,
+    OutOfMemoryError,
+    ProtocolError,
+    RangeError,
+    UnsupportedError,
+    UsageError,
+)
+from ...spec import Access, HandleKind, Location, round_up
+from ..books import Books, Reservation
+from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from .bindings import UINT32, Bindings, write
+from .devices import DEVICE, HOST, Devices
+from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, noted
+from .objects import CudaMapping, CudaMemory, Place
+
+__all__ = ["MemoryCalls", "check_kinds", "check_size"]
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_SHAREABLE = HandleKind.POSIX_FD | HandleKind.FABRIC
+_REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
+
+
+class MemoryCalls:
+    """A part of :class:`~vram.driver.cuda.CudaDriver`."""
+
+    def __init__(self, bindings: Bindings, devices: Devices) -> None:
+        self._call = bindings
+        self._api = bindings.api
+        self._devices = devices
+        self._books = Books()
+        self._props: dict[tuple[Place, int], Any] = {}
+        self._granularities: dict[tuple[Location, int], Granularity] = {}
+        self._grants: dict[tuple[Access, tuple[Place, ...]], tuple[Any, ...]] = {}
+        self._least = 0
+
+    # -- devices ------------------------------------------------------------------------------------------------
+    def device_count(self) -> int:
+        return len(self._devices.all)
+
+    def device_info(self, location: Location) -> DeviceInfo:
+        device = self._devices.device(location)
+        return DeviceInfo(device.uuid, device.name, device.total_bytes)
+
+    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
+        key = (location, int(handle_kinds))
+        found = self._granularities.get(key)
+        if found is None:
+            place = self._devices.place(location)
+            prop = self._prop("mem_granularity", location, place, handle_kinds)
+            flags = self._api.CUmemAllocationGranularity_flags
+            asked = (flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM, flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
+            try:
+                least, best = (int(self._call("cuMemGetAllocationGranularity", prop, flag)) for flag in asked)
+            except DriverError as error:
+                raise self._explained(error, location, place, handle_kinds) from None
+            found = self._granularities[key] = Granularity(least, best)
+        return found
+
+    # -- addresses ----------------------------------------------------------------------------------------------
+    def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
+        least = self._granule()
+        check_size("address_reserve", nbytes, least)
+        if alignment and (alignment < least or alignment & (alignment - 1)):
+            raise AlignmentError(f"address_reserve: alignment {alignment} is not a power of two of at least {least}")
+        if address < 0 or address % (alignment or least):
+            step = alignment or least
+            raise AlignmentError(
+                f"address_reserve: address {address:#x} is not a multiple of {step:#x}; "
+                f"the next is {round_up(max(address, 0), step):#x}"
+            )
+        try:
+            base = int(self._call("cuMemAddressReserve", nbytes, alignment, address, 0))
+        except DriverError as error:
+            if error.code in (OUT_OF_MEMORY, INVALID_VALUE):
+                raise AddressSpaceError(
+                    "cuMemAddressReserve", error.code, error.name,
+                    f"no range of {nbytes} bytes of addresses is left; ask for less",
+                ) from None  # fmt: skip
+            raise
+        self._books.reservations.add(Reservation(base, nbytes))
+        return base
+
+    def address_free(self, address: int, nbytes: int) -> None:
+        reservation = self._books.reservations.at.get(address)
+        if reservation is None or reservation.nbytes != nbytes:
+            found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
+            raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
+        inside = len(reservation.mappings.at)
+        if inside:
+            raise UsageError(f"address_free({address:#x}, {nbytes}): {inside} mappings are in it; unmap them first")
+        # Out of the books before it is out of the driver: the next reservation may get this very address.
+        if not self._books.reservations.remove(reservation):
+            raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
+        try:
+            self._call.undo("cuMemAddressFree", address, nbytes)
+        except BaseException:
+            self._books.reservations.add(reservation)
+            raise
+
+    # -- physical memory ----------------------------------------------------------------------------------------
+    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
+        place = self._devices.place(location)
+        prop = self._prop("mem_create", location, place, handle_kinds)
+        check_size("mem_create", nbytes, self.mem_granularity(location, handle_kinds).minimum)
+        try:
+            raw = int(self._call("cuMemCreate", nbytes, prop, 0))
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
+            ) from None
+        except DriverError as error:
+            raise self._explained(error, location, place, handle_kinds) from None
+        return self._new_handle(CudaMemory(nbytes, handle_kinds, place), raw)
+
+    def mem_release(self, handle: int) -> None:
+        memory: Any = self._books.handles.pop(handle, None)
+        if memory is None:
+            raise UsageError(f"mem_release({handle}): no such handle; each is released once")
+        try:
+            self._call.undo("cuMemRelease", memory.raw[handle])
+        except BaseException:
+            self._books.handles[handle] = memory
+            raise
+        memory.raw.pop(handle, None)
+        memory.drop(handle)
+
+    def mem_retain(self, address: int) -> int:
+        memory: Any = self._books.mapping_at("mem_retain", address).memory
+        return self._new_handle(memory, int(self._call("cuMemRetainAllocationHandle", address)))
+
+    def mem_properties(self, handle: int) -> MemoryProperties:
+        memory: Any = self._books.memory("mem_properties", handle)
+        return MemoryProperties(self._devices.location(*memory.place), memory.kinds, memory.nbytes)
+
+    # -- mappings -----------------------------------------------------------------------------------------------
+    def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
+        books = self._books
+        memory: Any = books.memory("mem_map", handle)
+        if offset or nbytes != memory.nbytes:
+            raise RangeError(
+                f"mem_map: {nbytes} bytes at offset {offset} of an allocation of {memory.nbytes} bytes; an allocation "
+                f"is mapped whole, from offset 0"
+            )
+        if address % self._granule():
+            raise AlignmentError(
+                f"mem_map: address {address:#x} is not a multiple of the granularity, {self._least}; "
+                f"the next is {round_up(address, self._least):#x}"
+            )
+        reservation = books.reservation_at("mem_map", address, nbytes)
+        mapping = CudaMapping(address, memory, reservation)
+        memory.hold(mapping)
+        if not books.write_down(mapping):
+            memory.drop(mapping)
+            raise RangeError(f"mem_map: something is mapped at {address:#x} already; unmap it first")
+        try:
+            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
+            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
+            if others or not books.has(reservation):
+                raise RangeError(
+                    f"mem_map: {nbytes} bytes at {address:#x} overlap "
+                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
+                )
+            raw = next(iter(tuple(memory.raw.values())), None)
+            if raw is None:
+                raise UsageError("the memory was released while this call began")
+            self._call("cuMemMap", address, nbytes, 0, raw, 0)
+        except BaseException as error:
+            imported = memory.fd is not None
+            books.strike(mapping)
+            memory.drop(mapping)
+            if imported and isinstance(error, DriverError) and error.code in _REFUSED:
+                raise ProtocolError(
+                    f"mem_map: the memory behind handle {handle} cannot be mapped as the {nbytes} bytes that its "
+                    f"owner said it has ({error.name})"
+                ) from None
+            raise
+        mapping.settle()
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        due = self._books.whole("mem_unmap", address, nbytes, gaps=True)
+        taken = [mapping for mapping in due if mapping.take()]
+        try:
+            if len(taken) != len(due):
+                raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
+            # One call over whole mappings and the gaps between them: measured to work.
+            self._call.undo("cuMemUnmap", address, nbytes)
+        except BaseException:
+            for mapping in taken:
+                mapping.give_back()
+            raise
+        for mapping in taken:
+            self._books.strike(mapping)
+            mapping.memory.drop(mapping)
+
+    def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
+        if not isinstance(access, Access):
+            raise UsageError(f"mem_set_access: access {access!r} is not NONE (0), READ (1) or READ_WRITE (3)")
+        if not locations:
+            raise UsageError("mem_set_access: no location was named")
+        places = tuple([self._devices.place(location) for location in locations])
+        due: list[Any] = self._books.whole("mem_set_access", address, nbytes, gaps=False)
+        grants = self._grants.get((access, places))
+        if grants is None:
+            grants = self._grants[access, places] = tuple(self._grant(access, place) for place in places)
+        try:
+            self._call("cuMemSetAccess", address, nbytes, grants, len(grants))
+        except DriverError as error:
+            raise self._no_access(error, due[0].memory.place, places) from None
+        for mapping in due:
+            for place in places:
+                mapping.rights[place] = access
+            mapping.access = max(mapping.rights.values())
+
+    def mem_get_access(self, address: int, location: Location) -> Access:
+        place = self._devices.place(location)
+        self._books.mapping_at("mem_get_access", address)
+        where = self._api.CUmemLocation()
+        write(where, 0, UINT32, place[0])
+        write(where, 4, UINT32, place[1])
+        return Access(int(self._call("cuMemGetAccess", where, address)))
+
+    # -- books --------------------------------------------------------------------------------------------------
+    def live(self) -> LiveObjects:
+        mappings = tuple(self._books.mappings.values())
+        handles = tuple(self._books.handles.values())
+        memories = {id(memory): memory.nbytes for memory in (*handles, *(mapping.memory for mapping in mappings))}
+        return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
+
+    # -- inside -------------------------------------------------------------------------------------------------
+    def _granule(self) -> int:
+        """The least unit of addresses: the largest of the minimums of all GPUs."""
+        if not self._least:
+            kinds = HandleKind.NONE
+            self._least = max(
+                self.mem_granularity(Location("cuda", device.ordinal), kinds).minimum for device in self._devices.all
+            )
+        return self._least
+
+    def _new_handle(self, memory: CudaMemory, raw: int) -> int:
+        handle = self._books.new_handle(memory)  # type: ignore[arg-type]
+        memory.raw[handle] = raw
+        return handle
+
+    def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind) -> Any:
+        """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""
+        prop = self._props.get((place, int(kinds)))
+        if prop is None:
+            check_kinds(call, kinds)
+            if place[0] == HOST and kinds:
+                raise UnsupportedError(
+                    f"memory on {location} that leaves the process as {kinds.name}",
+                    "a NUMA node of the host: the driver shares no other memory of it", str(location),
+                    f'Use "cuda:numa", or handle_kinds=HandleKind.NONE on {location}',
+                )  # fmt: skip
+            prop = self._api.CUmemAllocationProp()
+            for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1])):
+                write(prop, offset, UINT32, value)
+            self._props[place, int(kinds)] = prop
+        return prop
+
+    def _grant(self, access: Access, place: Place) -> Any:
+        grant = self._api.CUmemAccessDesc()
+        for offset, value in ((0, place[0]), (4, place[1]), (8, int(access))):
+            write(grant, offset, UINT32, value)
+        return grant
+
+    def _explained(self, error: DriverError, location: Location, place: Place, kinds: HandleKind) -> Exception:
+        """Why memory could not be made: what the device lacks, if it is that."""
+        if error.code not in _REFUSED:
+            return error
+        if HandleKind.FABRIC in kinds:
+            return UnsupportedError(
+                f"memory on {location} that can be exported as FABRIC",
+                "an IMEX channel that this process may use (a device of nvidia-caps-imex-channels)",
+                f"the driver's answer {error.name}", "Ask for POSIX_FD, which works within one machine",
+            )  # fmt: skip
+        if place[0] != DEVICE:
+            return UsageError(f"{error.call}: no memory can be had on {location} ({error.name}); is there such a node?")
+        device = self._devices.all[place[1]]
+        wanted = [("virtual memory management", 102)]
+        wanted += [("memory that can be exported as POSIX_FD", 103)] if HandleKind.POSIX_FD in kinds else []
+        with noted(error):
+            for what, attribute in wanted:
+                if not device.attribute(attribute):
+                    return UnsupportedError(
+                        f"{what} on {location}", "a device that has it", f"{device.name}, which says that it has not"
+                    )
+        return error
+
+    def _no_access(self, error: DriverError, home: Place, places: Sequence[Place]) -> Exception:
+        """Why a place cannot be given access: the GPUs are not peers, or the driver's own answer."""
+        if error.code not in _REFUSED:
+            return error
+        with noted(error):
+            for kind, number in places:
+                reason = self.peer_refusal(number, home[1]) if kind == home[0] == DEVICE else ""
+                if reason:
+                    return UnsupportedError(
+                        f"access of cuda:{number} to memory on cuda:{home[1]}", "peer access between the two", reason,
+                        "Copy the data to memory of that GPU",
+                    )  # fmt: skip
+                if kind != DEVICE and (kind, number) != home:
+                    return UsageError(
+                        f"mem_set_access: {self._devices.location(kind, number)} cannot be given access to memory on "
+                        f"{self._devices.location(*home)} ({error.name}); name GPUs, or the NUMA node of the memory"
+                    )
+        return error
+
+    def peer_refusal(self, device: int, memory_of: int) -> str:
+        """Return why a GPU cannot access another's memory; empty if it can."""
+        if device == memory_of:
+            return ""
+        one, other = self._devices.all[device], self._devices.all[memory_of]
+        if int(self._call("cuDeviceCanAccessPeer", one.handle, other.handle)):
+            return ""
+        return f"{one.name} (cuda:{device}) and {other.name} (cuda:{memory_of}) are no peers, says the driver"
+
+
+def check_kinds(call: str, kinds: HandleKind) -> None:
+    """Refuse handle kinds that memory made here can never have."""
+    if kinds & (HandleKind.WIN32 | HandleKind.WIN32_KMT):
+        raise UnsupportedError(
+            f"{call}: handle kind {kinds.name}", "Windows", "Linux, where memory is shared by file descriptors",
+            "Ask for HandleKind.POSIX_FD",
+        )  # fmt: skip
+    if kinds & ~_SHAREABLE:
+        raise UnsupportedError(
+            f"{call}: handle kind {kinds.name}", "memory made by another API (cudaMalloc or a pool)",
+            "memory made with cuMemCreate", "Ask for HandleKind.POSIX_FD",
+        )  # fmt: skip
+
+
+def check_size(call: str, nbytes: int, granularity: int) -> None:
+    """Refuse a size that is not a positive multiple of the granularity, naming the next one that is."""
+    if nbytes <= 0 or nbytes % granularity:
+        raise AlignmentError(
+            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {granularity}; "
+            f"the next is {max(round_up(nbytes, granularity), granularity)}"
+        )

@@ -1,0 +1,66 @@
+"""What the books of the CUDA driver hold: its allocations and mappings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from ...spec import Access, HandleKind
+from ..books import Mapping, Reservation, Ticket
+
+__all__ = ["CudaMapping", "CudaMemory", "Place"]
+
+Place = tuple[int, int]  # CUmemLocationType and id
+
+
+class CudaMemory:
+    """An allocation, and who uses it: handles by their number, mappings by themselves.
+
+    What the driver knows of it is a number of its own for each handle, in `raw`; the memory itself lives until the last
+    of them is released and the last mapping is gone, which the driver counts.
+
+    The driver exports no memory that it imported (INVALID_VALUE, measured). So of that the descriptor is kept, and what
+    goes out again is a duplicate of it.
+    """
+
+    __slots__ = ("_fds", "kinds", "nbytes", "place", "raw", "users")
+
+    def __init__(self, nbytes: int, kinds: HandleKind, place: Place, fd: int | None = None) -> None:
+        self._fds = [] if fd is None else [fd]
+        self.nbytes = nbytes
+        self.kinds = kinds
+        self.place = place
+        self.raw: dict[int, int] = {}
+        self.users: dict[object, None] = {}
+
+    def hold(self, user: object) -> int:
+        """Write down a user."""
+        self.users[user] = None
+        return 0
+
+    def drop(self, user: object) -> None:
+        """Strike a user out; the last one closes the descriptor."""
+        self.users.pop(user, None)
+        if not self.users:
+            with contextlib.suppress(IndexError):
+                os.close(self._fds.pop())
+
+    @property
+    def fd(self) -> int | None:
+        """What it was imported from, which a user keeps open; None for memory that was made here."""
+        return self._fds[0] if self._fds else None
+
+
+class CudaMapping(Mapping):
+    """A memory at an address, and what each place may do there. `access` is the most that any of them may."""
+
+    __slots__ = ("rights",)
+
+    def __init__(self, address: int, memory: Any, reservation: Reservation) -> None:
+        super().__init__(address, memory, reservation, False, _NOBODY)
+        self.rights: dict[Place, Access] = {}
+
+
+_NOBODY = Ticket()
+_NOBODY.is_over = True

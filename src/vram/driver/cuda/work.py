@@ -1,0 +1,297 @@
+"""Bytes moved by the GPU: copies and fills, streams and events. All under the device's primary context.
+
+Calls without a stream return when they are done. They run on the legacy default stream, which waits for the work of
+other libraries that did not ask for non-blocking streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import DeviceLostError, DriverError, RangeError, UsageError
+from ...spec import Access, Location
+from .. import libc
+from .bindings import Bindings
+from .devices import DEVICE, Current, Device, Devices
+from .failures import INVALID_VALUE, NOT_READY, noted
+from .objects import CudaMapping
+from .sharing import SharingCalls
+
+__all__ = ["WorkCalls"]
+
+_LEGACY, _PER_THREAD = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD: valid in any context
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_DISABLE_TIMING, _INTERPROCESS = 2, 4  # CU_EVENT_*
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for every context
+
+
+class WorkCalls(SharingCalls):
+    """A part of :class:`~vram.driver.cuda.CudaDriver`."""
+
+    def __init__(self, bindings: Bindings, devices: Devices) -> None:
+        super().__init__(bindings, devices)
+        self._contexts = tuple(Current(bindings, device) for device in devices.all)
+        self._streams: dict[int, int] = {}
+        self._events: dict[int, int] = {}
+        self._registered: dict[int, int] = {}
+
+    def mem_info(self, location: Location) -> tuple[int, int]:
+        with self._on(self._devices.device(location)):
+            free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    # -- done when they return ----------------------------------------------------------------------------------
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        reading = self._accessible("copy", source, nbytes, Access.READ)
+        writing = self._accessible("copy", destination, nbytes, Access.READ_WRITE)
+        if source < destination + nbytes and destination < source + nbytes:
+            raise RangeError(f"copy of {nbytes} bytes from {source:#x} to {destination:#x}: the ranges overlap")
+        if not nbytes:
+            return
+        both = _who(reading, Access.READ) & _who(writing, Access.READ_WRITE)
+        if any(place[0] != DEVICE for place in both):
+            ctypes.memmove(destination, source, nbytes)
+            return
+        device = self._worker(both)
+        if device is None:
+            self._copy_peer(destination, source, nbytes, writing, reading)
+            return
+        with self._done_on(device):
+            self._call("cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
+
+    def copy_in(self, destination: int, source: memoryview) -> None:
+        nbytes = source.nbytes
+        due = self._accessible("copy_in", destination, nbytes, Access.READ_WRITE)
+        try:
+            with libc.lent(source, writable=False) as start:
+                if nbytes:
+                    self._transfer("cuMemcpyHtoDAsync", due, Access.READ_WRITE, destination, start, nbytes)
+        except BufferError as error:
+            raise UsageError(f"copy_in: the source must be a contiguous buffer ({error})") from None
+
+    def copy_out(self, destination: memoryview, source: int) -> None:
+        nbytes = destination.nbytes
+        due = self._accessible("copy_out", source, nbytes, Access.READ)
+        try:
+            with libc.lent(destination, writable=True) as start:
+                if nbytes:
+                    self._transfer("cuMemcpyDtoHAsync", due, Access.READ, start, source, nbytes)
+        except BufferError as error:
+            raise UsageError(f"copy_out: the destination must be writable and contiguous ({error})") from None
+
+    def fill(self, address: int, value: int, nbytes: int) -> None:
+        if not 0 <= value <= 255:
+            raise UsageError(f"fill: value {value} is not a byte, 0 to 255")
+        due = self._accessible("fill", address, nbytes, Access.READ_WRITE)
+        if not nbytes:
+            return
+        who = _who(due, Access.READ_WRITE)
+        if any(place[0] != DEVICE for place in who):
+            ctypes.memset(address, value, nbytes)
+            return
+        with self._done_on(self._needed("fill", address, who)):
+            self._call("cuMemsetD8Async", address, value, nbytes, _LEGACY)
+
+    def synchronize(self, location: Location) -> None:
+        place = self._devices.place(location)
+        # Memory of the host can be worked on by any GPU. A GPU without a context has no work.
+        due = self._devices.all if place[0] != DEVICE else (self._devices.all[place[1]],)
+        for device in due:
+            if device.is_used:
+                with self._on(device):
+                    self._call("cuCtxSynchronize")
+
+    # -- in the order of a stream -------------------------------------------------------------------------------
+    def ordinal_of(self, address: int) -> int:
+        try:
+            attribute = self._api.CUpointer_attribute(9)  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+            ordinal = int(self._call("cuPointerGetAttribute", attribute, address))
+        except DriverError as error:
+            if error.code != INVALID_VALUE:
+                raise
+            raise UsageError(f"{address:#x} is no address that the driver knows ({error.name})") from None
+        if ordinal < 0:
+            raise UsageError(f"{address:#x} is memory of the host, of no GPU")
+        return ordinal
+
+    def copy_async(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        with self._under(stream):
+            try:
+                self._call("cuMemcpyAsync", destination, source, nbytes, stream)
+            except DriverError as error:
+                # That call wants both sides within reach of one GPU. Asked afterwards, since it is seldom so.
+                if error.code != INVALID_VALUE:
+                    raise
+                there, here = self._home_of(destination, error), self._home_of(source, error)
+                if there is None or here is None or there is here:
+                    raise
+                self._call("cuMemcpyPeerAsync", destination, there.context, source, here.context, nbytes, stream)
+
+    def fill_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        with self._under(stream):
+            self._call("cuMemsetD8Async", address, value, nbytes, stream)
+
+    def stream_create(self, location: Location) -> int:
+        device = self._devices.device(location)
+        return self._made(self._streams, device, "cuStreamDestroy", "cuStreamCreate", _NON_BLOCKING)
+
+    def stream_destroy(self, stream: int) -> None:
+        ordinal = self._streams.pop(stream, None)
+        if ordinal is None:
+            raise UsageError(f"stream_destroy({stream:#x}): no stream of this driver")
+        self._take_back(self._streams, ordinal, "cuStreamDestroy", stream)
+
+    def stream_synchronize(self, stream: int, location: Location) -> None:
+        with self._on(self._devices.device(location)):
+            self._call("cuStreamSynchronize", stream)
+
+    def stream_wait(self, stream: int, event: int, location: Location) -> None:
+        with self._on(self._devices.device(location)):
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def event_create(self, location: Location, *, interprocess: bool = False) -> int:
+        device = self._devices.device(location)
+        flags = _DISABLE_TIMING | (_INTERPROCESS if interprocess else 0)
+        return self._made(self._events, device, "cuEventDestroy", "cuEventCreate", flags)
+
+    def event_record(self, event: int, stream: int) -> None:
+        with self._at(event):
+            self._call("cuEventRecord", event, stream)
+
+    def event_is_done(self, event: int) -> bool:
+        with self._at(event):
+            try:
+                self._call("cuEventQuery", event)
+            except DriverError as error:
+                if error.code == NOT_READY:
+                    return False
+                raise
+        return True
+
+    def event_synchronize(self, event: int) -> None:
+        with self._at(event):
+            self._call("cuEventSynchronize", event)
+
+    def event_destroy(self, event: int) -> None:
+        ordinal = self._events.pop(event, None)
+        if ordinal is None:
+            raise UsageError(f"event_destroy({event:#x}): no event of this driver")
+        self._take_back(self._events, ordinal, "cuEventDestroy", event)
+
+    # -- memory of the host that the GPU reads on its own ---------------------------------------------------------
+    def host_register(self, address: int, nbytes: int, location: Location) -> None:
+        device = self._devices.device(location)
+        call = ("cuMemHostRegister", address, nbytes, _PORTABLE)
+        self._made(self._registered, device, "cuMemHostUnregister", *call, number=address)
+
+    def host_unregister(self, address: int) -> None:
+        ordinal = self._registered.pop(address, None)
+        if ordinal is None:
+            raise UsageError(f"host_unregister({address:#x}): nothing was registered there")
+        self._take_back(self._registered, ordinal, "cuMemHostUnregister", address)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+    def _home_of(self, address: int, error: DriverError) -> Device | None:
+        """Return the GPU whose memory an address is, if it is any's; `error` is what the question is asked for."""
+        try:
+            return self._devices.all[self.ordinal_of(address)]
+        except UsageError:
+            return None
+        except DriverError as second:
+            error.add_note(f"and then: {second}")
+            return None
+
+    def _made(
+        self, books: dict[int, int], device: Device, undo: str, call: str, *arguments: int, number: int | None = None
+    ) -> int:
+        """Make something under a device's context and write it down; nothing is left if any of that fails (I4)."""
+        made: list[int] = []
+        try:
+            with self._on(device):
+                found = self._call(call, *arguments)
+                made.append(int(found) if number is None else number)
+            books[made[0]] = device.ordinal
+        except BaseException as error:
+            for one in made:
+                with noted(error):
+                    self._take_back(books, device.ordinal, undo, one)
+            raise
+        return made[0]
+
+    def _take_back(self, books: dict[int, int], ordinal: int, call: str, number: int) -> None:
+        """Take back what is not in the books any more, or not yet; if that fails it is in them afterwards."""
+        done: list[None] = []
+        try:
+            with contextlib.suppress(DeviceLostError), self._contexts[ordinal]:
+                self._call.undo(call, number)
+                done.append(None)
+        except BaseException:
+            if not done:
+                books[number] = ordinal
+            raise
+
+    def _on(self, device: Device) -> Current:
+        return self._contexts[device.ordinal]
+
+    def _under(self, stream: int) -> Current:
+        ordinal = self._streams.get(stream)
+        if ordinal is None:
+            raise UsageError(f"{stream:#x} is no stream of this driver; make one with stream_create")
+        return self._contexts[ordinal]
+
+    def _at(self, event: int) -> Current:
+        # An event of another library knows its own context; the driver only wants that any is current.
+        ordinal = self._events.get(event)
+        if ordinal is None:
+            ordinal = next((device.ordinal for device in self._devices.all if device.is_used), 0)
+        return self._contexts[ordinal]
+
+    @contextlib.contextmanager
+    def _done_on(self, device: Device) -> Iterator[None]:
+        with self._on(device):
+            yield
+            self._call("cuStreamSynchronize", _LEGACY)
+
+    def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
+        return self._books.accessible(call, address, nbytes, access)
+
+    def _transfer(
+        self, call: str, due: list[CudaMapping], access: Access, destination: int, source: int, nbytes: int
+    ) -> None:
+        who = _who(due, access)
+        if any(place[0] != DEVICE for place in who):  # memory of the host: the CPU may touch it
+            ctypes.memmove(destination, source, nbytes)
+            return
+        with self._done_on(self._needed(call, due[0].address, who)):
+            self._call(call, destination, source, nbytes, _LEGACY)
+
+    def _worker(self, who: set[tuple[int, int]]) -> Device | None:
+        ordinals = sorted(number for kind, number in who if kind == DEVICE)
+        return self._devices.all[ordinals[0]] if ordinals else None
+
+    def _needed(self, call: str, address: int, who: set[tuple[int, int]]) -> Device:
+        device = self._worker(who)
+        if device is None:
+            raise UsageError(f"{call} at {address:#x}: no GPU may access all of it; give one access to the whole span")
+        return device
+
+    def _copy_peer(
+        self, destination: int, source: int, nbytes: int, writing: list[CudaMapping], reading: list[CudaMapping]
+    ) -> None:
+        """Copy between memories that no GPU may access both of: the driver takes the way that there is."""
+        there = self._needed("copy", destination, _who(writing, Access.READ_WRITE))
+        here = self._needed("copy", source, _who(reading, Access.READ))
+        with self._done_on(there):
+            self._call("cuMemcpyPeer", destination, there.context, source, here.context, nbytes)
+
+
+def _who(due: list[CudaMapping], access: Access) -> set[tuple[int, int]]:
+    """Return the places that may do so with all of some mappings."""
+    found: set[tuple[int, int]] | None = None
+    for mapping in due:
+        may = {place for place, right in mapping.rights.items() if right >= access}
+        found = may if found is None else found & may
+    return found or set()

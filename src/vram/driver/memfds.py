@@ -1,0 +1,92 @@
+"""Memfds, the physical memory of the host: made here, or sent by other processes and then not believed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+from ..errors import ProtocolError, UsageError
+from . import libc
+
+__all__ = ["Memfds", "look"]
+
+_BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
+
+
+class Memfds:
+    """Makes them, and tells ordinary ones from everything else."""
+
+    # All ordinary memfds lie on one mount of the kernel's own, which lasts as long as the kernel; so do those of
+    # each size of huge pages. What was found out about its device once therefore stays true. (Files of a tmpfs that
+    # somebody mounted never get this far: their set of seals is closed from the start.)
+
+    __slots__ = ("_device", "_flags")
+
+    def __init__(self) -> None:
+        self._device = -1
+        self._flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING | libc.MFD_NOEXEC_SEAL
+
+    def make(self, nbytes: int) -> int:
+        """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader."""
+        fd = self._make(nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
+        except OSError as error:
+            os.close(fd)
+            raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
+        return fd
+
+    def _make(self, nbytes: int) -> int:
+        while True:
+            try:
+                return os.memfd_create("vram", self._flags)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self._flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
+                    self._flags &= ~libc.MFD_NOEXEC_SEAL
+                    continue
+                raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
+
+    def check(self, call: str, fd: int, nbytes: int, granularity: int) -> tuple[tuple[int, int], int]:
+        """Return the identity and the seals of a memfd that was sent, if its first `nbytes` are there for good.
+
+        Raises
+        ------
+        ProtocolError
+            If it is none, is too small, or could be truncated or starved under its reader.
+        UsageError
+            If the descriptor is not open.
+        """
+        stat = look(call, fd)
+        try:
+            seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)
+        except OSError:
+            raise ProtocolError(f"{call}({fd}): this is no shared memory (memfd)") from None
+        if seals & _BOUND != _BOUND:
+            raise ProtocolError(
+                f"{call}({fd}): its size could change under a reader (its seals are {seals:#x}); "
+                f"it must carry F_SEAL_SHRINK and F_SEAL_GROW"
+            )
+        # A sealed size cannot change any more, so the first `nbytes` exist and will.
+        size = stat.st_size
+        if size < nbytes or size % granularity:
+            raise ProtocolError(
+                f"{call}({fd}): it has {size} bytes; {nbytes} were stated, and its size must be a multiple of "
+                f"{granularity}"
+            )
+        device = stat.st_dev
+        if device != self._device:
+            if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:
+                # Pages of a limited pool: a fault that finds the pool empty would kill the reader.
+                raise ProtocolError(f"{call}({fd}): this is no ordinary shared memory (a memfd without MFD_HUGETLB)")
+            self._device = device
+        return (device, stat.st_ino), seals
+
+
+def look(call: str, fd: int) -> os.stat_result:
+    """Return what an open descriptor stands for, or raise :class:`~vram.errors.UsageError`."""
+    try:
+        return os.fstat(fd)
+    except (OSError, OverflowError):
+        raise UsageError(f"{call}({fd}): this is no open file descriptor") from None

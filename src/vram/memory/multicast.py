@@ -1,0 +1,400 @@
+"""Multicast objects: one address, and memory on every GPU of a team that what is written there goes to.
+
+Nothing here has run on hardware. It takes a driver with :class:`~vram.driver.protocol.Multicast`, which refuses unless
+the environment says ``VRAM_MULTICAST=on``.
+
+What the driver answers with a wait for ever, or leaves undefined, is an error here before it is asked: memory bound or
+addresses mapped before the team is whole, and an unbind that is not exactly a bind. What depends on what is counted
+(:mod:`vram.lifetime`): a mapping needs the object and all that is bound to it, and something bound needs the object and
+its memory. So in whatever order things are closed, the driver sees unmap, then unbind, then release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..driver.protocol import Driver, Granularity
+from ..errors import BusyError, RangeError, UsageError
+from ..lifetime import Claim, Owned, unwinding
+from ..spec import Access, HandleKind, Location, format_size
+from . import checks
+from .allocation import PhysicalAllocation
+from .reservation import AddressReservation, Unmap
+from .team import Team, Unbind, address_of, multicast, opened, retained, sized, team_of
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["MulticastMapping", "MulticastObject"]
+
+
+class MulticastObject(Owned):
+    """A team of GPUs, and memory on each of them that is written together. Made by :meth:`create` or :meth:`import_`.
+
+    In order: all devices of the team are added, here or in other processes; memory is bound and the object is mapped;
+    what a GPU writes to the mapping goes to all memory bound there. Reading there is for the GPU's own multicast
+    instructions; copies read the memory that is bound.
+    """
+
+    __slots__ = ("_bindings", "_team")
+
+    def __init__(self, team: Team, claim: Claim) -> None:
+        self._team = team
+        self._bindings: dict[tuple[str, int], Claim] = {}
+        self._claim = claim
+
+    @staticmethod
+    def granularity(
+        driver: Driver, devices: int | Sequence[Location | str], nbytes: int | str, handle_kinds: HandleKind
+    ) -> Granularity:
+        """Return what the size, offsets, sizes bound and addresses of an object made so must be multiples of."""
+        count, _ = team_of(driver, devices)
+        size = checks.positive(nbytes, "nbytes", 1)
+        return multicast(driver).multicast_granularity(count, size, checks.kinds(handle_kinds))
+
+    @classmethod
+    def create(
+        cls,
+        driver: Driver,
+        devices: int | Sequence[Location | str],
+        nbytes: int | str,
+        *,
+        handle_kinds: HandleKind = HandleKind.POSIX_FD,
+    ) -> Self:
+        """Make an object.
+
+        Parameters
+        ----------
+        devices : int, or sequence of Location or str
+            How many there will be in the team; or which, if this process adds them all, which is then done.
+        nbytes : int or str
+            Size in bytes: how much memory can be bound for each device. A positive multiple of :meth:`granularity`.
+        handle_kinds : HandleKind
+            How it must be able to leave this process. If any, only memory that can leave it too can be bound.
+
+        Raises
+        ------
+        UnsupportedError
+            If multicast is off, or the driver or a device lacks it; each with its own words.
+        """
+        calls = multicast(driver)
+        count, named = team_of(driver, devices)
+        kinds = checks.kinds(handle_kinds)
+        for place in named:
+            calls.multicast_check(place)
+        size, least = sized(calls, count, nbytes, kinds)
+        made = cls(*opened(driver, partial(calls.multicast_create, count, size, kinds), size, count, kinds, least))
+        with _closed_on_error(made):
+            for place in named:
+                made.add_device(place)
+        return made
+
+    @classmethod
+    def import_(
+        cls,
+        driver: Driver,
+        fd: int,
+        nbytes: int | str,
+        devices: int,
+        *,
+        kind: HandleKind = HandleKind.POSIX_FD,
+        added_elsewhere: int = 0,
+    ) -> Self:
+        """Open an object that another process exported.
+
+        Parameters
+        ----------
+        fd : int
+            The descriptor. It is lent: it stays the caller's and may be closed afterwards.
+        nbytes, devices : int
+            Its size in bytes and how many devices are in its team, as its maker stated them.
+        added_elsewhere : int
+            How many were added by other processes already; see :meth:`added_elsewhere`.
+
+        Raises
+        ------
+        ProtocolError
+            If the descriptor is no such object.
+        """
+        calls = multicast(driver)
+        checks.descriptor(fd)
+        count, _ = team_of(driver, devices if type(devices) is int else 0)
+        size, least = sized(calls, count, nbytes, checks.kinds(kind))
+        call = partial(calls.multicast_import, fd, kind, size, count)
+        made = cls(*opened(driver, call, size, count, kind, least))
+        made._team.is_imported = True
+        with _closed_on_error(made):
+            made.added_elsewhere(added_elsewhere)
+        return made
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def driver(self) -> Driver:
+        """The driver that made it."""
+        return self._team.driver
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._team.nbytes
+
+    @property
+    def handle_kinds(self) -> HandleKind:
+        """How it can leave this process."""
+        return self._team.kinds
+
+    @property
+    def devices(self) -> tuple[Location, ...]:
+        """The devices that this process added."""
+        return tuple(self._team.added.values())
+
+    @property
+    def bound(self) -> tuple[tuple[Location, int, int], ...]:
+        """What this process has bound: location, offset and size in bytes of each."""
+        return tuple((undo.location, undo.offset, undo.nbytes) for undo in tuple(self._team.bound.values()))
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it is mapped in this process."""
+        return bool(self._team.mapped())
+
+    def __repr__(self) -> str:
+        team = self._team
+        count = f"{len(team.added) + team.elsewhere}/{team.num_devices} devices"
+        words = [format_size(team.nbytes), count, f"{len(team.bound)} bound"]
+        states = {"mapped": self.is_mapped, "imported": team.is_imported, "exported": team.exported}
+        words += [word for word, state in {**states, "closed": self.is_closed}.items() if state]
+        return f"<MulticastObject {team.driver_handle:#x} {', '.join(words)}>"
+
+    # -- the team -----------------------------------------------------------------------------------------------
+    def add_device(self, location: Location | str) -> None:
+        """Add a GPU to the team, for good.
+
+        Raises
+        ------
+        UsageError
+            If it is in the team, or the team is whole.
+        """
+        team = self._team
+        using = self.handle.claim("add_device")  # another thread may close this object while the driver works
+        try:
+            team.add(checks.place(team.driver, location))
+        finally:
+            using.release()
+
+    def added_elsewhere(self, count: int) -> None:
+        """Say how many devices other processes have added by now, which the driver does not tell.
+
+        Say it too early, and what waits for the team waits in the driver: have them tell you.
+        """
+        self.handle  # noqa: B018  (the check)
+        self._team.say_elsewhere(count)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+    def bind(self, memory: PhysicalAllocation | tuple[int, int], offset: int | str = 0) -> None:
+        """Have writes at an offset go to memory, too. It is kept alive as long as it is bound.
+
+        Parameters
+        ----------
+        memory : PhysicalAllocation, or tuple of int
+            An allocation, bound whole; or an address and a size in bytes, within one mapping of this driver.
+        offset : int or str
+            Where, in bytes. This, the size and the address are multiples of the granularity.
+
+        Raises
+        ------
+        UsageError
+            If the team is not whole, the memory is on none of its devices, or cannot leave the process though the
+            object can.
+        AlignmentError, RangeError
+            If it does not fit there, or memory of the same device is bound there already.
+        """
+        team = self._team
+        using = self.handle.claim("bind")
+        try:
+            team.whole("bind memory to")
+            if isinstance(memory, PhysicalAllocation):
+                owner, raw, nbytes = memory.handle, memory.driver_handle, memory.nbytes
+                if memory.driver is not team.driver:
+                    raise UsageError(f"{memory!r} and {self!r} belong to different drivers")
+                start = team.span(offset, nbytes)
+                call = partial(team.calls.multicast_bind_mem, team.driver_handle, start, raw, 0, nbytes)
+                self._keep(team.bind(call, owner, raw, start, nbytes))
+                return
+            address, nbytes = address_of(memory, team.least)
+            start = team.span(offset, nbytes)
+            with retained(team.driver, address) as (raw, owner):
+                call = partial(team.calls.multicast_bind_address, team.driver_handle, start, address, nbytes)
+                self._keep(team.bind(call, owner, raw, start, nbytes))
+        finally:
+            using.release()
+
+    def _keep(self, bound: tuple[Unbind, Claim]) -> None:
+        self._bindings[bound[0].key] = bound[1]
+        if self.is_closed:  # by another thread, meanwhile
+            self._let_go()
+
+    def unbind(self, location: Location | str, offset: int | str, nbytes: int | str) -> None:
+        """Undo one :meth:`bind`, named exactly as it was: anything else is undefined in the driver, an error here.
+
+        Raises
+        ------
+        RangeError
+            If nothing was bound just so; says what was.
+        BusyError
+            While the object is mapped: close the mapping first.
+        """
+        self.handle  # noqa: B018  (the check)
+        team = self._team
+        key = (team.member(checks.place(team.driver, location)), checks.size(offset, "offset"))
+        claim, undo = self._bindings.get(key), team.bound.get(key)
+        if claim is None or undo is None or undo.nbytes != checks.size(nbytes, "nbytes"):
+            there = "; ".join(f"{size} bytes at offset {start} on {where}" for where, start, size in self.bound)
+            raise RangeError(f"no {nbytes} bytes are bound at offset {offset} on {location}; bound: {there or 'none'}")
+        claim.release(strict=True)
+        self._bindings.pop(key, None)
+
+    # -- addresses ----------------------------------------------------------------------------------------------
+    def map(
+        self,
+        reservation: AddressReservation,
+        offset: int | str = 0,
+        *,
+        access: Access = Access.READ_WRITE,
+        locations: Sequence[Location | str] | None = None,
+    ) -> MulticastMapping:
+        """Map the whole object at an offset of a reservation and make it accessible.
+
+        Parameters
+        ----------
+        offset : int or str
+            Offset in bytes into the reservation. The address there must be a multiple of the granularity.
+        access : Access
+            What `locations` may do here.
+        locations : sequence of Location or str, optional
+            By default the devices that this process added.
+
+        Raises
+        ------
+        UsageError
+            If the team is not whole.
+        AlignmentError, RangeError
+            If it does not fit there, or something is mapped there already.
+        """
+        reservation.handle  # noqa: B018  (the check)
+        where, team = reservation._range, self._team
+        using = self.handle.claim("map")
+        try:
+            team.whole("map")
+            if where.driver is not team.driver:
+                raise UsageError(f"{self!r} and {reservation!r} belong to different drivers")
+            start, right = checks.size(offset, "offset"), checks.access(access)
+            whose = team.whose(locations) if right is not Access.NONE else []
+            claim, undo = team.map(where, start, [claim.handle for claim in tuple(self._bindings.values())])
+            mapping = MulticastMapping(team, undo, right, claim)
+            with _closed_on_error(mapping):
+                if whose:
+                    team.driver.mem_set_access(mapping.address, team.nbytes, right, whose)
+            return mapping
+        finally:
+            using.release()
+
+    # -- other processes ----------------------------------------------------------------------------------------
+    def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
+        """Lend a descriptor of this object: duplicate or send it, never close it. Closed with the object."""
+        handle, team = self.handle, self._team
+        if checks.kinds(kind) not in team.kinds or not kind:
+            raise UsageError(
+                f"the {handle.label} cannot be exported as {kind.name}: it was created for {team.kinds.name}. "
+                f"Ask for it at creation: handle_kinds=HandleKind.{kind.name or 'POSIX_FD'}"
+            )
+        using = handle.claim("export")  # another thread may close this object while the driver works
+        try:
+            return team.export(kind)
+        finally:
+            using.release()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def close(self, *, strict: bool = False) -> None:
+        """Unbind everything and give the object up: now, or with the last mapping of it. Idempotent.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse, and change nothing, while it is mapped.
+
+        Raises
+        ------
+        BusyError
+            Only if `strict`, naming who holds it.
+        """
+        if strict and not self.is_closed and self._claim.handle.is_open:
+            others = list(self._claim.handle.holders())
+            for own_claim in ("owner", *(claim.handle.label for claim in self._bindings.values())):
+                with contextlib.suppress(ValueError):
+                    others.remove(own_claim)
+            if others:
+                raise BusyError(f"{self._claim.handle.label} is still in use", tuple(others))
+        self._let_go()
+        super().close(strict=strict)
+
+    def _let_go(self) -> None:
+        while self._bindings:
+            with contextlib.suppress(KeyError):  # another thread closes it as well
+                self._bindings.popitem()[1].release()
+
+
+class MulticastMapping(Owned):
+    """A multicast object behind a part of a reservation. Made by :meth:`MulticastObject.map`."""
+
+    __slots__ = ("_access", "_team", "_undo")
+
+    def __init__(self, team: Team, undo: Unmap, access: Access, claim: Claim) -> None:
+        self._team = team
+        self._undo = undo
+        self._access = access
+        self._claim = claim
+
+    @property
+    def driver(self) -> Driver:
+        """The driver that made it."""
+        return self._team.driver
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._undo.where.address + self._undo.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes: that of the object."""
+        return self._team.nbytes
+
+    @property
+    def access(self) -> Access:
+        """What was last allowed here through this object."""
+        return self._access
+
+    def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
+        """Change what locations may do here; by default the devices that this process added."""
+        self.handle  # noqa: B018  (the check)
+        right = checks.access(access)
+        self.driver.mem_set_access(self.address, self.nbytes, right, self._team.whose(locations))
+        self._access = right
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else self._access.letters
+        return f"<MulticastMapping {self.address:#x} {format_size(self.nbytes)}, {state}>"
+
+
+@contextlib.contextmanager
+def _closed_on_error(made: Owned) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        with unwinding(error):
+            made.close()
+        raise

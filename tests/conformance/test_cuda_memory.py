@@ -1,0 +1,34 @@
+"""Memory with owners, on GPUs: in CI on the stand-in, and with ``make test-gpu`` on real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region", "vram.testing.shared_region")
+
+from vram import driver as drivers  # noqa: E402
+from vram.driver.protocol import Driver  # noqa: E402
+from vram.spec import Location  # noqa: E402
+from vram.testing.memory import MemoryContract  # noqa: E402
+
+
+class CudaMemory(MemoryContract):
+    offers = frozenset({"Multicast", "StreamOrdered"})
+
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return drivers.get(Location("cuda"))
+
+    @pytest.fixture
+    def location(self) -> Location:
+        return Location("cuda", 0)
+
+
+@pytest.mark.standin
+class TestOnTheStandin(CudaMemory):
+    pass
+
+
+@pytest.mark.gpu
+class TestOnHardware(CudaMemory):
+    pass
