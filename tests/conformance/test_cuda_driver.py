@@ -11,7 +11,7 @@ from vram.testing.driver import DriverContract
 
 
 class CudaContract(DriverContract):
-    offers = frozenset({"Multicast", "StreamOrdered"})
+    offers = frozenset({"DirectMapping", "Multicast", "StreamOrdered"})
 
     @pytest.fixture
     def driver(self) -> Driver:

@@ -13,7 +13,7 @@ from vram.testing.memory import MemoryContract  # noqa: E402
 
 
 class CudaMemory(MemoryContract):
-    offers = frozenset({"Multicast", "StreamOrdered"})
+    offers = frozenset({"DirectMapping", "Multicast", "StreamOrdered"})
 
     @pytest.fixture
     def driver(self) -> Driver:

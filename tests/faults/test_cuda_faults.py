@@ -182,9 +182,14 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
 # What a failure is an answer to: it changes what is said, and nothing is raised.
 ANSWERS = {"support", "freeze", "a driver"}
 # Before memory is unmapped the work on it is waited for, and whether that went well is nobody's question then.
-SETTLES = {"shrink", "close", "resize down", "copy between GPUs"}
+SETTLES = {"dlpack with a stream", "shrink", "close", "resize down", "copy between GPUs"}
 # What cannot be taken back: giving memory up, and the stream that an array was told.
 CHANGES = {"resize down", "shrink", "close", "freeze", "dlpack with a stream"}
+
+# The driver's answer to the first attempt is no, and then it is asked why.
+ASKS = {"copy between GPUs"}
+# What they give back in a `finally` has its say last.
+LAST = {"copy between GPUs", "dlpack with a stream", "support"}
 
 
 def take_back_what_is_stuck() -> int:
@@ -302,7 +307,7 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(operation: str, cod
             popped = pop_what_stuck(context)
             assert popped == 0 or BALANCE in came.said or operation in SETTLES, f"call {nth}: {popped}, {came.said}"
             stuck = take_back_what_is_stuck()
-            noted = take_back_what_is_noted(here.driver, books) if came.raised else 0
+            noted = take_back_what_is_noted(here.driver, books) if came.raised or operation in ANSWERS else 0
             if came.raised is None:  # an undo failed, and closing never raises; or it was an answer
                 assert len(came.warned) == stuck, came.said
                 if not stuck and operation not in ANSWERS | SETTLES:
@@ -312,7 +317,9 @@ def test_a_failed_call_leaves_nothing_and_changes_nothing_i4(operation: str, cod
                 continue
             assert isinstance(came.raised, VramError), came.said
             assert CODES[code] in came.said or str(came.raised), came.said
-            if isinstance(came.raised, DriverError) and operation != "copy between GPUs":  # there a failure is natural
+            if operation in ASKS:  # the first error was the driver's own
+                came.notes.clear()
+            elif isinstance(came.raised, DriverError):
                 assert came.raised.code == code
                 assert isinstance(came.raised, OutOfMemoryError) or code != 2 or isinstance(came.raised, MemoryError)
             # One failure: everything could be taken back, unless it was just that which failed.
@@ -344,9 +351,12 @@ def test_the_first_error_is_raised_and_the_others_noted_i4(operation: str, code:
     for nth in itertools.count(1):
         here = Scene.make()
         try:
+            books = {name: set(found) for name, found in books_of(here.driver).items()}
             alone = attempt(act, here, nth, code, forever=False)
             pop_what_stuck(0)
             take_back_what_is_stuck()
+            if alone.raised is not None:
+                take_back_what_is_noted(here.driver, books)
         finally:
             here.close()
         here = Scene.make()
@@ -358,7 +368,7 @@ def test_the_first_error_is_raised_and_the_others_noted_i4(operation: str, code:
             assert pop_what_stuck(0) <= came.said.count(BALANCE) + (operation in SETTLES), came.said
             if not came.played:
                 break
-            if alone.raised is not None:
+            if alone.raised is not None and operation not in LAST:
                 # INVALID_VALUE for an attribute reads as one that the driver does not know.
                 what, reason = alone.raised, code == 1 and isinstance(came.raised, UnsupportedError)
                 assert (type(came.raised), str(came.raised)) == (type(what), str(what)) or reason, came.said
@@ -367,7 +377,8 @@ def test_the_first_error_is_raised_and_the_others_noted_i4(operation: str, code:
             assert said[True] == stuck, came.said
             noted = take_back_what_is_noted(here.driver, books)
             converted = isinstance(came.raised, ProtocolError)  # made of an error that had the note
-            assert noted <= said[False] + came.is_of_undo + converted, came.said
+            if operation not in LAST:
+                assert noted <= said[False] + came.is_of_undo + converted, came.said
             if came.raised is not None and operation not in CHANGES:
                 assert here.state() == before, f"call {nth}: {came.said}"
         finally:
@@ -391,9 +402,12 @@ def test_it_works_again_when_the_fault_is_gone() -> None:
     for operation, act in OPERATIONS.items():
         for code in CODES:
             if operation not in CHANGES:
+                books = {name: set(found) for name, found in books_of(here.driver).items()}
                 attempt(act, here, 1, code, forever=True)
                 pop_what_stuck(0)
-        act(here)
+                take_back_what_is_noted(here.driver, books)
+        if operation != "freeze":
+            act(here)
     here.close()
 
 

@@ -53,6 +53,8 @@ class CudaSource:
         The ordinal of the GPU.
     owner : object
         What keeps the memory; hold on to this object as long as the address is used.
+    is_ours : bool
+        Whether it is memory of this library.
     """
 
     address: int
@@ -62,11 +64,12 @@ class CudaSource:
     contiguous: bool
     gpu: int
     owner: object
+    is_ours: bool = False
 
 
 def of_array(array: Array) -> CudaSource:
     """Return one of our own arrays as a source."""
-    return CudaSource(array.address, array.nbytes, array.dtype, array.shape, True, array._here().gpu or 0, array)
+    return CudaSource(array.address, array.nbytes, array.dtype, array.shape, True, array._here().gpu or 0, array, True)
 
 
 def of_tensor(tensor: Any) -> CudaSource:
@@ -194,14 +197,19 @@ def copy_rows(region: Region, offset: int, source: CudaSource) -> None:
     Raises
     ------
     UsageError
-        If its elements do not lie one behind the other.
+        If its elements do not lie one behind the other, or it is another library's on another GPU.
     """
     if not source.contiguous:
         raise UsageError("elements on a GPU are copied only where they lie one behind the other; make it contiguous")
     if not source.nbytes:
         return
     driver, place = _ordered(region), region.users[0]
-    region.driver.synchronize(place)  # whoever fills it may do so on any stream
+    region.driver.synchronize(Location("cuda", source.gpu))  # whoever fills it may do so on any stream
+    if source.is_ours:
+        region.driver.copy(region.address + offset, source.address, source.nbytes)
+        return
+    if Location("cuda", source.gpu) != place:
+        raise UsageError(f"it is on cuda:{source.gpu}, not on {place}; move it there with its own library first")
     stream = driver.stream_create(place)
     try:
         driver.copy_async(region.address + offset, source.address, source.nbytes, stream)

@@ -44,13 +44,19 @@ def measure(quick: bool, location: Location) -> Result:
         channel = stage.enter_context(vram.ArrayChannel(Channel(near.dup())))
         near.close()
         torch = torch_on(location, notes)
-        tensors = None if torch is None else stage.enter_context(_Tensors.running(torch, location, nbytes))
+        tensors = None
+        if torch is not None:
+            try:
+                tensors = stage.enter_context(_Tensors.running(torch, location, nbytes))
+            except InternalError as error:  # not every container lets it share memory
+                notes.append(f"torch did not run: {str(error).strip().splitlines()[-1]}")
         for place in places():
             with place.hold(other.pid, *([] if tensors is None else [tensors.pid])):
                 rows += _compare(place, other, packets, channel, array, tensors, quick)
     notes.append(
         f"the array has {nbytes >> 20} MiB; its size does not matter. The raw messages have 100 bytes each way; "
-        f"torch's answer is a number, since it does not pass on a tensor that it received"
+        f"torch's answer is a number, since it does not pass on a tensor that it received, and its "
+        f"queues' threads run where they like"
     )
     return Result("handover", "A GPU array handed to another process and back", rows, notes)
 
@@ -99,9 +105,11 @@ def _compare(
 class _Tensors:
     """A process that gets one CUDA tensor again and again through torch's queues; made by :meth:`running`."""
 
-    def __init__(self, tensor: Any, there: Any, back: Any, pid: int) -> None:
-        self._tensor, self._there, self._back = tensor, there, back
-        self.pid = pid
+    def __init__(self, nbytes: int, torch: Any, device: str, there: Any, back: Any, other: Child) -> None:
+        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize()
+        self._there, self._back, self._other = there, back, other
+        self.pid = other.pid
 
     @classmethod
     @contextlib.contextmanager
@@ -113,15 +121,14 @@ class _Tensors:
         try:
             with child(_take_tensors, *pair) as other:
                 other.hear()
-                tensor = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{ordinal_of(location)}")
-                torch.cuda.synchronize()
-                made = cls(tensor, *pair, other.pid)
+                made = cls(nbytes, torch, f"cuda:{ordinal_of(location)}", *pair, other)
                 made.round_trip()
                 try:
                     yield made
                 finally:
                     pair[0].put(None)  # it lets go of the tensor before we do
                     made._answered()
+                    made._tensor = None
         finally:
             for each in pair:
                 each.close()
@@ -134,10 +141,13 @@ class _Tensors:
         self._answered()
 
     def _answered(self) -> None:
-        try:
-            self._back.get(timeout=DEADLINE)
-        except queue.Empty:
-            raise InternalError(f"no answer came through torch's queue within {DEADLINE} s") from None
+        for _ in range(DEADLINE):
+            with contextlib.suppress(queue.Empty):
+                self._back.get(timeout=1)
+                return
+            if trace := self._other.trouble():
+                raise InternalError(f"the other process of torch's failed:\n{trace}")
+        raise InternalError(f"no answer came through torch's queue within {DEADLINE} s")
 
 
 def _take_tensors(pipe: Connection, there: Any, back: Any) -> None:

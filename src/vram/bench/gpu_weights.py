@@ -90,8 +90,8 @@ def _place() -> Iterator[Path]:
 
 
 def _affordable(quick: bool, location: Location, directory: Path, notes: list[str]) -> int:
-    """Return the bytes of a tensor, so that file, pinned memory and two copies on the GPU have room."""
-    nbytes = fitting(location, (4 << 20) if quick else _TENSOR, _TENSORS, 2.25, notes)
+    """Return the bytes of a tensor, so that file, pinned memory, and three copies on the GPU have room."""
+    nbytes = fitting(location, (4 << 20) if quick else _TENSOR, _TENSORS, 3.25, notes)
     nbytes = fitting(HOST, nbytes, _TENSORS, 3, notes)
     found = os.statvfs(directory)
     while nbytes * _TENSORS * 5 // 4 > found.f_bavail * found.f_frsize and nbytes > 2 << 20:

@@ -114,10 +114,10 @@ class Chunks:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if direct := maps_directly(driver):
-            new = direct.mem_map_new
+            new, right = direct.mem_map_new, self._at_once(access)
 
             def put(address: int, nbytes: int) -> None:
-                new(address, nbytes, place, kinds, access)
+                new(address, nbytes, place, kinds, right)
 
             self._append([Piece(size, put) for size in sizes], access)
             return
@@ -137,13 +137,13 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, opened = self.where.driver, []
-        direct = maps_directly(driver)
+        direct, right = maps_directly(driver), self._at_once(access)
         try:
             pieces = []
             for one in given:
                 if isinstance(one, Received):
                     if direct:
-                        pieces.append(Piece(one.nbytes, partial(_receive, direct, one, access, self.private)))
+                        pieces.append(Piece(one.nbytes, partial(_receive, direct, one, right, self.private)))
                         continue
                     one = PhysicalAllocation.import_(driver, one.fd, one.nbytes, kind=one.handle_kinds)
                     opened.append(one)
@@ -160,6 +160,10 @@ class Chunks:
         for one in opened:
             one.close()  # the mappings keep it now
 
+    def _at_once(self, access: Access) -> Access:
+        """Return the right to map with. On a device none: it is given for a whole span in one call, to all users."""
+        return Access.NONE if self.where.workers else access
+
     def _append(self, pieces: Sequence[Piece], access: Access) -> None:
         """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""
         handle, where = self.handle, self.where
@@ -167,7 +171,7 @@ class Chunks:
         made: list[Claim] = []
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
-        is_accessible = self.users == (self.location,)  # mapping at once gives access to that one only
+        is_accessible = not where.workers
         try:
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.

@@ -59,13 +59,14 @@ class DirectRules(DriverSuite):
         direct = self.capability(driver, DirectMapping)
         there, handle = scene.memory(2)
         scene.write(there, b"sent")
-        address = scene.reserve(5)
+        address = scene.reserve(6)
         with scene.exported(handle) as fd:
             for at, (access, nbytes) in enumerate(((READ, 2), (RW, 2))):
                 here = scene.put(address + 2 * at * scene.g, nbytes)
                 direct.mem_map_import(here, nbytes * scene.g, fd, FD, access, private=False)
                 assert driver.mem_get_access(here, scene.location) == access
-            direct.mem_map_import(scene.put(address + 4 * scene.g), scene.g, fd, FD, NONE, private=False)
+            last = scene.put(address + 4 * scene.g, 2)
+            direct.mem_map_import(last, 2 * scene.g, fd, FD, NONE, private=False)
             assert driver.mem_get_access(address + 4 * scene.g, scene.location) == NONE
             os.fstat(fd)
         scene.write(address + 2 * scene.g, b"back")
@@ -87,7 +88,7 @@ class DirectRules(DriverSuite):
     def test_what_is_refused_leaves_nothing(self, scene: Scene, driver: Driver, location: Location) -> None:
         """I4, S7: no memory, no descriptor, nothing at the address."""
         direct = self.capability(driver, DirectMapping)
-        address, g = scene.reserve(2), scene.g
+        address, wide, g = scene.reserve(2), scene.reserve(3), scene.g
         fds = len(os.listdir("/proc/self/fd"))
         taken = scene.map(scene.reserve(1), scene.create())
         reader, writer = os.pipe()
@@ -112,7 +113,7 @@ class DirectRules(DriverSuite):
                 ]
                 for error, nbytes, given in wrong:
                     with scene.refused(error):
-                        direct.mem_map_import(address, nbytes, given, FD, RW, private=False)
+                        direct.mem_map_import(wide, nbytes, given, FD, RW, private=False)
                 with scene.refused(UsageError):
                     direct.mem_map_new(address, g, Location("elsewhere"), FD, RW)
                 with scene.refused(UsageError):

@@ -95,10 +95,12 @@ class Bindings:
 
     def failure(self, name: str, code: int) -> Exception:
         """Return the error for a status, with the driver's own name and words for it."""
-        word, text = f"CUDA_ERROR_{code}", ""
+        known = _status(self.api, code)
+        word = getattr(known, "name", f"CUDA_ERROR_{code}")
+        text = word.removeprefix("CUDA_ERROR_").replace("_", " ").lower() if known is not code else ""
         for function in ("cuGetErrorName", "cuGetErrorString"):
             with contextlib.suppress(Exception):
-                status, found = getattr(self.api, function)(_status(self.api, code))
+                status, found = getattr(self.api, function)(known)
                 if not status and found:
                     said = found.decode() if isinstance(found, bytes) else str(found)
                     word, text = (said, text) if function == "cuGetErrorName" else (word, said)

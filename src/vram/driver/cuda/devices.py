@@ -37,7 +37,7 @@ _VERSION = {HOST: 12020, HOST_NUMA: 12020}  # of the driver that knows the locat
 class Device:
     """One GPU. What is asked of it here makes no context."""
 
-    __slots__ = ("_bindings", "_context", "handle", "name", "ordinal", "total_bytes", "uuid")
+    __slots__ = ("_bindings", "_context", "_used", "handle", "name", "ordinal", "total_bytes", "uuid")
 
     def __init__(self, bindings: Bindings, ordinal: int) -> None:
         self._bindings = bindings
@@ -48,6 +48,7 @@ class Device:
         self.name = bindings("cuDeviceGetName", 256, self.handle).split(b"\0")[0].decode(errors="replace")
         self.total_bytes = int(bindings("cuDeviceTotalMem", self.handle))
         self._context: Any = None
+        self._used = False
 
     def attribute(self, number: int) -> int:
         """Return a device attribute by its number in cuda.h; 0 for one that the driver does not know."""
@@ -71,8 +72,10 @@ class Device:
 
     @property
     def is_used(self) -> bool:
-        """Whether its primary context exists already, made by anybody in this process."""
-        return bool(self._bindings("cuDevicePrimaryCtxGetState", self.handle)[1])
+        """Whether its primary context exists already, made by anybody in this process; asked until it does."""
+        if not self._used:
+            self._used = bool(self._bindings("cuDevicePrimaryCtxGetState", self.handle)[1])
+        return self._used
 
 
 class Current:

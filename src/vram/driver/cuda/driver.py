@@ -17,6 +17,10 @@ class CudaDriver(MulticastCalls):
     Also :class:`~vram.driver.protocol.StreamOrdered` and :class:`~vram.driver.protocol.Multicast`. After a fork
     everything of it is inert and use raises :class:`~vram.errors.ForkedError`: NVIDIA's driver does not survive a fork.
 
+    A lost GPU takes the whole process with it, the other GPUs included, as the driver does: from then on every call
+    that needs the driver raises :class:`~vram.errors.DeviceLostError` at once, naming the call that found out, and
+    what takes something back does nothing and says nothing.
+
     Raises
     ------
     UnsupportedError

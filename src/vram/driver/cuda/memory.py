@@ -21,17 +21,19 @@ from ...errors import (
     UsageError,
 )
 from ...spec import Access, HandleKind, Location, round_up
+from ..arguments import check_access
 from ..books import Books, Reservation
 from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from .arguments import check_kinds, check_size
 from .bindings import UINT32, Bindings, write
 from .devices import DEVICE, HOST, Devices
 from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, noted
-from .objects import CudaMapping, CudaMemory, Place
+from .objects import UNCLAIMED, CudaMapping, CudaMemory, Place
 
-__all__ = ["MemoryCalls", "check_kinds", "check_size"]
+__all__ = ["MemoryCalls"]
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
-_SHAREABLE = HandleKind.POSIX_FD | HandleKind.FABRIC
+
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
 
 
@@ -114,18 +116,8 @@ class MemoryCalls:
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
-        place = self._devices.place(location)
-        prop = self._prop("mem_create", location, place, handle_kinds)
-        check_size("mem_create", nbytes, self.mem_granularity(location, handle_kinds).minimum)
-        try:
-            raw = int(self._call("cuMemCreate", nbytes, prop, 0))
-        except OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
-            ) from None
-        except DriverError as error:
-            raise self._explained(error, location, place, handle_kinds) from None
-        return self._new_handle(CudaMemory(nbytes, handle_kinds, place), raw)
+        memory = self._create("mem_create", nbytes, location, handle_kinds)
+        return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
 
     def mem_release(self, handle: int) -> None:
         memory: Any = self._books.handles.pop(handle, None)
@@ -149,47 +141,20 @@ class MemoryCalls:
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        books = self._books
-        memory: Any = books.memory("mem_map", handle)
+        memory: Any = self._books.memory("mem_map", handle)
         if offset or nbytes != memory.nbytes:
             raise RangeError(
                 f"mem_map: {nbytes} bytes at offset {offset} of an allocation of {memory.nbytes} bytes; an allocation "
                 f"is mapped whole, from offset 0"
             )
-        if address % self._granule():
-            raise AlignmentError(
-                f"mem_map: address {address:#x} is not a multiple of the granularity, {self._least}; "
-                f"the next is {round_up(address, self._least):#x}"
-            )
-        reservation = books.reservation_at("mem_map", address, nbytes)
-        mapping = CudaMapping(address, memory, reservation)
-        memory.hold(mapping)
-        if not books.write_down(mapping):
-            memory.drop(mapping)
-            raise RangeError(f"mem_map: something is mapped at {address:#x} already; unmap it first")
-        try:
-            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
-            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-            if others or not books.has(reservation):
-                raise RangeError(
-                    f"mem_map: {nbytes} bytes at {address:#x} overlap "
-                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
-                )
-            raw = next(iter(tuple(memory.raw.values())), None)
-            if raw is None:
-                raise UsageError("the memory was released while this call began")
-            self._call("cuMemMap", address, nbytes, 0, raw, 0)
-        except BaseException as error:
-            imported = memory.fd is not None
-            books.strike(mapping)
-            memory.drop(mapping)
-            if imported and isinstance(error, DriverError) and error.code in _REFUSED:
-                raise ProtocolError(
-                    f"mem_map: the memory behind handle {handle} cannot be mapped as the {nbytes} bytes that its "
-                    f"owner said it has ({error.name})"
-                ) from None
-            raise
-        mapping.settle()
+        self._map("mem_map", address, memory)
+
+    def mem_map_new(
+        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+    ) -> None:
+        check_access("mem_map_new", access)
+        memory = self._create("mem_map_new", nbytes, location, handle_kinds)
+        self._map_only("mem_map_new", address, memory, location, access)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         due = self._books.whole("mem_unmap", address, nbytes, gaps=True)
@@ -197,6 +162,12 @@ class MemoryCalls:
         try:
             if len(taken) != len(due):
                 raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
+            for mapping in taken:
+                # First what may fail alone: memory stays until the unmap, and whoever tries again goes on from there.
+                raws: Any = mapping.memory.raw  # type: ignore[attr-defined]
+                if mapping in raws:
+                    self._call.undo("cuMemRelease", raws[mapping])
+                    raws.pop(mapping, None)
             # One call over whole mappings and the gaps between them: measured to work.
             self._call.undo("cuMemUnmap", address, nbytes)
         except BaseException:
@@ -208,8 +179,7 @@ class MemoryCalls:
             mapping.memory.drop(mapping)
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
-        if not isinstance(access, Access):
-            raise UsageError(f"mem_set_access: access {access!r} is not NONE (0), READ (1) or READ_WRITE (3)")
+        check_access("mem_set_access", access)
         if not locations:
             raise UsageError("mem_set_access: no location was named")
         places = tuple([self._devices.place(location) for location in locations])
@@ -242,6 +212,81 @@ class MemoryCalls:
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 
     # -- inside -------------------------------------------------------------------------------------------------
+    def _create(self, call: str, nbytes: int, location: Location, handle_kinds: HandleKind) -> CudaMemory:
+        """Make memory, whose driver handle is still to be claimed."""
+        place = self._devices.place(location)
+        prop = self._prop(call, location, place, handle_kinds)
+        check_size(call, nbytes, self.mem_granularity(location, handle_kinds).minimum)
+        memory = CudaMemory(nbytes, handle_kinds, place)
+        try:
+            memory.raw[UNCLAIMED] = int(self._call("cuMemCreate", nbytes, prop, 0))
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
+            ) from None
+        except DriverError as error:
+            raise self._explained(error, location, place, handle_kinds) from None
+        return memory
+
+    def _map(self, call: str, address: int, memory: CudaMemory) -> CudaMapping:
+        """Map a whole allocation, without access."""
+        books, nbytes = self._books, memory.nbytes
+        if address % self._granule():
+            raise AlignmentError(
+                f"{call}: address {address:#x} is not a multiple of the granularity, {self._least}; "
+                f"the next is {round_up(address, self._least):#x}"
+            )
+        reservation = books.reservation_at(call, address, nbytes)
+        mapping = CudaMapping(address, memory, reservation)
+        memory.hold(mapping)
+        if not books.write_down(mapping):
+            memory.drop(mapping)
+            raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
+        try:
+            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
+            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
+            if others or not books.has(reservation):
+                raise RangeError(
+                    f"{call}: {nbytes} bytes at {address:#x} overlap "
+                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
+                )
+            raw = next(iter(tuple(memory.raw.values())), None)
+            if raw is None:
+                raise UsageError("the memory was released while this call began")
+            self._call("cuMemMap", address, nbytes, 0, raw, 0)
+        except BaseException as error:
+            imported = memory.fd is not None
+            books.strike(mapping)
+            memory.drop(mapping)
+            if imported and isinstance(error, DriverError) and error.code in _REFUSED:
+                raise ProtocolError(
+                    f"{call}: the memory at this descriptor cannot be mapped as the {nbytes} bytes that its owner said "
+                    f"it has ({error.name})"
+                ) from None
+            raise
+        mapping.settle()
+        return mapping
+
+    def _map_only(self, call: str, address: int, memory: CudaMemory, location: Location, access: Access) -> None:
+        """Map memory whose driver handle is unclaimed: the mapping claims it, and gives it back when it goes."""
+        memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
+        try:
+            mapping = self._map(call, address, memory)
+        except BaseException as error:
+            with noted(error):
+                self.mem_release(self._new_handle(memory, memory.raw.pop(UNCLAIMED)))  # in the books if it fails
+            memory.drop(UNCLAIMED)
+            raise
+        memory.raw[mapping] = memory.raw.pop(UNCLAIMED)
+        memory.drop(UNCLAIMED)
+        if access is not Access.NONE:
+            try:
+                self.mem_set_access(address, memory.nbytes, access, (location,))
+            except BaseException as error:
+                with noted(error):
+                    self.mem_unmap(address, memory.nbytes)
+                raise
+
     def _granule(self) -> int:
         """The least unit of addresses: the largest of the minimums of all GPUs."""
         if not self._least:
@@ -329,26 +374,3 @@ class MemoryCalls:
         if int(self._call("cuDeviceCanAccessPeer", one.handle, other.handle)):
             return ""
         return f"{one.name} (cuda:{device}) and {other.name} (cuda:{memory_of}) are no peers, says the driver"
-
-
-def check_kinds(call: str, kinds: HandleKind) -> None:
-    """Refuse handle kinds that memory made here can never have."""
-    if kinds & (HandleKind.WIN32 | HandleKind.WIN32_KMT):
-        raise UnsupportedError(
-            f"{call}: handle kind {kinds.name}", "Windows", "Linux, where memory is shared by file descriptors",
-            "Ask for HandleKind.POSIX_FD",
-        )  # fmt: skip
-    if kinds & ~_SHAREABLE:
-        raise UnsupportedError(
-            f"{call}: handle kind {kinds.name}", "memory made by another API (cudaMalloc or a pool)",
-            "memory made with cuMemCreate", "Ask for HandleKind.POSIX_FD",
-        )  # fmt: skip
-
-
-def check_size(call: str, nbytes: int, granularity: int) -> None:
-    """Refuse a size that is not a positive multiple of the granularity, naming the next one that is."""
-    if nbytes <= 0 or nbytes % granularity:
-        raise AlignmentError(
-            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {granularity}; "
-            f"the next is {max(round_up(nbytes, granularity), granularity)}"
-        )

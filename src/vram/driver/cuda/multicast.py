@@ -20,10 +20,10 @@ from ...errors import DriverError, OutOfMemoryError, ProtocolError, RangeError, 
 from ...spec import Access, HandleKind, Location
 from ..books import duplicate
 from ..protocol import Granularity, LiveObjects, MemoryProperties
+from .arguments import check_kinds, check_size
 from .bindings import UINT32, UINT64, Bindings, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
-from .memory import check_kinds, check_size
 from .objects import CudaMapping, CudaMemory
 from .support import MULTICAST, MULTICAST_SINCE
 from .work import WorkCalls

@@ -9,9 +9,10 @@ from typing import Any
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
-__all__ = ["CudaMapping", "CudaMemory", "Place"]
+__all__ = ["UNCLAIMED", "CudaMapping", "CudaMemory", "Place"]
 
 Place = tuple[int, int]  # CUmemLocationType and id
+UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's yet
 
 
 class CudaMemory:
@@ -31,7 +32,7 @@ class CudaMemory:
         self.nbytes = nbytes
         self.kinds = kinds
         self.place = place
-        self.raw: dict[int, int] = {}
+        self.raw: dict[object, int] = {}
         self.users: dict[object, None] = {}
 
     def hold(self, user: object) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Any
 
 from ...errors import DriverError, ProtocolError, UnsupportedError, UsageError
-from ...spec import HandleKind
+from ...spec import Access, HandleKind, Location
+from ..arguments import check_access
 from ..books import duplicate
-from .bindings import UINT32, read
+from .arguments import check_kinds, check_size
+from .bindings import UINT64, read
 from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN, noted
-from .memory import MemoryCalls, check_kinds, check_size
-from .objects import CudaMemory
+from .memory import MemoryCalls
+from .objects import UNCLAIMED, CudaMemory
 
 __all__ = ["SharingCalls"]
 
@@ -41,21 +44,40 @@ class SharingCalls(MemoryCalls):
         return fd
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
+        memory = self._import("mem_import", fd, kind, nbytes)
+        return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
+
+    def mem_map_import(
+        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool
+    ) -> None:
+        if private:
+            raise UnsupportedError(
+                "a private mapping", "memory that is copied on write", "the cuda driver, which has none",
+                "Map it with Access.READ, or copy it into memory of your own",
+            )  # fmt: skip
+        check_access("mem_map_import", access)
+        memory = self._import("mem_map_import", fd, kind, nbytes)
+        where = self._devices.location(*memory.place) if access else Location("cuda")
+        self._map_only("mem_map_import", address, memory, where, access)
+
+    def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> CudaMemory:
+        """Open memory, whose driver handle is still to be claimed."""
         if kind != HandleKind.POSIX_FD:
-            check_kinds("mem_import", kind)
-            raise UsageError("mem_import: kind must be POSIX_FD")
-        check_size("mem_import", nbytes, self._granule())
+            check_kinds(call, kind)
+            raise UsageError(f"{call}: kind must be POSIX_FD")
+        check_size(call, nbytes, self._granule())
         try:
-            os.fstat(fd)
-        except (OSError, OverflowError):
-            raise UsageError(f"mem_import({fd}): this is no open file descriptor") from None
-        kept = duplicate(fd)
+            kept = duplicate(fd)
+        except (DriverError, OverflowError, ValueError) as error:
+            if isinstance(error, DriverError) and error.code != errno.EBADF:
+                raise
+            raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
         try:
             raw = int(self._call("cuMemImportFromShareableHandle", kept, self._handle_type(kind)))
         except BaseException as error:
             os.close(kept)
             if isinstance(error, DriverError) and error.code in _FOREIGN:
-                raise ProtocolError(f"mem_import({fd}): no memory that the driver exported ({error.name})") from None
+                raise ProtocolError(f"{call}({fd}): no memory that the driver exported ({error.name})") from None
             if isinstance(error, DriverError) and error.code == INVALID_DEVICE:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
                 raise UnsupportedError(
@@ -65,16 +87,17 @@ class SharingCalls(MemoryCalls):
                 ) from None  # fmt: skip
             raise
         memory = CudaMemory(nbytes, kind, _NOT_KNOWN_YET, kept)
-        handle = self._new_handle(memory, raw)
         try:
             # The driver does not tell the size; a wrong one is refused by cuMemMap. Nor the kinds: it says NONE.
             prop = self._call("cuMemGetAllocationPropertiesFromHandle", raw)
-            memory.place = (read(prop, 8, UINT32), read(prop, 12, UINT32))
+            place = read(prop, 8, UINT64)  # type and id, 4 bytes each
+            memory.place = (place & 0xFFFFFFFF, place >> 32)
         except BaseException as error:
             with noted(error):
-                self.mem_release(handle)
+                self.mem_release(self._new_handle(memory, raw))  # in the books if it fails
             raise
-        return handle
+        memory.raw[UNCLAIMED] = raw
+        return memory
 
     def _handle_type(self, kind: HandleKind) -> Any:
         return self._api.CUmemAllocationHandleType(int(kind))

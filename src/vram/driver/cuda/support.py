@@ -8,6 +8,7 @@ whole host out of service, and the attribute has to do.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,21 +73,17 @@ def multicast_refusal(driver: CudaDriver, device: Device) -> str:
 
 
 def _try(driver: CudaDriver, location: Location, kinds: HandleKind) -> str:
-    handles: list[int] = []
-    try:
-        nbytes = driver.mem_granularity(location, kinds).minimum
-        handles.append(driver.mem_create(nbytes, location, kinds))
-        if kinds is HandleKind.POSIX_FD:
-            fd = driver.mem_export(handles[0], kinds)
-            try:
-                handles.append(driver.mem_import(fd, kinds, nbytes))
-            finally:
-                os.close(fd)
-        return ""
-    except (OutOfMemoryError, DeviceLostError):
-        raise
-    except VramError as error:
-        return str(error)
-    finally:
-        while handles:
-            driver.mem_release(handles.pop())
+    with ExitStack() as undo:  # what cannot be given back is no answer, but an error
+        try:
+            nbytes = driver.mem_granularity(location, kinds).minimum
+            handle = driver.mem_create(nbytes, location, kinds)
+            undo.callback(driver.mem_release, handle)
+            if kinds is HandleKind.POSIX_FD:
+                fd = driver.mem_export(handle, kinds)
+                undo.callback(os.close, fd)
+                undo.callback(driver.mem_release, driver.mem_import(fd, kinds, nbytes))
+        except (OutOfMemoryError, DeviceLostError):
+            raise
+        except VramError as error:
+            return str(error)
+    return ""

@@ -1,0 +1,127 @@
+"""Publishing and attaching arrays on a GPU with every call of NVIDIA's driver failing in turn, on the stand-in (I4)."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import standin
+import vram
+from vram import driver as drivers
+from vram import lifetime
+from vram.errors import ReleaseWarning, VramError
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import private_keeper
+from vram.spec import Location
+from vram.testing.keeper import until
+
+pytestmark = pytest.mark.standin
+GPU = Location("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def socket() -> Iterator[str]:
+    with private_keeper() as path:
+        yield path
+
+
+@pytest.fixture
+def keeper(socket: str) -> Iterator[vram.Keeper]:
+    yield vram.Keeper(socket)
+    gc.collect()
+    close_client(socket)
+    with KeeperClient.connect(socket, label="cleaner") as cleaner:
+        until(lambda: not cleaner.statistics().leases, what="the return of every lease")
+        for entry in cleaner.list():
+            cleaner.remove(entry.name)
+        until(lambda: not cleaner.statistics().nbytes, what="the end of every entry")
+
+
+def counts() -> object:
+    now = standin.Standin().live()
+    # Memory that a descriptor keeps, wherever that is, stays as long as the keeper has it.
+    return drivers.get(GPU).live(), {k: n for k, n in now.items() if not k.startswith(("context", "pinned"))}
+
+
+def take_back_what_is_stuck() -> None:
+    """Undo what the faults kept from being undone, as lifetimes would have."""
+    while lifetime._stuck:
+        handle = lifetime._stuck.pop(0)
+        handle._undo()  # type: ignore[misc]
+        handle._state = lifetime._CLOSED
+        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
+        handle._depends = {}
+        lifetime._settle()
+
+
+def each_failure(act: Callable[[], object], code: int) -> Iterator[bool]:
+    """Run something with the first call failing, then the second and so on; yield whether it raised, until none did."""
+    from cuda.bindings import driver as api
+
+    for nth in itertools.count(1):
+        before = counts()
+        raised: VramError | None = None
+        with warnings.catch_warnings(record=True) as warned, standin.Standin().failing("*", nth, code) as control:
+            warnings.simplefilter("always")
+            try:
+                act()
+            except VramError as error:
+                raised = error.with_traceback(None)
+                raised.__context__ = None
+            played = control.faults_played()
+            gc.collect()
+        assert {warning.category for warning in warned} <= {ReleaseWarning}
+        assert len(warned) == len(lifetime.stuck())  # a close never raises
+        take_back_what_is_stuck()
+        while int(api.cuCtxGetCurrent()[1]):  # a pop that failed leaves a context current; nobody can help that
+            api.cuCtxPopCurrent()
+        yield raised is not None
+        if raised is not None:
+            assert played
+            assert counts() == before, f"call {nth}: {raised}"
+        if not played:
+            return
+
+
+@pytest.mark.parametrize("code", [1, 2, 999])
+def test_publishing(keeper: vram.Keeper, code: int) -> None:
+    with vram.zeros((64, 64), dtype="int32", device="cuda:0") as array:
+        array[0] = 5
+        array.region.segments(0, 1)  # from now on the memory has a handle of its own, until it is unmapped
+        names = (f"name{n}" for n in itertools.count())
+        failed = 0
+        for raised in each_failure(lambda: vram.publish(next(names), {"a": array}, keeper=keeper), code):
+            failed += raised
+            if raised:
+                assert not keeper_names(keeper), "an entry that was not published"
+        assert failed
+        (name,) = keeper_names(keeper)
+        with vram.attach(name, keeper=keeper) as lease:
+            assert (lease["a"][0].to_host() == 5).all()
+
+
+@pytest.mark.parametrize("code", [1, 2, 999])
+@pytest.mark.parametrize("device", [None, "cuda:1"])
+def test_attaching(keeper: vram.Keeper, code: int, device: str | None) -> None:
+    with vram.zeros((64, 64), dtype="int32", device="cuda:0") as array:
+        array[0] = 5
+        vram.publish("there", {"a": array, "b": np.arange(5)}, keeper=keeper)
+
+    def attach() -> None:
+        with vram.attach("there", keeper=keeper, device=device) as lease:
+            seen.append(lease["a"].to_host()[0, 0])
+
+    seen: list[int] = []
+    failed = sum(each_failure(attach, code))
+    assert failed > 3
+    assert set(seen) == {5}
+
+
+def keeper_names(keeper: vram.Keeper) -> list[str]:
+    with KeeperClient.connect(keeper.path, label="looker") as client:
+        return [entry.name for entry in client.list()]

@@ -1,0 +1,216 @@
+"""GPU memory between processes: published, killed, attached, handed over. On the stand-in, and by hand on real GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes import gpu_children
+
+import vram
+from vram import driver as drivers
+from vram.driver.protocol import LiveObjects
+from vram.errors import AccessDeniedError, UnsupportedError
+from vram.memory import Region
+from vram.spec import Access, Location
+
+SOON = 60.0
+SPAWN = multiprocessing.get_context("spawn")
+ROWS = 4096
+GPU, OTHER = "cuda:0", "cuda:1"
+pytestmark = [pytest.mark.usefixtures("kept", "hand_over"), pytest.mark.filterwarnings("default::DeprecationWarning")]
+
+
+@contextlib.contextmanager
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """Another process, and a pipe to it; ended at the end of the block."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def answer(pipe: Connection) -> Any:
+    assert pipe.poll(SOON), "no answer in time"
+    return pipe.recv()
+
+
+def two_gpus() -> None:
+    if drivers.get(Location("cuda")).device_count() < 2:
+        pytest.skip("one GPU only: it takes two")
+
+
+resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
+
+
+class GpuMemory:
+    def test_it_outlives_its_maker(self) -> None:
+        with child(gpu_children.publish_and_wait, GPU, ROWS) as (maker, pipe):
+            assert answer(pipe) is True
+            maker.kill()
+            maker.join(SOON)
+            assert maker.exitcode == -signal.SIGKILL
+        with child(gpu_children.read, None) as (_, one), child(gpu_children.read, None) as (_, two):
+            for pipe in (one, two):
+                found, (device, dlpack, readonly) = answer(pipe)
+                assert (device, dlpack, readonly) == (GPU, (2, 0), True)
+                assert found["a"] + found["b"] == list(range(ROWS))
+            assert vram.statistics().leases == 2
+            for pipe in (one, two):
+                pipe.send("go on")
+                assert answer(pipe) == "released"
+        assert vram.statistics().leases == 0
+
+    def test_a_reader_may_not_write(self) -> None:
+        """By its own mapping: on a GPU that is no security boundary."""
+        with vram.zeros(100, "uint8", device=GPU) as a:
+            vram.publish("numbers", {"a": a})
+            assert a.readonly
+            with vram.attach("numbers") as lease:
+                with pytest.raises(AccessDeniedError):
+                    lease["a"][:] = 1
+                with pytest.raises(vram.UsageError):
+                    drivers.get(Location("cuda")).fill(lease["a"].address, 1, 10)
+                with pytest.raises(UnsupportedError, match="cop"):
+                    vram.attach("numbers", access="cow")
+
+    def test_writable_memory_is_shared_both_ways(self) -> None:
+        with vram.zeros((4, 4), "int32", device=GPU) as a:
+            vram.publish("numbers", {"a": a}, writable=True)
+            with vram.attach("numbers", access="rw") as lease:
+                lease["a"][1] = 7
+                assert a.to_host().sum() == 28
+            assert not a.readonly
+
+    def test_what_is_copied_stays_on_its_device(self) -> None:
+        with vram.zeros((8, 8), "float32", device=GPU) as a:
+            a[:] = np.arange(64).reshape(8, 8)
+            vram.publish("first", {"a": a})
+            with vram.attach("first") as lease:
+                copied = {"host": np.arange(5), "gpu": lease["a"]}  # another's memory: it could still write to it
+                published = vram.publish("numbers", copied)
+            assert set(published.copied) == {"host", "gpu"}
+        with vram.attach("numbers") as lease:
+            assert (str(lease["host"].device), str(lease["gpu"].device)) == ("host", GPU)
+            assert (lease["gpu"].to_host() == np.arange(64).reshape(8, 8)).all()
+            assert (lease["host"].numpy() == np.arange(5)).all()
+
+    def test_through_a_channel_and_back(self) -> None:
+        ours, theirs = vram.ArrayChannel.pair()
+        process = SPAWN.Process(target=gpu_children.echo, args=(theirs,))
+        process.start()
+        theirs.close()
+        with ours, vram.zeros((16, 16), "float32", device=GPU, capacity=1 << 16) as a:
+            for round_ in range(1, 4):
+                a.resize(16 * round_)
+                ours.send(a)
+                assert ours.recv(timeout=SOON) is a, "one's own array comes back as what it is"
+                assert a[0].to_host()[0] == round_
+            ours.send(None)
+        process.join(SOON)
+        assert process.exitcode == 0
+        process.close()
+
+    def test_through_a_queue(self) -> None:
+        there, back = SPAWN.Queue(), SPAWN.Queue()
+        process = SPAWN.Process(target=gpu_children.from_queue, args=(there, back))
+        process.start()
+        with vram.zeros((16, 16), "float32", device=GPU) as a:
+            for number in (1, 2, 3):
+                a.fill(number)
+                there.put(a)
+                assert back.get(timeout=SOON) == 256.0 * number
+            there.put(None)
+            process.join(SOON)
+            assert process.exitcode == 0
+        process.close()
+        for queue in (there, back):
+            queue.close()
+            queue.join_thread()
+
+    def test_a_gpu_that_is_hidden_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        two_gpus()
+        with vram.zeros(100, device=GPU) as a:
+            vram.publish("numbers", {"a": a})
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+            with child(gpu_children.read_hidden) as (_, pipe):
+                kind, said = answer(pipe)
+        assert kind == "UnsupportedError"
+        assert "CUDA_VISIBLE_DEVICES" in said
+
+    def test_a_device_has_one_uuid_whatever_is_visible(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        two_gpus()
+        with vram.zeros((ROWS, 256), device=OTHER) as a:
+            vram.publish("numbers", {"a": a})
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+            with child(gpu_children.read, None) as (_, pipe):
+                found, where = answer(pipe)
+                assert where == (GPU, (2, 0), True), "the only one that it sees is its first"
+                assert found["a"] == [0.0] * ROWS
+                pipe.send("go on")
+
+    def test_a_reader_on_another_gpu(self) -> None:
+        two_gpus()
+        with child(gpu_children.publish_and_wait, GPU, ROWS) as (_, maker):
+            assert answer(maker) is True
+            with child(gpu_children.read, OTHER) as (_, pipe):
+                found, (device, dlpack, _) = answer(pipe)
+                assert (device, dlpack) == (GPU, (2, 1))
+                assert found["a"] + found["b"] == list(range(ROWS))
+                pipe.send("go on")
+                assert answer(pipe) == "released"
+
+    def test_a_region_of_several_gpus_grows_for_all(self) -> None:
+        two_gpus()
+        driver = drivers.get(Location("cuda"))
+        places = [Location("cuda", 0), Location("cuda", 1)]
+        granule = driver.mem_granularity(places[0], vram.HandleKind.POSIX_FD).recommended
+        with Region.create(driver, places[0], capacity=4 * granule, chunk=granule, nbytes=1, users=places) as region:
+            for size in (granule, 3 * granule):
+                region.resize(size)
+                for start in range(0, size, granule):
+                    rights = [driver.mem_get_access(region.address + start, place) for place in places]
+                    assert rights == [Access.READ_WRITE] * 2
+
+    def test_copies_between_gpus(self) -> None:
+        two_gpus()
+        with vram.asarray(np.arange(1000.0), device=GPU) as a, vram.asarray(a, device=OTHER) as b:
+            assert (str(a.device), str(b.device)) == (GPU, OTHER)
+            assert (b.to_host() == np.arange(1000.0)).all()
+
+    def test_contexts_are_made_where_work_is_done(self) -> None:
+        with child(gpu_children.devices) as (_, pipe):
+            before, after = answer(pipe)
+        assert not any(before), "making, mapping and sharing memory takes none"
+        assert after == [True] + [False] * (len(after) - 1)
+
+    def test_the_books_are_empty(self) -> None:
+        gc.collect()
+        assert drivers.get(Location("cuda")).live() == LiveObjects(0, 0, 0, 0)
+
+
+@pytest.mark.standin
+class TestOnTheStandin(GpuMemory):
+    pass
+
+
+@pytest.mark.gpu
+class TestOnHardware(GpuMemory):
+    pass

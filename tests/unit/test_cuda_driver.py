@@ -1,0 +1,634 @@
+"""What is particular to the CUDA driver, on the stand-in: its errors, places, contexts and devices."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import standin
+from vram import driver as drivers
+from vram.arrays import Array
+from vram.driver.cuda import CudaDriver, failures
+from vram.errors import (
+    AddressSpaceError,
+    AlignmentError,
+    DeviceLostError,
+    DriverError,
+    OutOfMemoryError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+)
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
+from vram.spec import Access, HandleKind, Location
+
+pytestmark = pytest.mark.standin
+G = 2 << 20
+GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
+FD, NONE = HandleKind.POSIX_FD, HandleKind.NONE
+RW, READ = Access.READ_WRITE, Access.READ
+LOST = (214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721)
+
+
+@pytest.fixture
+def cuda() -> CudaDriver:
+    found = drivers.get(GPU)
+    assert isinstance(found, CudaDriver)
+    return found
+
+
+@pytest.fixture
+def control() -> Iterator[standin.Standin]:
+    found = standin.Standin()
+    found.clear()
+    yield found
+    found.clear()
+
+
+def child(script: str, python: tuple[str, ...] = (), **settings: object) -> str:
+    """Return what a script prints in a process of its own, which must end well and say nothing on its error stream."""
+    environment = standin.child_environment(**settings) if "LD_LIBRARY_PATH" not in settings else dict(os.environ)
+    if "LD_LIBRARY_PATH" in settings:
+        environment["LD_LIBRARY_PATH"] = str(settings["LD_LIBRARY_PATH"])
+    done = subprocess.run(
+        [sys.executable, *python, "-c", script],
+        capture_output=True, text=True, timeout=60, env=environment, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout.strip()
+
+
+ASK = """
+from vram import driver
+from vram.errors import UnsupportedError
+from vram.spec import HandleKind, Location
+for _ in range(2):  # a driver that could not be had is looked for again, and the answer is the same
+    try:
+        cuda = driver.get(Location("cuda"))
+        {then}
+    except UnsupportedError as error:
+        said = str(error)
+    else:
+        said = "it works"
+print(said)
+"""
+
+
+def asked(then: str = "pass", before: str = "", **settings: object) -> str:
+    return child(before + ASK.format(then=then), **settings)
+
+
+# -- errors of the driver -----------------------------------------------------------------------------------------
+def test_every_status_has_a_name_and_words(cuda: CudaDriver, control: standin.Standin) -> None:
+    codes = [int(code) for code in cuda._api.CUresult if int(code)]
+    assert len(codes) > 90
+    for code in codes:
+        mine = CudaDriver()  # several of these codes are its end
+        with control.failing("cuMemAddressReserve", code=code), pytest.raises(DriverError) as caught:
+            mine.address_reserve(G)
+        error = caught.value
+        assert (error.call, error.code) == ("cuMemAddressReserve", code)
+        assert error.name.startswith("CUDA_ERROR_"), error
+        assert not error.name[11:].isdigit(), error
+        assert len(str(error).partition(": ")[2]) > 4, error
+        assert isinstance(error, DeviceLostError) == (code in LOST)
+        assert isinstance(error, AddressSpaceError) == (code in (1, 2))
+
+
+@pytest.mark.parametrize("code", [4711, 998, 2_000_000_000])
+def test_a_status_that_nobody_knows_is_tolerated(cuda: CudaDriver, control: standin.Standin, code: int) -> None:
+    with control.failing("cuMemCreate", code=code), pytest.raises(DriverError) as caught:
+        cuda.mem_create(G, GPU, FD)
+    assert (caught.value.code, caught.value.name) == (code, f"CUDA_ERROR_{code}")
+    assert f"({code})" in str(caught.value)
+    cuda.mem_release(cuda.mem_create(G, GPU, FD))
+
+
+def test_no_memory_and_no_addresses_are_different_errors(cuda: CudaDriver, control: standin.Standin) -> None:
+    with pytest.raises(AddressSpaceError, match="addresses") as none:
+        cuda.address_reserve(1 << 50)
+    assert not isinstance(none.value, OutOfMemoryError)
+    with pytest.raises(OutOfMemoryError, match="on cuda:0") as full:
+        cuda.mem_create(1 << 50, GPU, FD)
+    assert not isinstance(full.value, AddressSpaceError)
+    control.set_free(1, G)
+    try:
+        with pytest.raises(OutOfMemoryError, match="cuda:1"):
+            Region.create(cuda, OTHER, capacity=4 * G, nbytes=2 * G)
+    finally:
+        control.set_free(1, 8 << 30)
+
+
+def test_which_codes_are_the_end() -> None:
+    assert frozenset(LOST) == failures._LOST
+    assert "another process" in str(failures.failure("x", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"))
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+def refused(call: Callable[..., object], *arguments: object) -> str:
+    """Return what is said to a call that is the caller's mistake, or beyond this machine; nothing changes."""
+    driver = drivers.get(GPU)
+    before, fds = driver.live(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises((UsageError, UnsupportedError, ProtocolError)) as caught:
+        call(*arguments)
+    assert driver.live() == before
+    assert len(os.listdir("/proc/self/fd")) == fds
+    return str(caught.value)
+
+
+NOWHERE = ["cuda:2", "cuda:9999", "cuda:GPU-00000000-0000-0000-0000-000000000000"]
+
+
+@pytest.mark.parametrize("place", NOWHERE)
+def test_a_device_that_is_not_there(cuda: CudaDriver, place: str) -> None:
+    where = Location.parse(place)
+    calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+        (cuda.mem_create, (G, where, FD)), (cuda.mem_granularity, (where, FD)), (cuda.device_info, (where,)),
+        (cuda.mem_info, (where,)), (cuda.synchronize, (where,)), (cuda.stream_create, (where,)),
+        (cuda.support, (where,)), (cuda.canonical, (where,)),
+    ]  # fmt: skip
+    for call, arguments in calls:
+        said = refused(call, *arguments)
+        assert place in said
+        assert "2 GPUs visible" in said
+        assert cuda.device_info(GPU).uuid in said
+
+
+def test_a_device_that_is_hidden() -> None:
+    uuid = drivers.get(GPU).device_info(OTHER).uuid  # type: ignore[attr-defined]
+    said = child(
+        f"""
+from vram import driver
+from vram.errors import UsageError
+from vram.spec import Location, HandleKind
+cuda = driver.get(Location("cuda"))
+print(cuda.device_count())
+for place in ("cuda:1", "cuda:{uuid}"):
+    try:
+        cuda.mem_create(2 << 20, Location.parse(place), HandleKind.POSIX_FD)
+    except UsageError as error:
+        print(error)
+""",
+        visible_devices="0",
+    ).splitlines()
+    assert said[0] == "1"
+    assert len(said) == 3
+    for line in said[1:]:
+        assert "1 GPU visible" in line
+        assert "CUDA_VISIBLE_DEVICES='0'" in line
+
+
+def test_a_device_goes_by_its_uuid_whatever_its_number() -> None:
+    uuid = drivers.get(GPU).device_info(OTHER).uuid  # type: ignore[attr-defined]
+    script = f"""
+from vram import driver
+from vram.spec import Location
+cuda = driver.get(Location("cuda"))
+there = Location.parse("cuda:{uuid}")
+print(cuda.canonical(there), cuda.device_info(there).uuid)
+"""
+    assert child(script) == f"cuda:1 {uuid}"
+    assert child(script, visible_devices="1,0") == f"cuda:0 {uuid}"
+    assert child(script, visible_devices=uuid) == f"cuda:0 {uuid}"
+
+
+def test_places_of_the_host(cuda: CudaDriver) -> None:
+    assert "NUMA" in refused(cuda.mem_create, G, Location("cuda", "host"), FD)
+    assert "handle_kinds=HandleKind.NONE" in refused(cuda.mem_granularity, Location("cuda", "host"), FD)
+    assert "cuda:numa:99" in refused(cuda.mem_create, G, Location("cuda", "numa:99"), FD)
+    assert "cuda:elsewhere" in refused(cuda.mem_create, G, Location("cuda", "elsewhere"), FD)
+    assert "cuda:..." in refused(cuda.mem_create, G, Location("host"), FD)
+    for where, kinds in (("host", NONE), ("numa:0", FD), ("numa", FD), ("numa", NONE)):
+        handle = cuda.mem_create(G, Location("cuda", where), kinds)
+        found = cuda.mem_properties(handle)
+        assert (found.handle_kinds, found.nbytes) == (kinds, G)
+        assert str(found.location) == ("cuda:host" if where == "host" else "cuda:numa:0")
+        cuda.mem_release(handle)
+    for call in (cuda.device_info, cuda.stream_create, cuda.mem_info):
+        assert "name a GPU" in refused(call, Location("cuda", "numa:0"))
+
+
+def test_memory_of_the_host_is_copied_by_the_cpu_and_the_gpu(cuda: CudaDriver) -> None:
+    home = Location("cuda", "numa:0")
+    with Region.create(cuda, home, capacity=G, nbytes=G, users=[home, GPU]) as region, Array(region, "int8", G) as here:
+        here.fill(5)
+        assert (here[:9].to_host() == 5).all()
+        with pytest.raises(UsageError, match="of no GPU"):
+            cuda.ordinal_of(region.address)
+    with pytest.raises(UsageError, match="no address"):
+        cuda.ordinal_of(4096)
+
+
+@pytest.mark.parametrize("kinds", [HandleKind.WIN32, HandleKind.WIN32_KMT, HandleKind.LEGACY_IPC, HandleKind.POOL])
+def test_kinds_of_other_systems_and_apis(cuda: CudaDriver, kinds: HandleKind) -> None:
+    for asked_for in (kinds, kinds | FD):
+        said = refused(cuda.mem_create, G, GPU, asked_for)
+        assert "POSIX_FD" in said
+        assert ("Linux" in said) == bool(kinds & (HandleKind.WIN32 | HandleKind.WIN32_KMT))
+    handle = cuda.mem_create(G, GPU, FD)
+    refused(cuda.mem_export, handle, kinds)
+    refused(cuda.mem_import, 0, kinds, G)
+    cuda.mem_release(handle)
+
+
+def test_fabric_is_refused_with_its_reason(cuda: CudaDriver) -> None:
+    for kinds in (HandleKind.FABRIC, HandleKind.FABRIC | FD):
+        said = refused(cuda.mem_create, G, GPU, kinds)
+        assert "IMEX" in said
+        assert "CUDA_ERROR_NOT_PERMITTED" in said
+        assert "POSIX_FD" in said
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, -G, G - 1, G + 1, G + 4096])
+def test_sizes(cuda: CudaDriver, nbytes: int) -> None:
+    for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
+        with pytest.raises(AlignmentError, match="the next is"):
+            call(nbytes, *rest)  # type: ignore[operator]
+    with pytest.raises(AlignmentError):
+        cuda.mem_import(0, FD, nbytes)
+
+
+def test_numbers_that_fit_nowhere(cuda: CudaDriver) -> None:
+    for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
+        with pytest.raises((UsageError, MemoryError)):
+            call(1 << 64, *rest)  # type: ignore[operator]
+        with pytest.raises(MemoryError):
+            call(1 << 62, *rest)  # type: ignore[operator]
+
+
+def test_alignments_and_addresses(cuda: CudaDriver) -> None:
+    for alignment in (1, 4096, 3 * G, G + 1, -G):
+        with pytest.raises(AlignmentError, match="power of two"):
+            cuda.address_reserve(G, alignment=alignment)
+    for address in (1, G + 1, -G):
+        with pytest.raises(AlignmentError, match="the next is"):
+            cuda.address_reserve(G, address=address)
+    with pytest.raises((AddressSpaceError, UsageError)):
+        cuda.address_reserve(G, alignment=1 << 62)
+    address = cuda.address_reserve(G, alignment=64 * G)
+    assert address % (64 * G) == 0
+    cuda.address_free(address, G)
+
+
+def test_what_is_no_memory_of_the_driver_is_not_imported(cuda: CudaDriver, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    null, memfd = os.open("/dev/null", os.O_RDWR), os.memfd_create("stranger")
+    os.truncate(memfd, G)
+    (tmp_path / "file").write_bytes(b"x" * 10)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    for fd in (read, write, null, memfd, file):
+        assert "exported" in refused(cuda.mem_import, fd, FD, G)
+        with pytest.raises(ProtocolError):
+            PhysicalAllocation.import_(cuda, fd, G)
+        os.fstat(fd)  # it stays the caller's
+        os.close(fd)
+    assert "descriptor" in refused(cuda.mem_import, read, FD, G)
+    for number in (-1, 1 << 31, 1 << 70):
+        refused(cuda.mem_import, number, FD, G)
+
+
+@pytest.mark.parametrize("said", [2 * G, 16 * G])
+def test_a_size_that_is_a_lie_is_found_out_when_it_is_mapped(cuda: CudaDriver, said: int) -> None:
+    with PhysicalAllocation.create(cuda, 4 * G, GPU) as real:
+        before = cuda.live()
+        with pytest.raises(ProtocolError, match="owner"):
+            with PhysicalAllocation.import_(cuda, real.export(), said) as lie:
+                Region.from_allocations(cuda, [lie])
+        assert cuda.live() == before
+
+
+def test_what_was_imported_is_exported_again(cuda: CudaDriver) -> None:
+    """The driver refuses that (measured): so the descriptor that it came from goes on."""
+    with PhysicalAllocation.create(cuda, G, GPU) as first, Region.from_allocations(cuda, [first], access=RW) as here:
+        cuda.fill(here.address, 9, G)
+        with PhysicalAllocation.import_(cuda, first.export(), G) as second:
+            again = second.export()
+            assert not os.get_inheritable(again)
+            with PhysicalAllocation.import_(cuda, again, G) as third, Region.from_allocations(cuda, [third]) as there:
+                found = bytearray(4)
+                cuda.copy_out(memoryview(found), there.address)
+                assert found == b"\x09" * 4
+
+
+# -- what the machine lacks ---------------------------------------------------------------------------------------
+def test_import_vram_loads_nothing_of_it() -> None:
+    said = child(
+        """
+import sys, vram
+vram.zeros(4, device="host")
+from vram.memory import Region
+print(sorted(name for name in sys.modules if name.startswith("cuda.")), "vram.driver.cuda" in sys.modules)
+print("libcuda" in open("/proc/self/maps").read())
+"""
+    )
+    assert said.splitlines() == ["[] False", "False"]
+
+
+def test_no_driver(tmp_path: Path) -> None:
+    said = asked(LD_LIBRARY_PATH=str(tmp_path))
+    assert "needs an NVIDIA driver (libcuda.so.1)" in said
+    assert 'device="host"' in said
+
+
+def test_no_devices() -> None:
+    said = asked(devices=0)
+    assert "needs a GPU" in said
+    assert "13.0" in said
+    assert "CUDA_VISIBLE_DEVICES" not in said
+    said = asked(visible_devices="")
+    assert "needs a GPU" in said
+    assert "CUDA_VISIBLE_DEVICES=''" in said
+
+
+def test_a_driver_that_is_too_old() -> None:
+    then = 'cuda.mem_create(2 << 20, Location("cuda", "numa:0"), HandleKind(1))'
+    said = asked(then, driver_version=11080)
+    assert "needs a driver of CUDA 12.2; have 11.8" in said
+    assert "Upgrade the NVIDIA driver" in said
+    assert asked("print(cuda.versions[0], cuda.support(Location('cuda', 0)).posix_fd)", driver_version=11080) == (
+        "11.8 \n11.8 \nit works"
+    )
+
+
+def test_a_driver_that_lacks_a_function() -> None:
+    said = asked("cuda.address_reserve(2 << 20)", no_symbols="cuMemAddressReserve")
+    assert said.startswith("cuMemAddressReserve needs a driver that has this function; have driver 13.0"), said
+    assert "Upgrade the NVIDIA driver" in said
+
+
+def test_a_driver_that_lacks_the_first_function() -> None:
+    assert "cuInit" in asked(no_symbols="cuInit")
+
+
+def test_a_device_without_virtual_memory_management() -> None:
+    said = asked("cuda.mem_create(2 << 20, Location('cuda', 0), HandleKind(1))", no_vmm=1)
+    assert "virtual memory management on cuda:0 needs a device that has it" in said
+
+
+def test_no_bindings() -> None:
+    said = asked(before="import sys; sys.modules['cuda.bindings'] = None\n")
+    assert "the package cuda-bindings" in said
+    assert "pip install 'vram[cuda13]'" in said
+
+
+def test_bindings_that_are_too_old() -> None:
+    old = """
+import importlib.metadata as metadata
+version = metadata.version
+metadata.version = lambda name: "12.8.0" if name == "cuda-bindings" else version(name)
+"""
+    said = asked(before=old)
+    assert "needs cuda-bindings 12.9.6 or newer; have 12.8.0" in said
+    assert "pip install -U" in said
+
+
+def test_a_function_that_the_bindings_lack(cuda: CudaDriver) -> None:
+    with pytest.raises(UnsupportedError, match=r"cuda-bindings that know it; have cuda-bindings 1[23]\."):
+        cuda._call("cuTimeTravel")
+    assert not cuda._call.has("cuTimeTravel")
+
+
+# -- support ------------------------------------------------------------------------------------------------------
+def test_support_is_found_out_once_and_says_why(control: standin.Standin) -> None:
+    mine = CudaDriver()
+    control.clear()
+    found = mine.support(GPU)
+    assert (found.vmm, found.posix_fd) == ("", "")
+    assert "IMEX" in found.fabric
+    assert control.calls("cuMemCreate") == 3
+    assert control.calls("cuMemExportToShareableHandle") == control.calls("cuMemImportFromShareableHandle") == 1
+    assert control.calls("cuMulticastCreate") == 0
+    asked_once = sum(control.called().values())
+    assert mine.support(GPU) is found
+    assert sum(control.called().values()) == asked_once
+    assert not any((mine.live().handles, mine.live().mappings))
+
+
+def test_what_passes_is_no_answer(control: standin.Standin) -> None:
+    mine = CudaDriver()
+    with control.failing("cuMemCreate", code=2), pytest.raises(OutOfMemoryError):
+        mine.support(GPU)
+    assert mine.support(GPU).vmm == ""
+    assert mine.live().handles == 0
+
+
+def test_fabric_where_it_works() -> None:
+    assert asked("print(repr(cuda.support(Location('cuda', 0)).fabric))", fabric=1).startswith("''")
+
+
+# -- contexts -----------------------------------------------------------------------------------------------------
+CONTEXTS = """
+import os, threading, sys
+from vram import driver
+from vram.memory import *
+from vram.spec import Access, HandleKind, Location
+cuda = driver.get(Location("cuda"))
+control = standin.Standin()
+G, GPU, OTHER = 2 << 20, Location("cuda", 0), Location("cuda", 1)
+def contexts():
+    return control.live().get("contexts", 0)
+with PhysicalAllocation.create(cuda, G, GPU) as memory:
+    with PhysicalAllocation.import_(cuda, memory.export(), G) as again:
+        region = Region.from_allocations(cuda, [memory, again], access=Access.READ_WRITE, users=[GPU, OTHER])
+        handle = cuda.mem_retain(region.address)
+        cuda.mem_release(handle)
+        cuda.mem_get_access(region.address, OTHER)
+        cuda.device_info(OTHER), cuda.support(GPU), cuda.synchronize(GPU), cuda.synchronize(OTHER)
+        print(contexts())
+        cuda.fill(region.address, 3, G)
+        print(contexts(), [device.is_used for device in cuda._devices.all])
+        region.close()
+        cuda.synchronize(OTHER)
+print(contexts())
+"""
+
+
+def test_no_context_but_where_work_is_done() -> None:
+    """Not by reserving, making, mapping and sharing memory; and on the GPU that copies, only."""
+    tests = str(Path(standin.__file__).parents[1])
+    said = child(f"import sys; sys.path.insert(0, {tests!r}); import standin\n" + CONTEXTS)
+    assert said.splitlines() == ["0", "1 [True, False]", "1"]
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Run in a thread that has nothing current; raise what it raised."""
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    if problems:
+        raise problems[0]
+
+
+def everything(cuda: CudaDriver) -> None:
+    with (
+        Array.create(cuda, GPU, (9, 9), "int32", capacity=G, chunk=G) as one,
+        Array.create(cuda, OTHER, 81, "int32") as two,
+    ):
+        one[:] = 7
+        one.resize(G // 64)
+        cuda.copy(two.address, one.address, two.nbytes)
+        assert (two.to_host() == 7).all()
+        stream, event = cuda.stream_create(OTHER), cuda.event_create(OTHER)
+        cuda.fill_async(two.address, 1, 4, stream)
+        cuda.copy_async(two.address, one.address, 8, stream)
+        cuda.event_record(event, stream)
+        cuda.stream_wait(stream, event, OTHER)
+        cuda.event_synchronize(event)
+        assert cuda.event_is_done(event)
+        cuda.stream_synchronize(stream, OTHER)
+        cuda.event_destroy(event)
+        cuda.stream_destroy(stream)
+        cuda.synchronize(GPU)
+        cuda.mem_info(OTHER)
+        assert (cuda.ordinal_of(one.address), cuda.ordinal_of(two.address)) == (0, 1)
+
+
+def test_threads_without_a_context_can_do_everything(cuda: CudaDriver) -> None:
+    def work() -> None:
+        api = cuda._api
+        assert int(api.cuCtxGetCurrent()[1]) == 0
+        everything(cuda)
+        assert int(api.cuCtxGetCurrent()[1]) == 0
+
+    in_thread(work)
+
+
+def test_the_context_of_the_thread_is_as_before(cuda: CudaDriver, control: standin.Standin) -> None:
+    def work() -> None:
+        api = cuda._api
+        mine = int(cuda._devices.all[1].context)
+        api.cuCtxPushCurrent(mine)
+        everything(cuda)
+        assert int(api.cuCtxGetCurrent()[1]) == mine
+        with Array.create(cuda, GPU, 64, "int8") as array:
+            for name in ("cuMemcpyDtoHAsync", "cuStreamSynchronize", "cuCtxPushCurrent"):
+                with control.failing(name), pytest.raises(DriverError):
+                    array.to_host()
+                assert int(api.cuCtxGetCurrent()[1]) == mine
+            control.clear()
+            array.to_host()
+            assert control.calls("cuCtxPushCurrent") == control.calls("cuCtxPopCurrent") == 1
+        for name, call in (("cuStreamCreate", cuda.stream_create), ("cuEventCreate", cuda.event_create)):
+            with control.failing(name), pytest.raises(DriverError):
+                call(GPU)
+            assert int(api.cuCtxGetCurrent()[1]) == mine
+        api.cuCtxPopCurrent()
+        assert int(api.cuCtxGetCurrent()[1]) == 0
+
+    in_thread(work)
+
+
+# -- several devices ----------------------------------------------------------------------------------------------
+def test_one_call_gives_a_mapping_to_two_gpus(cuda: CudaDriver, control: standin.Standin) -> None:
+    with PhysicalAllocation.create(cuda, G, GPU) as memory, AddressReservation.reserve(cuda, G) as where:
+        with MemoryMapping.map(where, 0, memory, access=Access.NONE) as mapping:
+            control.clear()
+            mapping.set_access(RW, [GPU, OTHER])
+            assert control.calls("cuMemSetAccess") == 1
+            assert [cuda.mem_get_access(mapping.address, place) for place in (GPU, OTHER)] == [RW, RW]
+            mapping.set_access(READ, [OTHER])
+            assert [cuda.mem_get_access(mapping.address, place) for place in (GPU, OTHER)] == [RW, READ]
+            mapping.set_access(Access.NONE, [GPU])
+            assert [cuda.mem_get_access(mapping.address, place) for place in (GPU, OTHER)] == [Access.NONE, READ]
+            with pytest.raises(UsageError, match="access"):
+                cuda.fill(mapping.address, 1, 4)
+
+
+def test_copies_between_gpus(cuda: CudaDriver) -> None:
+    from vram.arrays.cuda import copy_rows, of_array
+
+    with Array.create(cuda, GPU, 64, "int8") as here, Array.create(cuda, OTHER, 64, "int8") as there:
+        here.fill(4)
+        cuda.copy(there.address, here.address, 64)
+        assert (there.to_host() == 4).all()
+        here.fill(6)
+        copy_rows(there.region, 0, of_array(here))
+        assert (there.to_host() == 6).all()
+
+
+def test_gpus_that_are_no_peers() -> None:
+    then = """
+        from vram.memory import Region
+        from vram.spec import HandleKind
+        GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
+        before = cuda.live()
+        try:
+            Region.create(cuda, GPU, capacity=2 << 20, nbytes=2 << 20, users=[GPU, OTHER])
+        finally:
+            assert cuda.live() == before"""
+    said = asked(then, no_peer=1)
+    assert said.startswith("access of cuda:1 to memory on cuda:0 needs peer access between the two; have "), said
+    assert "no peers" in said
+    assert "Copy the data" in said
+
+
+def test_places_that_cannot_be_given_access(cuda: CudaDriver) -> None:
+    with Region.create(cuda, GPU, capacity=G, nbytes=G) as region:
+        before = cuda.mem_get_access(region.address, GPU)
+        with pytest.raises((UsageError, UnsupportedError)):
+            cuda.mem_set_access(region.address, G, RW, [GPU, Location("cuda", "numa:99")])
+        with pytest.raises(UsageError, match="no location"):
+            cuda.mem_set_access(region.address, G, RW, [])
+        with pytest.raises(UsageError):
+            cuda.mem_set_access(region.address, G, 3, [GPU])  # type: ignore[arg-type]
+        assert cuda.mem_get_access(region.address, GPU) == before
+
+
+def test_memory_of_a_hidden_gpu_is_not_opened(cuda: CudaDriver) -> None:
+    with PhysicalAllocation.create(cuda, G, OTHER) as memory:
+        fd = memory.export()
+        script = f"""
+from vram import driver
+from vram.errors import UnsupportedError
+from vram.spec import Location, HandleKind
+try:
+    driver.get(Location("cuda")).mem_import({fd}, HandleKind.POSIX_FD, 2 << 20)
+except UnsupportedError as error:
+    print(error)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script], pass_fds=[fd], env=standin.child_environment(visible_devices="0"),
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+    assert "CUDA_VISIBLE_DEVICES='0'" in done.stdout
+
+
+# -- finalizers ---------------------------------------------------------------------------------------------------
+def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> None:
+    """The collector runs at every allocation, closes what it finds, and everything is right in the end."""
+
+    class Node:
+        def __init__(self, number: int) -> None:
+            self.me = self
+            self.array = Array.create(cuda, Location("cuda", number % 2), 64, "int8")
+            self.capsule = self.array.__dlpack__(stream=-1)
+            self.stream = cuda.stream_create(GPU)
+
+        def __del__(self) -> None:
+            cuda.stream_destroy(self.stream)
+
+    before = cuda.live()
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for number in range(30):
+            Node(number)
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert cuda.live() == before

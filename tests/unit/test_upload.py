@@ -1,0 +1,314 @@
+"""Files into GPU memory through pinned slots, on the stand-in: every byte, every failure, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import standin
+import vram
+from vram import driver as drivers
+from vram.arrays import upload, weights
+from vram.arrays.stream import changed, copy_file
+from vram.arrays.upload import Ring, close_rings, ring_of
+from vram.bench.files import write_weights
+from vram.errors import ClosedError, DriverError, UsageError
+from vram.memory import Region
+from vram.spec import Location
+
+pytestmark = pytest.mark.standin
+GPU = Location("cuda", 0)
+SLOT = 2 << 20
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _rings() -> Iterator[None]:
+    """What :func:`ring_of` keeps is given back before the ledger looks."""
+    yield
+    close_rings()
+
+
+@pytest.fixture
+def driver() -> Any:
+    return drivers.get(GPU)
+
+
+@pytest.fixture
+def ring(driver: Any) -> Iterator[Ring]:
+    """Four threads, slots far smaller than the files."""
+    made = Ring(driver, GPU, threads=4, slot=SLOT // 16)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[tuple[int, bytes]]:
+    """An open file of an odd size, and its contents."""
+    data = np.random.default_rng(7).bytes(5 * MIB + 4321)
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    yield fd, data
+    os.close(fd)
+
+
+@pytest.fixture
+def region(driver: Any) -> Iterator[Region]:
+    with Region.create(driver, GPU, capacity=8 * MIB, nbytes=8 * MIB) as made:
+        driver.fill(made.address, 0xEE, made.nbytes)
+        yield made
+
+
+def bytes_at(region: Region, offset: int, nbytes: int) -> bytes:
+    found = bytearray(nbytes)
+    region.driver.copy_out(memoryview(found), region.address + offset)
+    return bytes(found)
+
+
+def cut_short() -> Exception:
+    return changed("data")
+
+
+@pytest.mark.parametrize(
+    ("start", "offset", "nbytes"),
+    [
+        (0, 0, 0),
+        (0, 0, 1),
+        (3, 5, 7),
+        (1, 4097, SLOT // 16),  # exactly a slot
+        (0, 1, SLOT // 16 + 1),
+        (13, 0, SLOT // 16 * 8),  # every slot once
+        (4321, 777, 3 * MIB + 1),
+        (0, 3, 5 * MIB + 4321),  # all of it
+    ],
+)
+def test_every_byte_arrives_where_it_belongs(
+    ring: Ring, file: tuple[int, bytes], region: Region, start: int, offset: int, nbytes: int
+) -> None:
+    fd, data = file
+    ring.upload(fd, [(start, region.address + offset, nbytes)], cut_short)
+    assert bytes_at(region, offset, nbytes) == data[start : start + nbytes]
+    assert bytes_at(region, 0, offset) == b"\xee" * offset
+    assert bytes_at(region, offset + nbytes, 4096) == b"\xee" * 4096
+
+
+def test_several_blocks_go_in_one_call(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
+    fd, data = file
+    blocks = [(number * 70_001, number * 99_991, 60_000 + number) for number in range(40)]
+    ring.upload(fd, [(start, region.address + offset, nbytes) for start, offset, nbytes in blocks], cut_short)
+    for start, offset, nbytes in blocks:
+        assert bytes_at(region, offset, nbytes) == data[start : start + nbytes]
+
+
+def test_it_returns_when_the_gpu_is_done(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
+    """With copies that wait until somebody waits for them: slots are not overwritten early, and the end is awaited."""
+    fd, data = file
+    control = standin.Standin()
+    control.clear()
+    control.defer()
+    try:
+        ring.upload(fd, [(0, region.address, len(data))], cut_short)
+        assert control.live().get("pending", 0) == 0
+        assert control.illegal() == 0
+    finally:
+        control.defer(on=False)
+    assert bytes_at(region, 0, len(data)) == data
+
+
+def test_two_files_one_after_the_other_use_the_same_ring(
+    driver: Any, file: tuple[int, bytes], region: Region, tmp_path: Path
+) -> None:
+    fd, data = file
+    other = tmp_path / "other"
+    other.write_bytes(data[::-1])
+    control = standin.Standin()
+    control.clear()
+    copy_file(fd, "data", 0, region, 0, len(data))
+    assert bytes_at(region, 0, len(data)) == data
+    with other.open("rb") as second:
+        copy_file(second.fileno(), str(other), 0, region, 1, len(data))
+    assert bytes_at(region, 1, len(data)) == data[::-1]
+    assert control.calls("cuMemHostRegister") == control.calls("cuStreamCreate") == 1
+    assert ring_of(driver, GPU) is ring_of(driver, GPU)
+
+
+def test_two_threads_take_turns(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
+    fd, data = file
+    half = 2 * MIB
+    errors: list[BaseException] = []
+
+    def work(offset: int) -> None:
+        try:
+            for _ in range(5):
+                ring.upload(fd, [(offset, region.address + offset, half)], cut_short)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number * half,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert bytes_at(region, 0, 2 * half) == data[: 2 * half]
+
+
+# -- bad days ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("nbytes", [100, 6 * MIB])
+def test_a_file_that_ends_early_is_an_error(ring: Ring, file: tuple[int, bytes], region: Region, nbytes: int) -> None:
+    """One piece, or many in several threads."""
+    fd, data = file
+    start = 0 if nbytes > len(data) else len(data) - 50
+    with pytest.raises(UsageError, match="'data' changed while it was read"):
+        ring.upload(fd, [(start, region.address, nbytes)], cut_short)
+    ring.upload(fd, [(0, region.address, len(data))], cut_short)  # and it still works
+    assert bytes_at(region, 0, len(data)) == data
+
+
+def test_a_read_that_fails_is_raised(ring: Ring, region: Region, tmp_path: Path) -> None:
+    directory = os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with pytest.raises(IsADirectoryError):
+            ring.upload(directory, [(0, region.address, 3 * MIB)], cut_short)
+    finally:
+        os.close(directory)
+    assert bytes_at(region, 0, 4096) == b"\xee" * 4096
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize"])
+@pytest.mark.parametrize("nth", [1, 5])
+@pytest.mark.parametrize("forever", [False, True])
+def test_a_driver_call_that_fails_is_raised_and_the_ring_goes_on(
+    ring: Ring, file: tuple[int, bytes], region: Region, call: str, nth: int, forever: bool
+) -> None:
+    """I4: once and for good; no thread is left (the ledger looks), and the next file arrives."""
+    fd, data = file
+    if call == "cuStreamSynchronize":
+        nth = 1  # there is one
+    with standin.Standin().failing(call, nth=nth, forever=forever), pytest.raises(DriverError) as caught:
+        ring.upload(fd, [(0, region.address, len(data))], cut_short)
+    assert caught.value.call == call
+    ring.upload(fd, [(0, region.address, len(data))], cut_short)
+    assert bytes_at(region, 0, len(data)) == data
+
+
+def test_the_second_failure_is_noted_on_the_first(ring: Ring, file: tuple[int, bytes], region: Region) -> None:
+    fd, data = file
+    control = standin.Standin()
+    control.clear()
+    control.fail("cuStreamSynchronize", 1)
+    try:
+        with pytest.raises(UsageError, match="changed while") as caught:
+            ring.upload(fd, [(0, region.address, len(data) + 1)], cut_short)
+    finally:
+        control.clear()
+    assert any("cuStreamSynchronize" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("call", ["cuMemHostRegister", "cuStreamCreate", "cuEventCreate"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_ring_that_cannot_be_made_leaves_nothing(driver: Any, call: str, nth: int) -> None:
+    """I4, and the ledger: no pinned memory, stream or event; :func:`ring_of` keeps no half-made one."""
+    if nth > 1 and call != "cuEventCreate":
+        nth = 1  # there is one
+    with standin.Standin().failing(call, nth=nth, code=2), pytest.raises(MemoryError):
+        ring_of(driver, GPU)
+    assert GPU not in upload._rings
+    assert ring_of(driver, GPU) is upload._rings[GPU]
+
+
+def test_close_gives_everything_back(driver: Any, file: tuple[int, bytes], region: Region) -> None:
+    fd, _ = file
+    control = standin.Standin()
+    before = control.live()
+    made = Ring(driver, GPU, threads=2, slot=4096)
+    during = control.live()
+    kinds = ("host", "streams", "events")
+    assert [during.get(kind, 0) - before.get(kind, 0) for kind in kinds] == [1, 1, 4]
+    made.close()
+    made.close()
+    assert control.live() == before
+    with pytest.raises(ClosedError, match="ring"):
+        made.upload(fd, [(0, region.address, 1)], cut_short)
+
+
+def test_close_waits_for_the_file_that_is_on_its_way(
+    driver: Any, file: tuple[int, bytes], region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fd, data = file
+    made = Ring(driver, GPU, threads=2, slot=SLOT)
+    reading, may_read = threading.Event(), threading.Event()
+    real = upload._read
+
+    def slow(*arguments: Any) -> None:
+        reading.set()
+        assert may_read.wait(30)
+        real(*arguments)
+
+    monkeypatch.setattr(upload, "_read", slow)
+    loader = threading.Thread(target=made.upload, args=(fd, [(0, region.address, len(data))], cut_short))
+    loader.start()
+    assert reading.wait(30)
+    closer = threading.Thread(target=made.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    may_read.set()
+    for thread in (loader, closer):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert bytes_at(region, 0, len(data)) == data
+
+
+# -- the way there ----------------------------------------------------------------------------------------------
+def test_a_safetensors_file_goes_through_the_ring(tmp_path: Path, driver: Any) -> None:
+    """Odd sizes, so that the data begin and end anywhere; from the file to arrays on the GPU."""
+    path = tmp_path / "w.safetensors"
+    sizes = {"a": 1, "b": 3 * MIB + 17, "c": 0, "d": 9 * MIB + 1}
+    write_weights(path, sizes)
+    plan = weights.plan(path)
+    control = standin.Standin()
+    control.clear()
+    arrays = weights.load(plan, driver, GPU)
+    assert control.calls("cuMemHostRegister") == 1
+    data = path.read_bytes()[-sum(sizes.values()) :]
+    at = 0
+    for name, nbytes in sizes.items():
+        assert arrays[name].to_host().tobytes() == data[at : at + nbytes]
+        at += nbytes
+        arrays[name].close()
+
+
+def test_a_file_that_changes_under_the_ring_leaves_no_arrays(
+    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I4: the region that was made for it is gone, too (the ledger looks)."""
+    path = tmp_path / "w.safetensors"
+    write_weights(path, {"a": 5 * MIB})
+    plan = weights.plan(path)
+    real = upload._read
+
+    def cut(*arguments: Any) -> None:
+        os.truncate(path, 4096)
+        real(*arguments)
+
+    monkeypatch.setattr(upload, "_read", cut)
+    with pytest.raises(UsageError, match="changed while it was read"):
+        weights.load(plan, driver, GPU)
+
+
+def test_put_to_a_gpu_is_attached_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    write_weights(path, {"a": 2 * MIB + 3, "b": 12345})
+    data = path.read_bytes()[-(2 * MIB + 3 + 12345) :]
+    with vram.keeper() as keeper:
+        vram.put("w", path, device="cuda:0", keeper=keeper)
+        with vram.attach("w", keeper=keeper) as lease:
+            assert lease["a"].to_host().tobytes() + lease["b"].to_host().tobytes() == data
