@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import CopyOnWrite, Driver
-from ..errors import DriverError, RangeError, UnsupportedError, UsageError
+from ..errors import DeviceLostError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Owned, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import checks
@@ -200,7 +200,7 @@ class Unmap:
 def settle(where: AddressRange) -> None:
     """Wait for the work of the devices that may use a range: a kernel that runs on would fault, and lose the device."""
     for worker in where.workers:
-        with suppress(DriverError):  # a device that is lost runs nothing any more
+        with suppress(DeviceLostError):  # it runs nothing any more
             where.driver.synchronize(worker)
 
 
