@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import standin
+import vram
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.arrays.dlpack import _python, _tensor_in, _Versioned
-from vram.errors import AccessDeniedError, BusyError, UnsupportedError, UsageError
-from vram.memory import Region
+from vram.errors import AccessDeniedError, BusyError, ProtocolError, UnsupportedError, UsageError
+from vram.memory import Received, Region
 from vram.spec import Access, Location
 
 pytestmark = pytest.mark.standin
@@ -47,6 +48,49 @@ def test_what_it_is(array: Array) -> None:
     assert (array.shape, array.dtype, array.nbytes, array.device) == ((8, 4), np.dtype("int32"), 128, GPU)
     assert repr(array).startswith("<Array int32 (8, 4) cuda:0 0x")
     assert array.address % (2 << 20) == 0
+
+
+def test_a_device_named_by_uuid_is_the_same_device() -> None:
+    uuid = drivers.get(OTHER).device_info(OTHER).uuid
+    with vram.zeros(4, device=f"cuda:{uuid}") as a:
+        assert (a.device, a.__dlpack_device__()) == (OTHER, (2, 1))
+        assert vram.asarray(a, device="cuda:1") is a
+    with made(4, location=Location("cuda", uuid)) as a:
+        assert a.device == OTHER
+
+
+def test_memory_of_another_gpu_than_was_said_is_refused() -> None:
+    """S7: what a peer says of its memory is compared with what the driver says."""
+    driver = drivers.get(GPU)
+    with made() as a:
+        (allocation,), _ = a.region.segments(0, a.nbytes)
+        with pytest.raises(ProtocolError, match="not on cuda:1"):
+            Region.from_allocations(driver, [Received(allocation.export(), allocation.nbytes)], location=OTHER)
+
+
+def test_s10_all_devices_that_may_work_on_it_are_waited_for() -> None:
+    control, driver = standin.Standin(), drivers.get(GPU)
+    with Region.create(driver, GPU, capacity=1 << 21, nbytes=1 << 21, users=[OTHER, GPU]) as region:
+        driver.mem_info(OTHER), driver.mem_info(GPU)  # now both have contexts
+        control.clear()
+        region.synchronize()
+        assert control.calls("cuCtxSynchronize") == 2
+
+
+def test_copies_between_gpus_leave_the_rights_as_they_were() -> None:
+    driver = drivers.get(GPU)
+    with vram.asarray(np.arange(100), device=GPU) as a:
+        for failing in (None, "cuMemcpyDtoDAsync"):
+            control = standin.Standin()
+            with control.failing(failing or "cuCtxCreate", 1, 2):
+                if failing:
+                    with pytest.raises(vram.OutOfMemoryError):
+                        vram.asarray(a, device=OTHER)
+                else:
+                    with vram.asarray(a, device=OTHER) as b:
+                        assert (b.to_host() == np.arange(100)).all()
+            assert driver.mem_get_access(a.address, OTHER) == Access.NONE
+            assert driver.mem_get_access(a.address, GPU) == Access.READ_WRITE
 
 
 def test_rows_are_written_from_the_host_and_read_back(array: Array) -> None:

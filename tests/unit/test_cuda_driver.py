@@ -574,7 +574,7 @@ def test_gpus_that_are_no_peers() -> None:
     said = asked(then, no_peer=1)
     assert said.startswith("access of cuda:1 to memory on cuda:0 needs peer access between the two; have "), said
     assert "no peers" in said
-    assert "Copy the data" in said
+    assert "Copy over the host" in said
 
 
 def test_places_that_cannot_be_given_access(cuda: CudaDriver) -> None:

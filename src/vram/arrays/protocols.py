@@ -303,6 +303,11 @@ class Viewable:
     to_host = copy
 
     def _check_writable(self) -> None:
+        if self.readonly and not self._here().addressable:
+            raise AccessDeniedError(
+                'the array is read-only here; attach with access="rw" if it was published writable, or copy it with '
+                "vram.asarray(array.to_host(), device=...)"
+            )
         if self.readonly:
             raise AccessDeniedError(
                 'the array is read-only here; attach with access="cow" for changes of your own, with access="rw" if '

@@ -102,5 +102,5 @@ def part_of(key: object, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
             return row % shape[0], shape[1:]
     raise UsageError(
         f"[{repr(key)[:80]}] is not a row or a run of rows without steps; for anything else use .numpy()[...], which "
-        f"copies nothing either"
+        f"copies nothing either (on a GPU .torch() or another library's view)"
     )

@@ -87,7 +87,7 @@ def keep(
 def put(
     name: Annotated[str, typer.Argument(help="What readers will attach.")],
     file: Annotated[Path, typer.Argument(help="A safetensors file.")],
-    device: Annotated[str, typer.Option(help='Where to keep it: "host".')] = "host",
+    device: Annotated[str, typer.Option(help='Where to keep it: "host", or a GPU, such as "cuda:0".')] = "host",
     meta: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for readers to ask for; repeatable.")] = None,
     writable: Annotated[bool, typer.Option("--writable", help="Let readers write to it.")] = False,
     ttl: Annotated[float | None, typer.Option(help="Seconds until it is retired.")] = None,

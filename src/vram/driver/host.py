@@ -163,8 +163,10 @@ class HostDriver:
         self._map_only("mem_map_new", address, memory, access, private=False)
 
     def mem_map_import(
-        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool
-    ) -> None:
+        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool,
+        location: Location | None = None,
+    ) -> None:  # fmt: skip
+        check_location(location or HOST)
         memory = self._import("mem_map_import", fd, kind, nbytes)
         self._map_only("mem_map_import", address, memory, access, private=private)
 

@@ -245,12 +245,21 @@ class DirectMapping(Protocol):
         """
 
     def mem_map_import(
-        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool
+        self,
+        address: int,
+        nbytes: int,
+        fd: int,
+        kind: HandleKind,
+        access: Access,
+        *,
+        private: bool,
+        location: Location | None = None,
     ) -> None:
         """:meth:`Driver.mem_import`, map and set access in one. `fd` stays the caller's.
 
-        With `private` it is mapped as :meth:`CopyOnWrite.mem_map_private` does. Raises what these calls raise, and has
-        then done nothing.
+        Memory that is not at `location`, if one is named, is refused with :class:`~vram.errors.ProtocolError`: its
+        sender said something else. With `private` it is mapped as :meth:`CopyOnWrite.mem_map_private` does. Raises
+        what these calls raise, and has then done nothing.
         """
 
 

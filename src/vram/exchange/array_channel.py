@@ -234,7 +234,7 @@ class ArrayChannel(Owned):
         """Return the message for an array, after what its receiver needs to know of the memory."""
         region = array.region
         # Whoever receives the array may read it at once (S10). A no-op on the host.
-        region.driver.synchronize(region.location)
+        region.synchronize()
         # The same array again is what channels are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access)
         if self._last() is array and all(map(operator.is_, state, self._last_state)):

@@ -92,6 +92,7 @@ def attach_or_publish(
     writable: bool = False,
     ttl: float | None = None,
     timeout: float | None = None,
+    device: str | Location | None = None,
     keeper: Keeper | str | None = None,
 ) -> Lease:
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
@@ -125,11 +126,12 @@ def attach_or_publish(
         raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
     meta = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
+    user = _user(device)
     client = connect(keeper)
     while True:
         got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=seconds)
         if isinstance(got, Attachment):
-            return Lease(client, got, access)
+            return Lease(client, got, access, user=user)
         try:
             version = _load_and_publish(client, name, load, meta, writable, ttl, got)
         except BaseException:
@@ -137,7 +139,8 @@ def attach_or_publish(
                 client.abandon(got)
             raise
         with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
-            return Lease(client, client.attach(name, version=version, access=wire_access(access)), access)
+            again = client.attach(name, version=version, access=wire_access(access))
+            return Lease(client, again, access, user=user)
 
 
 def _load_and_publish(

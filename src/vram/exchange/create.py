@@ -14,6 +14,7 @@ from ..arrays.dtypes import as_dtype
 from ..arrays.sources import CudaSource, as_source
 from ..errors import UsageError, VramError
 from ..spec import Location
+from .mapping import visible
 
 __all__ = ["asarray", "empty", "zeros"]
 
@@ -64,7 +65,7 @@ def empty(
     >>> vectors.shape
     (4096, 384)
     """
-    location = Location.parse(device)
+    location = visible(Location.parse(device))
     return Array.create(
         drivers.get(location), location, shape, dtype, capacity=capacity, chunk=chunk, populate=populate
     )
@@ -112,7 +113,7 @@ def asarray(
     UsageError
         If it is no array, or its numbers do not make one.
     """
-    location = Location.parse(device)
+    location = visible(Location.parse(device))
     kind = None if dtype is None else as_dtype(dtype)
     if (
         isinstance(source, Array)

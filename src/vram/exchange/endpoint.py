@@ -86,7 +86,7 @@ class Endpoint:
     def write_down(self, array: Array) -> tuple[object, ...]:
         """Return what a pickle says of an array, and keep its memory until that is unpickled."""
         region = array.region
-        region.driver.synchronize(region.location)  # whoever unpickles it may read it at once (S10)
+        region.synchronize()  # whoever unpickles it may read it at once (S10)
         # The same array again is what queues are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access)
         with self._lock:

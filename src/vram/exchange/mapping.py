@@ -32,7 +32,15 @@ ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
 
 def device_name(location: Location) -> str:
     """Return what a device is called on the wire: ``"host"`` or its UUID, never an ordinal (S1)."""
-    return "host" if location == HOST else drivers.get(location).device_info(location).uuid
+    if location == HOST:
+        return "host"
+    try:
+        return drivers.get(location).device_info(location).uuid
+    except UsageError:
+        raise UnsupportedError(
+            f"sharing memory on {location}", "memory of a GPU, or of the host driver",
+            "memory of the host that NVIDIA's driver made", 'Use device="host" for what is shared',
+        ) from None  # fmt: skip
 
 
 def describe(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, list[int]]:

@@ -217,8 +217,7 @@ class Placement:
     def synchronize(self) -> None:
         """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
         for region in self._regions():
-            for place in region.users:
-                region.driver.synchronize(place)
+            region.synchronize()
 
     def freeze(self) -> None:
         """Seal everything."""
@@ -291,7 +290,7 @@ class Loaded:
 
     def synchronize(self) -> None:
         """Wait for the work that fills the memory (S10)."""
-        self._region.driver.synchronize(self._region.location)
+        self._region.synchronize()
 
     def freeze(self) -> None:
         """Seal everything."""

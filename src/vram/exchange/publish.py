@@ -70,7 +70,8 @@ def publish(
     meta : mapping of str to str, optional
         Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
-        False seals the memory: from then on nobody can write to it, this process and its existing views included.
+        False seals the memory: from then on nobody can write to it, this process and its existing views included. (On
+        a GPU, whose memory no kernel seals, each process's mapping is read-only, which is no security boundary.)
         Where a vram array shares its memory with others, all of them are sealed. A write through a pointer taken
         before, such as a torch tensor's, kills the process with SIGSEGV. True lets readers ask for ``access="rw"``.
     ttl : float, optional

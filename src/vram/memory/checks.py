@@ -41,7 +41,8 @@ def place(driver: Driver, location: Location | str) -> Location:
     found = location if type(location) is Location else Location.parse(location)
     if found.kind != driver.name:
         raise UsageError(f"location {found} is not served by the {driver.name} driver; see vram.driver.get(location)")
-    return found
+    # One name for one place: a GPU's UUID becomes its ordinal here, and "this thread's NUMA node" a certain one.
+    return found if type(found.id) is int else driver.canonical(found)
 
 
 def descriptor(value: int) -> int:

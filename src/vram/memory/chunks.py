@@ -143,7 +143,9 @@ class Chunks:
             for one in given:
                 if isinstance(one, Received):
                     if direct:
-                        pieces.append(Piece(one.nbytes, partial(_receive, direct, one, right, self.private)))
+                        pieces.append(
+                            Piece(one.nbytes, partial(_receive, direct, one, right, self.private, self.location))
+                        )
                         continue
                     one = PhysicalAllocation.import_(driver, one.fd, one.nbytes, kind=one.handle_kinds)
                     opened.append(one)
@@ -287,8 +289,10 @@ def _is_direct(kind: type) -> bool:
     return issubclass(kind, DirectMapping)
 
 
-def _receive(driver: DirectMapping, one: Received, access: Access, private: bool, address: int, nbytes: int) -> None:
-    driver.mem_map_import(address, nbytes, one.fd, one.handle_kinds, access, private=private)
+def _receive(
+    driver: DirectMapping, one: Received, access: Access, private: bool, place: Location, address: int, nbytes: int
+) -> None:
+    driver.mem_map_import(address, nbytes, one.fd, one.handle_kinds, access, private=private, location=place)
 
 
 def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ...]:

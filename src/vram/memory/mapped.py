@@ -148,6 +148,11 @@ class MappedRegion(Owned):
         )
         return f"<Region {self.location} {self.address:#x} {size}/{ceiling}, {'closed' if self.is_closed else state}>"
 
+    def synchronize(self) -> None:
+        """Return when the work is done that devices have under way on its memory. On the host there is none."""
+        for place in self._chunks.users:
+            self.driver.synchronize(place)
+
     # -- who looks at it ----------------------------------------------------------------------------------------
     def pin(self, start: int, stop: int, holder: str = "pin", *, full: bool = False) -> Pin:
         """Keep the bytes from `start` up to `stop` where they are until the pin is released.

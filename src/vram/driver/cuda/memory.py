@@ -310,7 +310,7 @@ class MemoryCalls:
                 raise UnsupportedError(
                     f"memory on {location} that leaves the process as {kinds.name}",
                     "a NUMA node of the host: the driver shares no other memory of it", str(location),
-                    f'Use "cuda:numa", or handle_kinds=HandleKind.NONE on {location}',
+                    'Use "cuda:numa" or device="host"; PhysicalAllocation takes handle_kinds=HandleKind.NONE',
                 )  # fmt: skip
             prop = self._api.CUmemAllocationProp()
             for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1])):
@@ -357,7 +357,7 @@ class MemoryCalls:
                 if reason:
                     return UnsupportedError(
                         f"access of cuda:{number} to memory on cuda:{home[1]}", "peer access between the two", reason,
-                        "Copy the data to memory of that GPU",
+                        "Copy over the host: vram.asarray(array.to_host(), device=...)",
                     )  # fmt: skip
                 if kind != DEVICE and (kind, number) != home:
                     return UsageError(

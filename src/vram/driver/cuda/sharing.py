@@ -48,7 +48,15 @@ class SharingCalls(MemoryCalls):
         return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
 
     def mem_map_import(
-        self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool
+        self,
+        address: int,
+        nbytes: int,
+        fd: int,
+        kind: HandleKind,
+        access: Access,
+        *,
+        private: bool,
+        location: Location | None = None,
     ) -> None:
         if private:
             raise UnsupportedError(
@@ -57,7 +65,10 @@ class SharingCalls(MemoryCalls):
             )  # fmt: skip
         check_access("mem_map_import", access)
         memory = self._import("mem_map_import", fd, kind, nbytes)
-        where = self._devices.location(*memory.place) if access else Location("cuda")
+        where = self._devices.location(*memory.place)
+        if location is not None and memory.place != self._devices.place(location):
+            self.mem_release(self._new_handle(memory, memory.raw.pop(UNCLAIMED)))
+            raise ProtocolError(f"mem_map_import({fd}): the memory is on {where}, not on {location} as was said")
         self._map_only("mem_map_import", address, memory, where, access)
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> CudaMemory:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ class WorkCalls(SharingCalls):
         self._contexts = tuple(Current(bindings, device) for device in devices.all)
         # Each hand-over waits for the GPU: since CUDA 13 that takes one call instead of three.
         self._takes_context = bindings.has("cuCtxSynchronize_v2") and bindings.driver_version >= 13000
+        self._lending = threading.Lock()  # no undo comes here
         self._streams: dict[int, int] = {}
         self._events: dict[int, int] = {}
         self._registered: dict[int, int] = {}
@@ -293,18 +295,36 @@ class WorkCalls(SharingCalls):
         """
         there = self._needed("copy", destination, _who(writing, Access.READ_WRITE))
         self._needed("copy", source, _who(reading, Access.READ))
-        guest = (Location("cuda", there.ordinal),)
-        lent: list[CudaMapping] = []
-        try:
-            for mapping in reading:
-                if mapping.rights.get((DEVICE, there.ordinal), Access.NONE) < Access.READ:
-                    self.mem_set_access(mapping.address, mapping.nbytes, Access.READ, guest)
+        place = (DEVICE, there.ordinal)
+        may_read = self._grant(Access.READ, place)
+        with self._lending:  # so that nobody takes back what another copy still needs
+            lent: list[CudaMapping] = []
+            try:
+                for mapping in reading:
+                    # Past the books: nobody else may count on a right that goes again.
+                    self._call("cuMemSetAccess", mapping.address, mapping.nbytes, (may_read,), 1)
                     lent.append(mapping)
-            with self._done_on(there):
-                self._call("cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
-        finally:
-            for mapping in lent:
-                self.mem_set_access(mapping.address, mapping.nbytes, Access.NONE, guest)
+                with self._done_on(there):
+                    self._call("cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
+            except DriverError as error:
+                with noted(error):
+                    self._end_loan(lent, place)
+                raise self._no_access(error, _place_of(reading[0]), [place]) from None
+            except BaseException as error:
+                with noted(error):
+                    self._end_loan(lent, place)
+                raise
+            self._end_loan(lent, place)
+
+    def _end_loan(self, lent: list[CudaMapping], place: tuple[int, int]) -> None:
+        for mapping in lent:
+            before = self._grant(mapping.rights.get(place, Access.NONE), place)
+            self._call("cuMemSetAccess", mapping.address, mapping.nbytes, (before,), 1)
+
+
+def _place_of(mapping: CudaMapping) -> tuple[int, int]:
+    memory: Any = mapping.memory
+    return memory.place  # type: ignore[no-any-return]
 
 
 def _who(due: list[CudaMapping], access: Access) -> set[tuple[int, int]]:
