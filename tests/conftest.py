@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,28 +46,26 @@ def ledger() -> Iterator[Ledger]:
     yield before
     if "vram.arrays.upload" in sys.modules:
         sys.modules["vram.arrays.upload"].close_rings()  # pinned once and kept, by design
-    # The driver first: the stand-in watches over exported memory with descriptors of its own, until it is asked.
-    now = _driver_objects()
+    # The driver first: the stand-in watches over exported memory with descriptors of its own until it is asked, and
+    # another process, such as a keeper, may be late to close its own.
+    deadline = time.monotonic() + 2.0
+    while (more := _driver_objects() - objects) and time.monotonic() < deadline:
+        time.sleep(0.01)
     extra = before.left_behind()
     if os.environ.get("VRAM_TEST_GPU"):
         # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
         extra = [line for line in extra if line.startswith(("handles", "stuck", "objects", "children"))]
-    if now != objects:  # somebody was late, perhaps another process: what counts is what there is after the wait
-        now = _driver_objects()
-        extra += [
-            f"stand-in: {now.get(kind, 0) - objects.get(kind, 0)} {kind}"
-            for kind in {*now, *objects}
-            if now.get(kind, 0) > objects.get(kind, 0)
-        ]
+    extra += [f"stand-in: {count} {kind}" for kind, count in sorted(more.items())]
     if extra:
         pytest.fail("left behind:\n  " + "\n  ".join(extra), pytrace=False)
 
 
-def _driver_objects() -> dict[str, int]:
+def _driver_objects() -> Counter[str]:
     """Count what the stand-in has given out; primary contexts stay, by design."""
     if WITHOUT_STANDIN is not None:
-        return {}
-    return {kind: count for kind, count in standin.Standin().live().items() if not kind.startswith("context")}
+        return Counter()
+    live = standin.Standin().live()
+    return Counter({kind: count for kind, count in live.items() if not kind.startswith("context")})
 
 
 def pytest_report_header() -> str:
