@@ -197,8 +197,15 @@ def test_leaks_nothing():
         "-W",
         "error",
     ]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}  # the stand-in, for the copied conftest
     done = subprocess.run(
-        [*command, str(tmp_path)], capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+        [*command, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
     )
     assert "1 failed, 5 passed, 3 errors" in done.stdout, done.stdout
     for name in ("a_descriptor", "a_handle", "a_thread"):
