@@ -13,6 +13,7 @@ VENV ?= .venv
 PYTHON ?=
 EXTRA ?=
 PYTEST_ARGS ?=
+STANDIN_ARGS ?=
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.made
@@ -64,8 +65,12 @@ weights: $(stamp) ## fetch the model weights that the demo uses (91 MB); optiona
 demo: weights ## the whole job in front of your eyes: publish, crash, attach, grow, replace
 	@"$(bin)/vram" demo
 
+# In two processes, file by file: what two cores can do. The stand-in's own tests count contexts and lose devices for
+# good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
 test: $(stamp) ## every suite, the slow forms left out
-	@HYPOTHESIS_PROFILE=ci "$(bin)/python" -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=ci "$(bin)/python" -m pytest -n 2 --dist loadfile -m "not slow and not gpu" \
+		--ignore=tests/standin $(PYTEST_ARGS)
+	[ -n "$(filter-out --junitxml%,$(PYTEST_ARGS))" ] || "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 # By hand, on a machine with GPUs whose Python has pytest, hypothesis and cuda-bindings (and torch, cupy, jax, numba for
 # the tests that need them): no environment is made, since those come with the machine. Multicast stays off.
@@ -75,7 +80,8 @@ test-gpu: ## the contract, process and interop suites on the GPUs of this machin
 	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" timeout 480 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
 test-all: $(stamp) ## every suite with its slow forms
-	@"$(bin)/python" -m pytest -m "not gpu" $(PYTEST_ARGS)
+	@"$(bin)/python" -m pytest -m "not gpu" --ignore=tests/standin $(PYTEST_ARGS)
+	"$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
 	@HYPOTHESIS_PROFILE=fuzz "$(bin)/python" -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -116,6 +117,19 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         reasons = [mark.name for mark in item.iter_markers() if mark.name in ("gpu", "slow")]
         _left_out[reasons[0] if reasons else "by selection"] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this one, where tests run in several, what was left out here."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each worker collects everything and leaves out the same: once is enough."""
+    if not _left_out:
+        _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -112,6 +112,22 @@ class GpuMemory:
             assert (lease["gpu"].to_host() == np.arange(64).reshape(8, 8)).all()
             assert (lease["host"].numpy() == np.arange(5)).all()
 
+    def test_one_array_under_two_names_is_copied_twice(self) -> None:
+        """Also where it was closed after the first."""
+        with vram.zeros(1000, "uint8", device=GPU) as a, vram.zeros(1000, "uint8", device=GPU) as b:
+            a.fill(7)
+            vram.publish("numbers", {"a": a, "b": b})  # frozen: what is to be writable must be copied
+            vram.publish("twice", {"p": a, "x": b, "q": a}, writable=True, consume=True)
+        with vram.attach("twice") as lease:
+            assert {name: int(array.to_host().max()) for name, array in lease.items()} == {"p": 7, "x": 0, "q": 7}
+
+    def test_what_is_empty_stays_on_its_device(self) -> None:
+        with vram.zeros(10, device=GPU) as a, vram.empty((0, 4), device=GPU) as empty:
+            vram.publish("numbers", {"a": a, "here": np.empty((0, 3)), "there": empty})
+        with vram.attach("numbers") as lease:
+            assert [str(lease[name].device) for name in ("a", "here", "there")] == [GPU, "host", GPU]
+            assert lease["here"].numpy().shape == (0, 3)
+
     def test_through_a_channel_and_back(self) -> None:
         ours, theirs = vram.ArrayChannel.pair()
         process = SPAWN.Process(target=gpu_children.echo, args=(theirs,))

@@ -44,6 +44,9 @@ import pytest
 raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/unit/test_catalogue.py",
                               "-k", "served_in_their_order"]))
 """
+MOVED = IN_LINE.replace("served_in_their_order", "tallies_move_with_a_takeover")
+    "served_in_their_order", "test_tallies_move_with_a_takeover_and_follow_every_way_that_a_thing_can_end"
+)
 HOSTILE, KILLS, TAKEOVER = (
     "tests/hostile/test_keeper_hostile.py",
     "tests/processes/test_keeper_kills.py",
@@ -172,7 +175,7 @@ CAUGHT = [
     ("last come, first served", LAST_COME_FIRST_SERVED, IN_LINE),
     ("anybody removes", ANYBODY_REMOVES, MACHINE),
     ("retired memory not taken off the books", RETIRED_IS_FREE, MACHINE),
-    ("a watch lost in a takeover", WATCH_LOST, MACHINE),
+    ("a watch lost in a takeover", WATCH_LOST, MOVED),
     ("inheritable descriptors", NOT_CLOSE_ON_EXEC, CONTRACT),
     ("truncation ignored", TRUNCATION_IGNORED, CONTRACT),
     ("a descriptor leaked", FD_LEAKED, CONTRACT),

@@ -305,3 +305,111 @@ def test_extended_types_go_to_the_host_and_back() -> None:
         a[:] = wanted
         assert a.to_host().dtype == wanted.dtype
         assert (a.to_host() == wanted).all()
+
+
+class Speaker:
+    """An array of a library that speaks DLPack alone."""
+
+    def __init__(self, array: Array, **changes: object) -> None:
+        self.array = array
+        self.changes = changes
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: object) -> object:
+        if self.changes.get("old") and options:
+            raise TypeError("max_version is not known")
+        capsule = self.array.__dlpack__(stream=stream, **options)  # type: ignore[arg-type]
+        for name, value in self.changes.items():
+            if name != "old":
+                setattr(_tensor_in(capsule), name, value)
+        return capsule
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "complex64", "bfloat16", "float8_e4m3fn"])
+def test_dlpack_comes_in_from_the_gpu(dtype: str, old: bool) -> None:
+    with made((3, 4), dtype) as a:
+        a[:] = np.arange(12).reshape(3, 4).astype(a.dtype)
+        with vram.asarray(Speaker(a, old=old), device="cuda:0") as b:
+            assert (b.dtype, b.shape) == (a.dtype, a.shape)
+            assert b.address != a.address
+            assert (b.to_host() == a.to_host()).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"code": 77}, "not known"), ({"lanes": 4}, "not known"), ({"device_type": 1}, "device type 1")],
+)
+def test_what_dlpack_says_must_make_an_array(changes: dict[str, object], says: str) -> None:
+    with made((3, 4), "float32") as a, pytest.raises(UsageError, match=says):
+        vram.asarray(Speaker(a, **changes), device="cuda:0")
+    gc.collect()
+
+
+def test_what_is_published_through_dlpack_is_shared_where_it_is_ours() -> None:
+    from vram.arrays.sources import as_source, find
+
+    with made((3, 4)) as a:
+        source = as_source(Speaker(a))
+        assert (source.address, source.gpu, source.contiguous) == (a.address, 0, True)
+        assert find(source.address, source.nbytes) == (a.region, 0)
+        del source
+
+
+# -- what a hostile user found -------------------------------------------------------------------------------------
+def test_i6_a_source_keeps_its_memory_whatever_becomes_of_the_array() -> None:
+    from vram.arrays.sources import as_source
+
+    driver = drivers.get(GPU)
+    a = made()
+    source = as_source(a)
+    a.close()
+    assert driver.live().mappings == 1
+    del source, a
+    gc.collect()
+    assert driver.live().mappings == 0
+
+
+def test_s10_what_is_written_from_the_host_comes_after_what_the_stream_writes(stream: int) -> None:
+    control, driver = standin.Standin(), drivers.get(GPU)
+    control.defer()
+    try:
+        with made((4, 4), "uint8") as a:
+            driver.fill_async(a.address, 1, 16, stream)
+            a.stream = stream
+            a.fill(2)
+            assert (a.to_host() == 2).all()
+    finally:
+        control.defer(False)
+
+
+def test_i4_users_that_do_not_exist_are_refused_before_anything_is_made() -> None:
+    driver, before = drivers.get(GPU), standin.Standin().live()
+    with pytest.raises(UsageError, match="cuda:9"):
+        Region.create(driver, GPU, capacity="4MiB", nbytes="4MiB", users=["cuda:0", "cuda:9"])
+    assert standin.Standin().live() == before
+
+
+def test_a_stream_of_any_gpu_that_may_access_it_is_waited_for(stream: int) -> None:
+    driver = drivers.get(GPU)
+    with Region.create(driver, GPU, capacity=1 << 21, nbytes=1 << 21, users=[OTHER, GPU]) as region:
+        with Array(region, "int8", 100) as a:
+            a.stream = stream  # of the second
+            a.__dlpack__(stream=1, max_version=(1, 0))
+            a.stream = 12345
+            with pytest.raises(UsageError, match=r"array\.stream"):
+                a.__dlpack__(stream=1, max_version=(1, 0))
+
+
+@pytest.mark.parametrize("word", ["ptr", "cuda_stream", "__cuda_stream__"])
+@pytest.mark.parametrize("value", [None, "abc", 5.5j, (0,)])
+def test_objects_that_only_look_like_streams_are_refused(array: Array, word: str, value: object) -> None:
+    with pytest.raises(UsageError):
+        array.stream = SimpleNamespace(**{word: value})
+    with pytest.raises(UsageError):
+        array.resize(4, after=SimpleNamespace(ptr=value))
+    for number in (300, -1, 1e99):
+        with made(4, "uint8") as a, pytest.raises(UsageError):
+            a[0:1] = number

@@ -119,7 +119,7 @@ def test_extended_types() -> None:
         (np.array([object()]), "Python objects"),
         (np.array(["a", None], dtype=object), "Python objects"),
         (np.ma.masked_array([1, 2], [0, 1]), "masked array"),
-        (Capsules(DATA, device=2), "DLPack type 2"),
+        (Capsules(DATA, device=10), "DLPack type 10"),
         (type("Gpu", (), {"__cuda_array_interface__": {}})(), "no CUDA array interface"),
         (type("Liar", (), {"__dlpack_device__": lambda self: 1 / 0})(), "does not tell"),
         (

@@ -275,8 +275,9 @@ class Array(Viewable):
                 self._shape = shape  # first, so that no other thread takes a view of what goes
             nbytes = self._offset + count * self._row_nbytes
             try:
-                if after is not None and nbytes <= region.nbytes:
-                    region.shrink(nbytes, after=cuda.as_event(after))
+                event = None if after is None else cuda.as_event(after)
+                if event is not None and nbytes <= region.nbytes:
+                    region.shrink(nbytes, after=event)
                 else:
                     region.resize(nbytes)
             except BaseException:

@@ -5,6 +5,7 @@ Nothing here imports a framework: a stream is a number, or an object that has on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from types import EllipsisType
@@ -14,9 +15,10 @@ import numpy as np
 
 from .. import driver as drivers
 from ..driver.protocol import StreamOrdered
-from ..errors import UnsupportedError, UsageError
+from ..errors import DriverError, UnsupportedError, UsageError
 from ..memory import Region
 from ..spec import Location
+from . import dlpack
 from .dtypes import as_dtype, from_torch_dtype
 from .shapes import part_of
 from .views import NDArray, bytes_of
@@ -32,12 +34,15 @@ __all__ = [
     "assign",
     "copy_rows",
     "of_array",
+    "of_dlpack",
     "of_interface",
     "of_tensor",
     "order",
     "settle",
+    "to_host",
 ]
 
+_INVALID_HANDLE = 400  # CUDA_ERROR_INVALID_HANDLE
 _AT_ONCE = 16 << 20  # bytes of the host's memory, at most, for a value that is repeated
 
 
@@ -68,8 +73,11 @@ class CudaSource:
 
 
 def of_array(array: Array) -> CudaSource:
-    """Return one of our own arrays as a source."""
-    return CudaSource(array.address, array.nbytes, array.dtype, array.shape, True, array._here().gpu or 0, array, True)
+    """Return one of our own arrays as a source. A pin of its own keeps the memory, whatever becomes of the array."""
+    home = array._here()
+    kept = array._view("source", array.dtype, shell=True)
+    address: int = kept.__array_interface__["data"][0]
+    return CudaSource(address, kept.nbytes, array.dtype, array.shape, True, home.gpu or 0, (array, kept), True)
 
 
 def of_tensor(tensor: Any) -> CudaSource:
@@ -80,6 +88,34 @@ def of_tensor(tensor: Any) -> CudaSource:
     shape, contiguous = tuple(tensor.shape), bool(tensor.is_contiguous())
     nbytes = math.prod(shape) * dtype.itemsize
     return CudaSource(tensor.data_ptr(), nbytes, dtype, shape, contiguous, tensor.device.index, tensor.detach())
+
+
+def of_dlpack(value: Any, name: str) -> CudaSource:
+    """Return what speaks DLPack alone as a source; its memory is ready for the legacy default stream.
+
+    Raises
+    ------
+    UsageError
+        If it gives no capsule, or one that makes no array here.
+    """
+    try:
+        try:
+            capsule = value.__dlpack__(stream=1, max_version=(1, 0))
+        except TypeError:  # from before versions
+            capsule = value.__dlpack__(stream=1)
+    except Exception as error:
+        raise UsageError(f"the memory of a {name} cannot be seen: {error}") from error
+    device, number, address, shape, strides, dtype = dlpack.look(capsule)
+    if device != dlpack.CUDA:
+        raise UsageError(f"the {name} says that it is on a GPU and gave memory of DLPack device type {device}")
+    size = math.prod(shape)
+    dense = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    contiguous = (
+        strides is None
+        or not size
+        or all(length == 1 or step == wanted for length, step, wanted in zip(shape, strides, dense, strict=True))
+    )
+    return CudaSource(address, size * dtype.itemsize, dtype, shape, contiguous, number, capsule)
 
 
 def of_interface(value: object, name: str) -> CudaSource:
@@ -97,13 +133,14 @@ def of_interface(value: object, name: str) -> CudaSource:
         address, strides = int(said["data"][0]), said.get("strides")
         if said.get("mask") is not None:
             raise ValueError("it has a mask")
+        strides = None if strides is None else tuple(int(step) for step in strides)
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise UsageError(f"the {name} has no CUDA array interface that makes an array: {error}") from None
     dense, step = [], dtype.itemsize
     for length in reversed(shape):
         dense.append(step)
         step *= length
-    contiguous = strides is None or not math.prod(shape) or tuple(strides) == tuple(reversed(dense))
+    contiguous = strides is None or not math.prod(shape) or strides == tuple(reversed(dense))
     nbytes = math.prod(shape) * dtype.itemsize
     gpu = _ordered_driver().ordinal_of(address) if nbytes else 0
     return CudaSource(address, nbytes, dtype, shape, contiguous, gpu, value)
@@ -121,11 +158,12 @@ def as_stream(stream: object) -> int:
     if not isinstance(stream, int):
         said = getattr(stream, "__cuda_stream__", None)  # cuda.core's protocol: (version, handle)
         words = [word for word in ("cuda_stream", "ptr", "handle") if hasattr(stream, word)]
-        if said is not None:
-            found = int((said() if callable(said) else said)[1]) or 1
-        elif words:
-            found = int(getattr(stream, words[0])) or 1  # the default stream says 0 of itself
-    if isinstance(found, bool) or not isinstance(found, int) or found <= 0:
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            if said is not None:
+                found = int((said() if callable(said) else said)[1]) or 1
+            elif words:
+                found = int(getattr(stream, words[0])) or 1  # the default stream says 0 of itself
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 1 << 64:
         raise UsageError(f"{stream!r:.80} is no CUDA stream; 1 is the legacy default stream, 2 the per-thread one")
     return found
 
@@ -139,21 +177,38 @@ def as_event(event: object) -> int:
         If it is none, or was not recorded yet.
     """
     words = [word for word in ("cuda_event", "ptr", "handle") if hasattr(event, word)]
-    found = int(getattr(event, words[0])) if words else event
-    if isinstance(found, bool) or not isinstance(found, int) or found <= 0:
+    found: object = event
+    with contextlib.suppress(TypeError, ValueError):
+        found = int(getattr(event, words[0])) if words else event
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 1 << 64:
         raise UsageError(f"{event!r:.80} is no CUDA event, or was not recorded yet")
     return found
 
 
 def order(region: Region, before: int, after: int) -> None:
-    """Have one stream wait, on the GPU, for what another holds now."""
+    """Have one stream wait, on the GPU, for what another holds now.
+
+    Raises
+    ------
+    UsageError
+        If the first is no stream of a GPU that may access the memory.
+    """
     driver = _ordered(region)
-    event = driver.event_create(region.users[0])
-    try:
-        driver.event_record(event, before)
-        driver.stream_wait(after, event, region.users[0])
-    finally:
-        driver.event_destroy(event)  # the driver keeps it until the wait is over
+    for place in region.users:  # an event is recorded on streams of its own GPU only
+        event = driver.event_create(place)
+        try:
+            driver.event_record(event, before)
+            driver.stream_wait(after, event, place)
+        except DriverError as error:
+            if error.code != _INVALID_HANDLE:
+                raise
+        else:
+            return
+        finally:
+            driver.event_destroy(event)  # the driver keeps it until the wait is over
+    raise UsageError(
+        f"a stream to wait for, {before:#x}, is none (any more) of a GPU that may access the memory: see array.stream"
+    )
 
 
 def settle(region: Region, stream: int) -> None:
@@ -178,12 +233,14 @@ def assign(array: Viewable, key: object, value: object) -> None:
     try:
         given: NDArray = np.asarray(value, array.dtype)
         given = np.broadcast_to(given, shape)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"the value does not fit {array.dtype} {shape}: {error}") from None
     if not given.size:
         return
     start = row * array._row_nbytes
     home = array._here()
+    if array._stream is not None:
+        settle(home.region, array._stream)  # what it still writes comes first
     kept = home.region.pin(array._offset + start, array._offset + start + given.nbytes, "copy")
     try:
         _copy_rows(home.region, array._offset + start, given)
@@ -216,6 +273,14 @@ def copy_rows(region: Region, offset: int, source: CudaSource) -> None:
         driver.stream_synchronize(stream, place)
     finally:
         driver.stream_destroy(stream)
+
+
+def to_host(source: CudaSource) -> NDArray:
+    """Return a copy of memory of ours on the host."""
+    made = np.empty(source.shape, source.dtype)
+    if made.nbytes:
+        drivers.get(Location("cuda")).copy_out(bytes_of(made), source.address)
+    return made
 
 
 def _copy_rows(region: Region, offset: int, given: NDArray) -> None:

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from .dtypes import carrier, dlpack_code, is_plain
+from ..errors import UsageError
+from .dtypes import carrier, dlpack_code, is_plain, of_dlpack_code
 from .views import NDArray
 
-__all__ = ["CPU", "CUDA", "capsule", "shown_as"]
+__all__ = ["CPU", "CUDA", "capsule", "look", "shown_as"]
 
 CPU, CUDA = 1, 2  # DLDeviceType
 
@@ -101,6 +102,28 @@ def capsule(
     if gpu is not None:
         _tensor_in(made).device_type, _tensor_in(made).device_id = CUDA, gpu
     return made
+
+
+def look(capsule: object) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...] | None, np.dtype[Any]]:
+    """Return what a capsule that nobody consumed says of its memory, which it keeps as long as it lives.
+
+    Returns
+    -------
+    tuple
+        Device type and id, address, shape, strides in elements (None: dense), element type.
+
+    Raises
+    ------
+    UsageError
+        If it is no DLPack capsule, or of a version or element type that is not known.
+    """
+    if not any(_python.PyCapsule_IsValid(capsule, name) for name in (b"dltensor_versioned", b"dltensor")):
+        raise UsageError(f"{capsule!r:.80} is no DLPack capsule, or was consumed already")
+    tensor = _tensor_in(capsule)
+    shape = tuple((ctypes.c_int64 * tensor.ndim).from_address(tensor.shape)) if tensor.ndim else ()
+    strides = tuple((ctypes.c_int64 * tensor.ndim).from_address(tensor.strides)) if tensor.strides else None
+    dtype = of_dlpack_code(tensor.code, tensor.bits, tensor.lanes)
+    return tensor.device_type, tensor.device_id, (tensor.data or 0) + tensor.byte_offset, shape, strides, dtype
 
 
 def _tensor_in(made: object) -> _Tensor:

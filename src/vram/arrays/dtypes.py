@@ -15,7 +15,16 @@ import numpy as np
 
 from ..errors import UsageError
 
-__all__ = ["as_dtype", "carrier", "dlpack_code", "dtype_name", "dtype_of", "from_torch_dtype", "is_plain"]
+__all__ = [
+    "as_dtype",
+    "carrier",
+    "dlpack_code",
+    "dtype_name",
+    "dtype_of",
+    "from_torch_dtype",
+    "is_plain",
+    "of_dlpack_code",
+]
 
 _BUILTIN = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -153,6 +162,24 @@ def carrier(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def dlpack_code(dtype: np.dtype[Any]) -> tuple[int, int] | None:
     """Return DLPack's (code, bits) for what numpy's own exporter refuses; None if DLPack has none either."""
     return _DLPACK.get(dtype.name)
+
+
+def of_dlpack_code(code: int, bits: int, lanes: int) -> np.dtype[Any]:
+    """Return the element type that DLPack says.
+
+    Raises
+    ------
+    UsageError
+        If numpy and `ml_dtypes` have none like it.
+    """
+    word = {0: "int", 1: "uint", 2: "float", 5: "complex", 6: "bool"}.get(code)
+    name = next((name for name, said in _DLPACK.items() if said == (code, bits)), None)
+    if name is None and word is not None:
+        name = word if word == "bool" else f"{word}{bits}"
+    known = _named(name) if name is not None and lanes == 1 else None
+    if known is None:
+        raise UsageError(f"an element type that DLPack calls ({code}, {bits} bits, {lanes} lanes) is not known here")
+    return known
 
 
 @functools.cache

@@ -192,8 +192,8 @@ class Viewable:
             the old form, which cannot be told.
         """
         here = self.__dlpack_device__()
-        if dl_device is not None and tuple(dl_device) != here:
-            raise BufferError(f"cannot export to device {tuple(dl_device)}; this memory is on {here}: see .to_host()")
+        if dl_device is not None and dl_device != here:
+            raise BufferError(f"cannot export to device {dl_device!r:.80}; this memory is on {here}: see .to_host()")
         gpu = self._here().gpu
         if gpu is None:
             if stream is not None:

@@ -18,6 +18,7 @@ from .views import NDArray, find
 
 __all__ = ["CudaSource", "Source", "as_source", "find"]
 
+_CUDA = 2
 _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
 
 
@@ -84,9 +85,10 @@ def as_source(value: object) -> Source | CudaSource:
         if getattr(value, "is_cuda", False):
             return cuda.of_tensor(value)
         view = torch_views.array_of(value)
-    elif hasattr(type(value), "__cuda_array_interface__") and _place_of(value) not in _CPU:
-        kind = type(value)
-        return cuda.of_interface(value, f"{kind.__module__}.{kind.__qualname__}")
+    elif (place := _place_of(value)) not in _CPU and hasattr(value, "__cuda_array_interface__"):
+        return cuda.of_interface(value, _name_of(value))
+    elif place == _CUDA:
+        return cuda.of_dlpack(value, _name_of(value))
     else:
         view = _of_any(value)
     as_dtype(view.dtype)
@@ -99,6 +101,11 @@ def _of_numpy(value: NDArray) -> NDArray:
     return value.view(np.ndarray)  # a matrix or memmap is an array like any other here
 
 
+def _name_of(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _place_of(value: object) -> int | None:
     """Return DLPack's device type of an array; None for what does not speak it."""
     kind = type(value)
@@ -108,12 +115,11 @@ def _place_of(value: object) -> int | None:
     try:
         return int(device(value)[0])
     except Exception as error:
-        raise UsageError(f"{kind.__module__}.{kind.__qualname__} does not tell where its memory is: {error}") from error
+        raise UsageError(f"{_name_of(value)} does not tell where its memory is: {error}") from error
 
 
 def _of_any(value: object) -> NDArray:
-    kind = type(value)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    kind, name = type(value), _name_of(value)
     place = _place_of(value)
     if place is not None and place not in _CPU:
         raise UsageError(f"the {name} is on a device (DLPack type {place}), not on the host; copy it there first")

@@ -84,7 +84,7 @@ class Home:
             raise UnsupportedError(
                 f"a numpy view of memory on {region.location}", "memory that the CPU can address",
                 f"the {region.driver.name} driver's",
-                "Use .to_host() for a copy, or .torch(), DLPack or __cuda_array_interface__ for a view on the GPU",
+                "Use .to_host() for a copy, or (on a GPU) .torch(), DLPack or __cuda_array_interface__ for a view",
             )  # fmt: skip
         readonly = self._is_readonly()
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)

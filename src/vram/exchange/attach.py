@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 
+from .. import driver as drivers
 from ..errors import NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.session import Keeper
@@ -169,6 +170,8 @@ def _user(device: str | Location | None) -> Location | None:
     if device is None:
         return None
     location = Location.parse(device)
+    if location != HOST:
+        drivers.get(location).device_info(location)  # a GPU that is there, or an error that says which are
     return None if location == HOST else visible(location)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.cuda import copy_rows
+from ..arrays.cuda import copy_rows, to_host
 from ..arrays.dtypes import as_dtype
 from ..arrays.sources import CudaSource, as_source
 from ..errors import UsageError, VramError
@@ -144,8 +144,8 @@ def _copy(given: np.ndarray[Any, Any] | CudaSource, array: Array) -> None:
         array[...] = given
     elif not array._here().addressable and given.dtype == array.dtype:
         copy_rows(array.region, array.offset, given)
-    elif isinstance(given.owner, Array):
-        array[...] = given.owner.to_host()
+    elif given.is_ours:
+        array[...] = to_host(given)
     else:
         raise UsageError("copy it to the host with its own library first, or take it as it is: same device, same dtype")
 

@@ -146,9 +146,10 @@ class Placement:
             self.spans.clear()
             for item in self.items:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
-        for span in [*self.spans.values()][:1]:  # what is empty needs memory of its own only if there is no other
+        # What is empty needs memory of its own only if nothing else is in the same place.
+        for span in tuple(self.spans.values()):
             for item in self.items:
-                if item.region is None and not item.nbytes:
+                if item.region is None and not item.nbytes and _place(item) == span.region.location:
                     self._share(span.region, item, span.start)
         self.nbytes = sum(item.nbytes for item in self.items)
         self.packed = [item for item in self.items if item.region is None]

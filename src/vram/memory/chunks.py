@@ -297,7 +297,8 @@ def _receive(
 
 def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ...]:
     """Return who is to have access, in the order given and each once; empty for the memory's own place."""
-    return tuple(dict.fromkeys(checks.place(driver, place) for place in given))
+    # The driver refuses what is not there, before anything is made.
+    return tuple(dict.fromkeys(driver.canonical(checks.place(driver, place)) for place in given))
 
 
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers

@@ -73,8 +73,8 @@ class Region(MappedRegion):
         populate : bool
             Touch the pages of every new chunk at once rather than at first use.
         users : iterable of Location or str
-            Who may access the memory, now and as it grows: several GPUs, for example. The first is the one that arrays
-            on it are shown to. By default `location` alone.
+            Who may access the memory, now and as it grows, such as several GPUs. Arrays on it are shown to the first.
+            By default `location` alone.
         managed : bool
             Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
 
@@ -100,10 +100,11 @@ class Region(MappedRegion):
             raise CapacityError(f"nbytes {first} is past the capacity of {ceiling} bytes; ask for more capacity")
         if populate:
             chunks.touchable(driver, right)
+        whose = chunks.users(driver, users)
         where, claim = chunks.reserve(driver, ceiling, place, ())
         region = cls(
             claim,
-            Chunks(where, claim.handle, place, populate=populate, users=chunks.users(driver, users)),
+            Chunks(where, claim.handle, place, populate=populate, users=whose),
             right,
             granularity,
             kinds=kinds,
@@ -186,9 +187,9 @@ class Region(MappedRegion):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        needed = tuple(depends)
+        needed, whose = tuple(depends), chunks.users(driver, users)
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=chunks.users(driver, users))
+        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
         region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
         if given:
             try:
@@ -334,8 +335,7 @@ class Region(MappedRegion):
         with self._change():
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
-            sealing = isinstance(self.driver, Sealing)
-            if not sealing:
+            if not (sealing := isinstance(self.driver, Sealing)):
                 self._chunks.protect(min(self._access, Access.READ))
             for chunk in self._chunks.row if sealing else ():
                 PhysicalAllocation.of(chunk.memory, "freeze").seal()
