@@ -45,8 +45,6 @@ raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "tests/unit/
                               "-k", "served_in_their_order"]))
 """
 MOVED = IN_LINE.replace("served_in_their_order", "tallies_move_with_a_takeover")
-    "served_in_their_order", "test_tallies_move_with_a_takeover_and_follow_every_way_that_a_thing_can_end"
-)
 HOSTILE, KILLS, TAKEOVER = (
     "tests/hostile/test_keeper_hostile.py",
     "tests/processes/test_keeper_kills.py",
