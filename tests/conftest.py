@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import platform
@@ -117,6 +118,12 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         reasons = [mark.name for mark in item.iter_markers() if mark.name in ("gpu", "slow")]
         _left_out[reasons[0] if reasons else "by selection"] += 1
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: the ledger collects twice a test, and need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
