@@ -44,7 +44,8 @@ def check(results: list[dict[str, Any]]) -> None:
         for row in result["rows"]:
             place = f"{result['name']}: {row['case']}"
             figure = row["figure"]
-            assert figure["median"] > 0 or row["case"].endswith(("above it", "in pairs")), place  # a difference may be anything
+            is_difference = row["case"].endswith(("above it", "in pairs"))  # which may be anything
+            assert figure["median"] > 0 or is_difference, place
             assert figure["low"] <= figure["median"] <= figure["high"], place
             assert figure["unit"], place
             assert figure["rounds"] >= 1, place
@@ -68,7 +69,8 @@ def test_everything_runs_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
     targets = {result["name"]: sum(row["target"] != "" for row in result["rows"]) for result in results}
     wanted = {"handover": 1, "queues": 2, "attach": 6, "grow": 3, "put": 2, "share": 1, "start": 3, "scale": 2}
     assert all(targets[name] >= count for name, count in wanted.items()), targets
-    assert list(tmp_path.iterdir()) == []
+    # What multiprocessing makes for itself, where torch hands tensors over by it, goes when the process ends.
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
     assert os.sched_getaffinity(0) == before
     assert "VRAM_KEEPER" not in os.environ or not os.environ["VRAM_KEEPER"].startswith(str(tmp_path))
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import queue
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_sharer
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ def measure(quick: bool) -> Result:
                     rows += _through_pool(place, array, quick)
     finally:
         shut_down()  # the endpoint would stay for as long as this process does
+        if has_torch:
+            resource_sharer.stop(timeout=DEADLINE)  # by which torch hands descriptors over, and which stays as well
     return Result("queues", "The same through multiprocessing.Queue and Pool", rows, notes)
 
 
