@@ -39,7 +39,7 @@ from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWar
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Claim", "FileDescriptor", "Handle", "Owned", "live", "own", "stuck", "unwinding"]
+__all__ = ["Claim", "FileDescriptor", "Handle", "Owned", "live", "noted", "own", "stuck", "unwinding"]
 
 _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
@@ -320,6 +320,15 @@ def unwinding(error: BaseException) -> Iterator[None]:
         yield
     finally:
         _local.error = previous
+
+
+@contextlib.contextmanager
+def noted(error: BaseException) -> Iterator[None]:
+    """While this runs, a failure becomes a note on `error`, which is the one that is raised (I4)."""
+    try:
+        yield
+    except Exception as second:  # noqa: BLE001  (whatever it is, the first one is raised)
+        error.add_note(f"and then: {second}")
 
 
 class Owned:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import driver as drivers
 from ..driver.protocol import StreamOrdered
-from ..errors import DriverError, UnsupportedError, UsageError
+from ..errors import UnsupportedError, UsageError
 from ..memory import Region
 from ..spec import Location
 from . import dlpack
@@ -42,7 +42,6 @@ __all__ = [
     "to_host",
 ]
 
-_INVALID_HANDLE = 400  # CUDA_ERROR_INVALID_HANDLE
 _AT_ONCE = 16 << 20  # bytes of the host's memory, at most, for a value that is repeated
 
 
@@ -77,7 +76,7 @@ def of_array(array: Array) -> CudaSource:
     home = array._here()
     kept = array._view("source", array.dtype, shell=True)
     address: int = kept.__array_interface__["data"][0]
-    return CudaSource(address, kept.nbytes, array.dtype, array.shape, True, home.gpu or 0, (array, kept), True)
+    return CudaSource(address, kept.nbytes, array.dtype, array.shape, True, home.gpu or 0, kept, True)
 
 
 def of_tensor(tensor: Any) -> CudaSource:
@@ -108,14 +107,8 @@ def of_dlpack(value: Any, name: str) -> CudaSource:
     device, number, address, shape, strides, dtype = dlpack.look(capsule)
     if device != dlpack.CUDA:
         raise UsageError(f"the {name} says that it is on a GPU and gave memory of DLPack device type {device}")
-    size = math.prod(shape)
-    dense = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    contiguous = (
-        strides is None
-        or not size
-        or all(length == 1 or step == wanted for length, step, wanted in zip(shape, strides, dense, strict=True))
-    )
-    return CudaSource(address, size * dtype.itemsize, dtype, shape, contiguous, number, capsule)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return CudaSource(address, nbytes, dtype, shape, _is_dense(shape, strides, 1), number, capsule)
 
 
 def of_interface(value: object, name: str) -> CudaSource:
@@ -136,14 +129,22 @@ def of_interface(value: object, name: str) -> CudaSource:
         strides = None if strides is None else tuple(int(step) for step in strides)
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise UsageError(f"the {name} has no CUDA array interface that makes an array: {error}") from None
-    dense, step = [], dtype.itemsize
-    for length in reversed(shape):
-        dense.append(step)
-        step *= length
-    contiguous = strides is None or not math.prod(shape) or strides == tuple(reversed(dense))
     nbytes = math.prod(shape) * dtype.itemsize
     gpu = _ordered_driver().ordinal_of(address) if nbytes else 0
-    return CudaSource(address, nbytes, dtype, shape, contiguous, gpu, value)
+    return CudaSource(address, nbytes, dtype, shape, _is_dense(shape, strides, dtype.itemsize), gpu, value)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...] | None, step: int) -> bool:
+    """Whether elements lie one behind the other, last dimension fastest; `step` is from one to the next."""
+    if strides is None or not math.prod(shape):
+        return True
+    if len(strides) != len(shape):
+        return False
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length > 1 and stride != step:
+            return False
+        step *= length
+    return True
 
 
 def as_stream(stream: object) -> int:
@@ -198,11 +199,10 @@ def order(region: Region, before: int, after: int) -> None:
         event = driver.event_create(place)
         try:
             driver.event_record(event, before)
-            driver.stream_wait(after, event, place)
-        except DriverError as error:
-            if error.code != _INVALID_HANDLE:
-                raise
+        except UsageError:
+            continue
         else:
+            driver.stream_wait(after, event, place)
             return
         finally:
             driver.event_destroy(event)  # the driver keeps it until the wait is over

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from . import cuda
+from . import cuda, dlpack
 from . import torch as torch_views
 from .array import Array
 from .cuda import CudaSource
@@ -18,7 +18,6 @@ from .views import NDArray, find
 
 __all__ = ["CudaSource", "Source", "as_source", "find"]
 
-_CUDA = 2
 _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
 
 
@@ -61,8 +60,6 @@ class Source:
         """Whether the elements lie one behind the other, last dimension fastest."""
         return self.view.flags.c_contiguous
 
-    gpu = None  # as opposed to CudaSource
-
 
 def as_source(value: object) -> Source | CudaSource:
     """Find the memory behind an array of any library, without a copy.
@@ -87,10 +84,10 @@ def as_source(value: object) -> Source | CudaSource:
         view = torch_views.array_of(value)
     elif (place := _place_of(value)) not in _CPU and hasattr(value, "__cuda_array_interface__"):
         return cuda.of_interface(value, _name_of(value))
-    elif place == _CUDA:
+    elif place == dlpack.CUDA:
         return cuda.of_dlpack(value, _name_of(value))
     else:
-        view = _of_any(value)
+        view = _of_any(value, place)
     as_dtype(view.dtype)
     return Source(view)
 
@@ -118,9 +115,8 @@ def _place_of(value: object) -> int | None:
         raise UsageError(f"{_name_of(value)} does not tell where its memory is: {error}") from error
 
 
-def _of_any(value: object) -> NDArray:
+def _of_any(value: object, place: int | None) -> NDArray:
     kind, name = type(value), _name_of(value)
-    place = _place_of(value)
     if place is not None and place not in _CPU:
         raise UsageError(f"the {name} is on a device (DLPack type {place}), not on the host; copy it there first")
     try:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from .. import driver as drivers
 from ..driver.protocol import StreamOrdered
 from ..errors import ClosedError
-from ..lifetime import own, unwinding
+from ..lifetime import noted, own, unwinding
 from ..memory import Region
 from ..spec import HOST, Location
 
@@ -112,7 +112,7 @@ class Ring:
                     raise work.error
             except BaseException as error:
                 work.stop()
-                with _noting(error):
+                with noted(error):
                     self._settle()
                 raise
             self._settle()
@@ -187,15 +187,6 @@ class _Work:
         with self._lock:
             self.error = self.error or error
             self._stopped = True
-
-
-@contextmanager
-def _noting(first: BaseException) -> Iterator[None]:
-    """What fails in here too becomes a note on the first error (I4)."""
-    try:
-        yield
-    except Exception as second:  # noqa: BLE001  (whatever it is, the first one is raised)
-        first.add_note(f"and then: {second}")
 
 
 def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[], Exception]) -> None:

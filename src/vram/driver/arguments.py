@@ -1,35 +1,58 @@
-"""What the host driver says about arguments before it does anything."""
+"""What drivers say about arguments before they do anything: the same words for the same mistake (invariant I10)."""
 
 from __future__ import annotations
 
 from ..errors import AlignmentError, UnsupportedError, UsageError
 from ..spec import HOST, Access, HandleKind, Location, round_up
 
-__all__ = ["GRANULARITY", "check_access", "check_kinds", "check_location", "check_size"]
+__all__ = [
+    "GRANULARITY",
+    "check_access",
+    "check_address",
+    "check_alignment",
+    "check_kinds",
+    "check_location",
+    "check_size",
+]
 
 GRANULARITY = 2 << 20  # the GPUs' own; the host could do with 4 KiB
 
 
 def check_location(location: Location) -> None:
-    """Raise UsageError for a place that is not the host."""
+    """Of the host driver: raise UsageError for a place that is not the host."""
     if location is not HOST and location != HOST:
         raise UsageError(f'the host driver serves the location "host" only, not "{location}"')
 
 
 def check_kinds(kinds: HandleKind) -> None:
-    """Raise UnsupportedError for a way out of the process that host memory does not know."""
+    """Of the host driver: raise UnsupportedError for a way out of the process that its memory does not know."""
     if int(kinds) not in (HandleKind.NONE, HandleKind.POSIX_FD):
         raise UnsupportedError(
             "host memory that leaves the process in that way", f"a driver for {kinds!r}", "POSIX_FD on the host"
         )
 
 
-def check_size(call: str, nbytes: int) -> None:
+def check_size(call: str, nbytes: int, granularity: int = GRANULARITY) -> None:
     """Raise AlignmentError for bytes that are no positive multiple of the granularity."""
-    if nbytes <= 0 or nbytes % GRANULARITY:
+    if nbytes <= 0 or nbytes % granularity:
         raise AlignmentError(
-            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {GRANULARITY}; "
-            f"the next is {max(round_up(nbytes, GRANULARITY), GRANULARITY)}"
+            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {granularity}; "
+            f"the next is {max(round_up(nbytes, granularity), granularity)}"
+        )
+
+
+def check_alignment(call: str, alignment: int, granularity: int = GRANULARITY) -> None:
+    """Raise AlignmentError for what addresses cannot be aligned to; 0 means the granularity."""
+    if alignment and (alignment < granularity or alignment & (alignment - 1)):
+        raise AlignmentError(f"{call}: alignment {alignment} is not a power of two of at least {granularity}")
+
+
+def check_address(call: str, address: int, granularity: int = GRANULARITY, what: str = "the granularity, ") -> None:
+    """Raise AlignmentError for an address that is no multiple of the granularity, naming the next one that is."""
+    if address < 0 or address % granularity:
+        raise AlignmentError(
+            f"{call}: address {address:#x} is not a multiple of {what}{granularity}; "
+            f"the next is {round_up(max(address, 0), granularity):#x}"
         )
 
 

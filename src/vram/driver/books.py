@@ -1,4 +1,4 @@
-"""The books of the host driver: who holds which memory, and what is mapped where. Without locks.
+"""The books of a driver: who holds which memory, and what is mapped where. Without locks.
 
 Finalizers reach the undo calls, so nothing here may wait (invariant I3). The books are dictionaries, and every step on
 them is one dictionary or list operation, which Python makes atomic:
@@ -364,6 +364,44 @@ class Books:
     def has(self, reservation: Reservation) -> bool:
         """Whether `reservation` is still out."""
         return self.reservations.at.get(reservation.address) is reservation
+
+    def whole_memory(self, call: str, nbytes: int, offset: int, handle: int) -> Memory:
+        """Return the memory of a handle that is to be mapped, which takes all of it."""
+        memory = self.memory(call, handle)
+        if offset or nbytes != memory.nbytes:
+            raise RangeError(
+                f"{call}: {nbytes} bytes at offset {offset} of an allocation of {memory.nbytes} bytes; an allocation "
+                f"is mapped whole, from offset 0"
+            )
+        return memory
+
+    def claim(self, call: str, mapping: Mapping) -> int:
+        """Write a mapping down that is about to be made, and keep its memory; return what the memory's `hold` does.
+
+        Raises
+        ------
+        RangeError
+            If something else is mapped there, or the reservation goes meanwhile. Nothing is written down then.
+        """
+        memory, reservation, address = mapping.memory, mapping.reservation, mapping.address
+        held = memory.hold(mapping)
+        if not self.write_down(mapping):
+            memory.drop(mapping)
+            raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
+        # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
+        others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
+        if others or reservation.is_leaving or not self.has(reservation):
+            self.withdraw(mapping)
+            raise RangeError(
+                f"{call}: {mapping.nbytes} bytes at {address:#x} overlap "
+                + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
+            )
+        return held
+
+    def withdraw(self, mapping: Mapping) -> None:
+        """Take out what was written down and did not come about, or is gone, and let go of its memory."""
+        self.strike(mapping)
+        mapping.memory.drop(mapping)
 
     def write_down(self, mapping: Mapping) -> bool:
         """Whether `mapping` is now in the books; not if another begins there."""

@@ -17,8 +17,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import AccessDeniedError, AlignmentError, ProtocolError, RangeError, UnsupportedError, UsageError
-from ..spec import HOST, Access, HandleKind, Location, round_up
+from ..errors import AccessDeniedError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ..spec import HOST, Access, HandleKind, Location
 from . import libc
 from .addresses import (
     PROTECTION,
@@ -33,7 +33,15 @@ from .addresses import (
     reserve,
     unmap,
 )
-from .arguments import GRANULARITY, check_access, check_kinds, check_location, check_size
+from .arguments import (
+    GRANULARITY,
+    check_access,
+    check_address,
+    check_alignment,
+    check_kinds,
+    check_location,
+    check_size,
+)
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
 from .memfds import Memfds, look
@@ -90,17 +98,9 @@ class HostDriver:
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
         check_size("address_reserve", nbytes)
-        if alignment == 0:
-            alignment = GRANULARITY
-        elif alignment < GRANULARITY or alignment & (alignment - 1):
-            raise AlignmentError(
-                f"address_reserve: alignment {alignment} is not a power of two of at least {GRANULARITY}"
-            )
-        if address % alignment or address < 0:
-            raise AlignmentError(
-                f"address_reserve: address {address:#x} is not a multiple of {alignment:#x}; "
-                f"the next is {round_up(max(address, 0), alignment):#x}"
-            )
+        check_alignment("address_reserve", alignment)
+        alignment = alignment or GRANULARITY
+        check_address("address_reserve", address, alignment, "")
         base = reserve(nbytes, alignment, address)
         if base == -1:
             raise libc.failure(f"mmap of {nbytes} bytes of addresses")
@@ -150,10 +150,11 @@ class HostDriver:
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        self._map("mem_map", address, self._whole("mem_map", nbytes, offset, handle), Access.NONE, private=False)
+        memory = self._books.whole_memory("mem_map", nbytes, offset, handle)
+        self._map("mem_map", address, memory, Access.NONE, private=False)
 
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        memory = self._whole("mem_map_private", nbytes, offset, handle)
+        memory = self._books.whole_memory("mem_map_private", nbytes, offset, handle)
         self._map("mem_map_private", address, memory, Access.NONE, private=True)
 
     def mem_map_new(
@@ -320,15 +321,6 @@ class HostDriver:
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
         return Memory(duplicate(fd), nbytes, kind, identity, is_sealed=bool(seals & _READ_ONLY))
 
-    def _whole(self, call: str, nbytes: int, offset: int, handle: int) -> Memory:
-        memory = self._books.memory(call, handle)
-        if offset or nbytes != memory.nbytes:
-            raise RangeError(
-                f"{call}: {nbytes} bytes at offset {offset} of an allocation of {memory.nbytes} bytes; an allocation "
-                f"is mapped whole, from offset 0"
-            )
-        return memory
-
     def _map_only(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
         """Map memory that nobody else uses, or give it back."""
         try:
@@ -340,31 +332,15 @@ class HostDriver:
 
     def _map(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
         nbytes = memory.nbytes
-        if address % GRANULARITY:
-            raise AlignmentError(
-                f"{call}: address {address:#x} is not a multiple of the granularity, {GRANULARITY}; "
-                f"the next is {round_up(address, GRANULARITY):#x}"
-            )
+        check_address(call, address)
         reservation = self._books.reservation_at(call, address, nbytes)
         self._ballast.take()
         if self._books.late:
             await_late(reservation, address, address + nbytes, self._books, self._ballast)
         ticket = Ticket()
         mapping = Mapping(address, memory, reservation, private, ticket)
-        fd = memory.hold(mapping)
-        if not self._books.write_down(mapping):
-            memory.drop(mapping)
-            raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
         try:
-            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
-            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-            if others or reservation.is_leaving or not self._books.has(reservation):
-                self._books.strike(mapping)
-                memory.drop(mapping)
-                raise RangeError(
-                    f"{call}: {nbytes} bytes at {address:#x} overlap "
-                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
-                )
+            fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & _READ_ONLY)
             if libc.mmap(address, nbytes, PROTECTION[access], _PRIVATE if private else _SHARED, fd, 0) != -1:
@@ -374,8 +350,7 @@ class HostDriver:
             error = _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             # Kernels before 6.12 can leave a hole behind a mapping that failed late. Mend it, if there is one.
             libc.mmap(address, nbytes, 0, RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
-            self._books.strike(mapping)
-            memory.drop(mapping)
+            self._books.withdraw(mapping)
         finally:
             ticket.is_over = True
             mapping.leave(ticket)

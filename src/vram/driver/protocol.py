@@ -310,7 +310,7 @@ class StreamOrdered(Protocol):
         """Return a new event without timing; the caller destroys it. `interprocess`: its handle may be shared."""
 
     def event_record(self, event: int, stream: int) -> None:
-        """Have an event stand for what is on a stream now."""
+        """Have an event stand for what is on a stream now. UsageError if that is not a stream of its device."""
 
     def event_is_done(self, event: int) -> bool:
         """Whether what an event recorded is done; True if it recorded nothing."""

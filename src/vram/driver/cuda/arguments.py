@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...errors import AlignmentError, UnsupportedError
-from ...spec import HandleKind, round_up
+from ...errors import UnsupportedError
+from ...spec import HandleKind
 
-__all__ = ["check_kinds", "check_size"]
+__all__ = ["check_kinds"]
 
 _SHAREABLE = HandleKind.POSIX_FD | HandleKind.FABRIC
 
@@ -22,12 +22,3 @@ def check_kinds(call: str, kinds: HandleKind) -> None:
             f"{call}: handle kind {kinds.name}", "memory made by another API (cudaMalloc or a pool)",
             "memory made with cuMemCreate", "Ask for HandleKind.POSIX_FD",
         )  # fmt: skip
-
-
-def check_size(call: str, nbytes: int, granularity: int) -> None:
-    """Refuse a size that is not a positive multiple of the granularity, naming the next one that is."""
-    if nbytes <= 0 or nbytes % granularity:
-        raise AlignmentError(
-            f"{call}: {nbytes} bytes is not a positive multiple of the granularity, {granularity}; "
-            f"the next is {max(round_up(nbytes, granularity), granularity)}"
-        )

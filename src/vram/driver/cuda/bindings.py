@@ -2,9 +2,9 @@
 
 Its functions return a tuple whose first item is the status. :class:`Bindings` turns that into a value or an exception
 (:mod:`.failures`), tolerates codes that the installed release has no name for, and tells a missing package, a missing
-driver and a missing symbol apart. Everything that comes back is an integer (``CUdeviceptr(5) == 5`` is False there),
-and masks and opaque bytes are written through the structs' own pointers: several releases refuse a mask of handle types
-that is no single member of the enumeration.
+driver and a missing symbol apart. What comes back are the bindings' own objects: who keeps one takes ``int()`` of it
+(``CUdeviceptr(5) == 5`` is False). Masks and opaque bytes are read and written through the structs' own pointers:
+several releases refuse a mask of handle types that is no single member of the enumeration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from ...errors import DeviceLostError, DriverError, ForkedError, UnsupportedError, UsageError
 from .failures import failure
 
-__all__ = ["Bindings", "is_forked", "version_text"]
+__all__ = ["UINT32", "UINT64", "Bindings", "read", "version_text", "write"]
 
 _OLDEST = (12, 9, 6)  # before it the GIL was held in calls, and struct fields differed
 _UNKNOWN_STATUS = re.compile(r"(-?\d+)(?: is not a valid \S*CUresult\S*)?")
@@ -150,11 +150,6 @@ class Bindings:
         return error
 
 
-def integer(value: Any) -> int:
-    """Return a handle, address or enumeration member of the bindings as a plain integer."""
-    return int(value)
-
-
 def version_text(version: int) -> str:
     """Write 12010 as ``12.1``."""
     return f"{version // 1000}.{version % 1000 // 10}"
@@ -168,11 +163,6 @@ def write(struct: Any, offset: int, kind: type[Any], value: int) -> None:
 def read(struct: Any, offset: int, kind: type[Any]) -> int:
     """Read a field of a driver struct through its pointer."""
     return int(kind.from_address(int(struct.getPtr()) + offset).value)
-
-
-def is_forked() -> bool:
-    """Whether this process is a fork of one that had used the driver, which does not survive that."""
-    return _forked
 
 
 def _import() -> Any:
@@ -244,4 +234,4 @@ _FORKED = "the CUDA driver does not survive a fork; start workers with the spawn
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
-UINT8, UINT16, UINT32, UINT64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
+UINT32, UINT64 = ctypes.c_uint32, ctypes.c_uint64

@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from ...errors import UnsupportedError, UsageError
+from ...lifetime import noted
 from ...spec import Location
 from .bindings import Bindings, version_text
-from .failures import INVALID_VALUE, noted
+from .failures import INVALID_VALUE
 
 __all__ = ["DEVICE", "HOST", "HOST_NUMA", "Current", "Device", "Devices"]
 

@@ -7,13 +7,9 @@ To continue using CUDA, the process must be terminated and relaunched." So a los
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from ...errors import DeviceLostError, DriverError, OutOfMemoryError, VramError
+from ...errors import DeviceLostError, DriverError, OutOfMemoryError
 
 __all__ = [
-    "INVALID_CONTEXT",
     "INVALID_DEVICE",
     "INVALID_HANDLE",
     "INVALID_VALUE",
@@ -21,19 +17,15 @@ __all__ = [
     "NOT_READY",
     "NOT_SUPPORTED",
     "OUT_OF_MEMORY",
-    "PEER_ACCESS_ENABLED",
     "UNKNOWN",
     "failure",
-    "noted",
 ]
 
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 INVALID_DEVICE = 101
-INVALID_CONTEXT = 201
 INVALID_HANDLE = 400
 NOT_READY = 600
-PEER_ACCESS_ENABLED = 704
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 UNKNOWN = 999
@@ -70,12 +62,3 @@ def failure(call: str, code: int, name: str, text: str = "") -> DriverError:
     elif code in _LOST:
         kind, remedy = DeviceLostError, "the device cannot be used any more in this process; start a new one"
     return kind(call, code, name, ": ".join(part for part in (text, remedy) if part))
-
-
-@contextmanager
-def noted(error: BaseException) -> Iterator[None]:
-    """While this runs, a failure becomes a note on `error`, which is the one that is raised (invariant I4)."""
-    try:
-        yield
-    except VramError as second:
-        error.add_note(f"and then: {second}")

@@ -12,28 +12,26 @@ from typing import Any
 
 from ...errors import (
     AddressSpaceError,
-    AlignmentError,
     DriverError,
     OutOfMemoryError,
     ProtocolError,
-    RangeError,
     UnsupportedError,
     UsageError,
 )
-from ...spec import Access, HandleKind, Location, round_up
-from ..arguments import check_access
+from ...lifetime import noted
+from ...spec import Access, HandleKind, Location
+from ..arguments import check_access, check_address, check_alignment, check_size
 from ..books import Books, Reservation
 from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
-from .arguments import check_kinds, check_size
+from .arguments import check_kinds
 from .bindings import UINT32, Bindings, write
 from .devices import DEVICE, HOST, Devices
-from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY, noted
+from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
 from .objects import UNCLAIMED, CudaMapping, CudaMemory, Place
 
 __all__ = ["MemoryCalls"]
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
-
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
 
 
@@ -77,14 +75,8 @@ class MemoryCalls:
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
         least = self._granule()
         check_size("address_reserve", nbytes, least)
-        if alignment and (alignment < least or alignment & (alignment - 1)):
-            raise AlignmentError(f"address_reserve: alignment {alignment} is not a power of two of at least {least}")
-        if address < 0 or address % (alignment or least):
-            step = alignment or least
-            raise AlignmentError(
-                f"address_reserve: address {address:#x} is not a multiple of {step:#x}; "
-                f"the next is {round_up(max(address, 0), step):#x}"
-            )
+        check_alignment("address_reserve", alignment, least)
+        check_address("address_reserve", address, alignment or least, "")
         try:
             base = int(self._call("cuMemAddressReserve", nbytes, alignment, address, 0))
         except DriverError as error:
@@ -141,12 +133,7 @@ class MemoryCalls:
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
-        memory: Any = self._books.memory("mem_map", handle)
-        if offset or nbytes != memory.nbytes:
-            raise RangeError(
-                f"mem_map: {nbytes} bytes at offset {offset} of an allocation of {memory.nbytes} bytes; an allocation "
-                f"is mapped whole, from offset 0"
-            )
+        memory: Any = self._books.whole_memory("mem_map", nbytes, offset, handle)
         self._map("mem_map", address, memory)
 
     def mem_map_new(
@@ -175,8 +162,7 @@ class MemoryCalls:
                 mapping.give_back()
             raise
         for mapping in taken:
-            self._books.strike(mapping)
-            mapping.memory.drop(mapping)
+            self._books.withdraw(mapping)
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
@@ -231,33 +217,17 @@ class MemoryCalls:
     def _map(self, call: str, address: int, memory: CudaMemory) -> CudaMapping:
         """Map a whole allocation, without access."""
         books, nbytes = self._books, memory.nbytes
-        if address % self._granule():
-            raise AlignmentError(
-                f"{call}: address {address:#x} is not a multiple of the granularity, {self._least}; "
-                f"the next is {round_up(address, self._least):#x}"
-            )
-        reservation = books.reservation_at(call, address, nbytes)
-        mapping = CudaMapping(address, memory, reservation)
-        memory.hold(mapping)
-        if not books.write_down(mapping):
-            memory.drop(mapping)
-            raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
+        check_address(call, address, self._granule())
+        mapping = CudaMapping(address, memory, books.reservation_at(call, address, nbytes))
+        books.claim(call, mapping)
         try:
-            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
-            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-            if others or not books.has(reservation):
-                raise RangeError(
-                    f"{call}: {nbytes} bytes at {address:#x} overlap "
-                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
-                )
             raw = next(iter(tuple(memory.raw.values())), None)
             if raw is None:
                 raise UsageError("the memory was released while this call began")
             self._call("cuMemMap", address, nbytes, 0, raw, 0)
         except BaseException as error:
             imported = memory.fd is not None
-            books.strike(mapping)
-            memory.drop(mapping)
+            books.withdraw(mapping)
             if imported and isinstance(error, DriverError) and error.code in _REFUSED:
                 raise ProtocolError(
                     f"{call}: the memory at this descriptor cannot be mapped as the {nbytes} bytes that its owner said "

@@ -18,9 +18,10 @@ from typing import Any
 
 from ...errors import DriverError, OutOfMemoryError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ...spec import Access, HandleKind, Location
+from ..arguments import check_size
 from ..books import duplicate
 from ..protocol import Granularity, LiveObjects, MemoryProperties
-from .arguments import check_kinds, check_size
+from .arguments import check_kinds
 from .bindings import UINT32, UINT64, Bindings, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED

@@ -7,12 +7,13 @@ import os
 from typing import Any
 
 from ...errors import DriverError, ProtocolError, UnsupportedError, UsageError
+from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
-from ..arguments import check_access
+from ..arguments import check_access, check_size
 from ..books import duplicate
-from .arguments import check_kinds, check_size
+from .arguments import check_kinds
 from .bindings import UINT64, read
-from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN, noted
+from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
 from .memory import MemoryCalls
 from .objects import UNCLAIMED, CudaMemory
 

@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...errors import DeviceLostError, DriverError, RangeError, UsageError
+from ...lifetime import noted
 from ...spec import Access, Location
 from .. import libc
 from .bindings import Bindings
 from .devices import DEVICE, Current, Device, Devices
-from .failures import INVALID_VALUE, NOT_READY, noted
+from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_READY
 from .objects import CudaMapping
 from .sharing import SharingCalls
 
 __all__ = ["WorkCalls"]
 
-_LEGACY, _PER_THREAD = 1, 2  # CU_STREAM_LEGACY, CU_STREAM_PER_THREAD: valid in any context
+_LEGACY = 1  # CU_STREAM_LEGACY: valid in any context
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _DISABLE_TIMING, _INTERPROCESS = 2, 4  # CU_EVENT_*
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for every context
@@ -167,7 +168,14 @@ class WorkCalls(SharingCalls):
 
     def event_record(self, event: int, stream: int) -> None:
         with self._at(event):
-            self._call("cuEventRecord", event, stream)
+            try:
+                self._call("cuEventRecord", event, stream)
+            except DriverError as error:
+                if error.code != INVALID_HANDLE:
+                    raise
+                raise UsageError(
+                    f"event_record: {stream:#x} is no stream (any more) of the GPU that the event {event:#x} is of"
+                ) from None
 
     def event_is_done(self, event: int) -> bool:
         with self._at(event):
@@ -306,13 +314,11 @@ class WorkCalls(SharingCalls):
                     lent.append(mapping)
                 with self._done_on(there):
                     self._call("cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
-            except DriverError as error:
-                with noted(error):
-                    self._end_loan(lent, place)
-                raise self._no_access(error, _place_of(reading[0]), [place]) from None
             except BaseException as error:
                 with noted(error):
                     self._end_loan(lent, place)
+                if isinstance(error, DriverError):
+                    raise self._no_access(error, _place_of(reading[0]), [place]) from None
                 raise
             self._end_loan(lent, place)
 
