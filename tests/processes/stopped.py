@@ -2,7 +2,8 @@
 
 ``python stopped.py N WHAT ...``: before its N-th send or receive on a channel it writes ``at N`` to standard output and
 waits to be killed; if it gets to its end before, it writes ``end`` and waits too (a client) or exits (a keeper). With
-``pause`` in the environment variable STOPPED it goes on after one line on standard input instead.
+``pause`` in the environment variable STOPPED it goes on after one line on standard input instead; with ``tell`` it
+writes ``sent commit`` once the Commit of a takeover is sent: from then on the sender must serve if the other dies.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import signal
 import sys
 from typing import Any
 
+from vram.keeper.messages import Commit, encode
 from vram.sharing.channel import Channel
 
+_COMMIT = encode(Commit())
+_how = os.environ.get("STOPPED")
 _count = 0
 _stop_at = int(sys.argv[1])
 
@@ -27,12 +31,15 @@ def _stopping(method: Any) -> Any:
         global _count
         if _count == _stop_at:
             _say(f"at {_count} {method.__name__}")
-            if os.environ.get("STOPPED") == "pause":
+            if _how == "pause":
                 sys.stdin.readline()
             else:
                 signal.pause()
         _count += 1
-        return method(self, *arguments, **options)
+        result = method(self, *arguments, **options)
+        if _how == "tell" and method.__name__ == "send" and bytes(arguments[0]) == _COMMIT:
+            _say("sent commit")
+        return result
 
     return wrapped
 
