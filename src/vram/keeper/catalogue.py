@@ -17,6 +17,7 @@ The states of a version
 * A reader sees all of a version or none: it exists from ``commit`` on.
 * The current version can be leased by name; a superseded one only by its number, and only while somebody still holds
   it; a withdrawn one not at all.
+* A withdrawn version may be revoked later: its readers are asked to let go, once. Nothing takes it from them.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
 * A name belongs to the user who published its current version. Nobody else may replace it, root included, and only
   the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
@@ -359,6 +360,9 @@ class Catalogue:
     def remove(self, session: Session, name: str, version: int = 0, *, revoke: bool = False) -> list[Effect]:
         """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
 
+        With `revoke`, ask the readers to let go as well, also those of versions that were taken out before: who
+        removed first, or gave up waiting, may still ask.
+
         Raises
         ------
         NotFoundError
@@ -373,24 +377,31 @@ class Catalogue:
         current = known.current
         if version:
             one = current if current is not None and current.number == version else known.older.get(version)
-            if one is None or one.withdrawn:
+            if one is None or (one.withdrawn and not revoke):
                 raise self._gone(name, version)
             doomed = [one]
         else:
-            doomed = [one for one in (*known.older.values(), current) if one is not None and not one.withdrawn]
+            there = [one for one in (*known.older.values(), current) if one is not None]
+            doomed = [one for one in there if revoke or not one.withdrawn]
             # Superseded versions of another owner, from before the name changed hands, are not this user's to take.
             doomed = [one for one in doomed if current is None or one.owner == current.owner or one is current]
             if not doomed:
                 raise self._unknown(name)
+            if current is None and revoke:  # what is left of several owners: each asks for their own
+                doomed = [one for one in doomed if session.uid in (one.owner, self.accounts.keeper_uid)] or doomed
         for one in doomed:
             if session.uid not in (one.owner, self.accounts.keeper_uid):
                 raise AccessDeniedError(
                     f"{name!r} version {one.number} belongs to uid {one.owner}; uid {session.uid} may not remove it"
                 )
         effects: list[Effect] = []
-        reason = "revoked" if revoke else "removed"
         for one in doomed:
-            effects += self._withdraw(one, reason)
+            asked, one.revoked = one.revoked, one.revoked or revoke
+            if not one.withdrawn:
+                effects += self._withdraw(one, "revoked" if revoke else "removed")
+            elif not asked:
+                now = self._current(name)
+                effects += self._notify(one, "revoked", 0 if now is None else now.number)
         return effects
 
     def expire(self, now: float) -> list[Effect]:
@@ -444,8 +455,10 @@ class Catalogue:
         watched = current if number == version else None if known is None else known.older.get(version)
         effects: list[Effect] = []
         if watched is None or watched is not current:
-            gone = watched is None or watched.withdrawn
-            effects.append(Notify(session, name, version, "removed" if gone else "replaced", number))
+            reason = "removed"
+            if watched is not None and (watched.revoked or not watched.withdrawn):
+                reason = "revoked" if watched.revoked else "replaced"
+            effects.append(Notify(session, name, version, reason, number))
         if watched is not None:
             if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
                 raise CapacityError(f"this connection watches {MAX_WATCHES} versions already")
@@ -492,6 +505,16 @@ class Catalogue:
         if known.current is not None:
             found.append(known.current)
         return found
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Return how many leases there are on the versions of a name, and how many bytes those versions have.
+
+        The readers of a version share its memory, which therefore counts once.
+        """
+        known = self._names.get(name)
+        there = [] if known is None else [*known.older.values(), *([known.current] if known.current else [])]
+        held = [version for version in there if version.leases]
+        return sum(len(version.leases) for version in held), sum(version.nbytes for version in held)
 
     def all_versions(self) -> list[Version]:
         """Return every version that exists."""

@@ -206,6 +206,17 @@ class Holders(Struct, frozen=True, array_like=True, tag="holders"):
     after: Number = 0
 
 
+class Leases(Struct, frozen=True, array_like=True, tag="leases"):
+    """The leases above `after` on names that begin with `prefix`, also on names that cannot be attached any more.
+
+    Newer than the first keepers, which take it for no request and hang up: ask on a connection of its own.
+    """
+
+    call: Number
+    prefix: Name = ""
+    after: Number = 0
+
+
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
     """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go."""
 
@@ -241,6 +252,7 @@ Request = (
     | List
     | Versions
     | Holders
+    | Leases
     | Remove
     | Statistics
     | Takeover
@@ -329,7 +341,10 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
 
 
 class EntryRow(Struct, frozen=True, array_like=True):
-    """One name: its current version, and how many older ones are still held."""
+    """One name: its current version, and how many older ones are still held.
+
+    `leases` counts those on all its versions, and `held` the bytes of the versions that they are on, each once.
+    """
 
     name: Name
     version: Number
@@ -342,10 +357,12 @@ class EntryRow(Struct, frozen=True, array_like=True):
     age: float
     ttl_left: float | None
     meta: Notes
+    leases: Number = 0
+    held: Size = 0
 
 
 class VersionRow(Struct, frozen=True, array_like=True):
-    """One version of a name; `age` in seconds."""
+    """One version of a name; `age` in seconds. `revoked` is None from a keeper that does not say."""
 
     version: Number
     owner: Number
@@ -360,10 +377,14 @@ class VersionRow(Struct, frozen=True, array_like=True):
     publisher_pid: Number
     publisher_label: Label
     meta: Notes
+    revoked: bool | None = None
 
 
 class HolderRow(Struct, frozen=True, array_like=True):
-    """One lease: who holds it (pid 0: in a PID namespace that the keeper does not see), and for how long."""
+    """One lease: who holds it (pid 0: in a PID namespace that the keeper does not see), and for how long.
+
+    `nbytes` is what its version has, which it shares with the other leases on it.
+    """
 
     lease: Number
     version: Number
@@ -372,6 +393,8 @@ class HolderRow(Struct, frozen=True, array_like=True):
     label: Label
     access: Word
     age: float
+    nbytes: Size = 0
+    name: Name = ""
 
 
 class Listing(Struct, frozen=True, array_like=True, tag="listing"):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from . import messages as m
 from .catalogue import Catalogue
-from .records import Version
+from .records import Lease, Version
 from .rules import check_prefix
 
 if TYPE_CHECKING:
     from .server import KeeperServer
 
-__all__ = ["entries", "holders", "statistics", "versions"]
+__all__ = ["entries", "holders", "leases", "statistics", "versions"]
 
 _PAGE = 40 * 1024  # bytes of rows, as an upper estimate
+_ROWS = _PAGE // 80  # of leases, at most
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
@@ -42,6 +44,7 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
                 now - version.published,
                 None if version.expires is None else version.expires - now,
                 version.meta,
+                *catalogue.held(version.name),
             )
         )
     return m.Listing(request.call, rows, room < 0)
@@ -77,27 +80,52 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
         version.publisher_pid,
         version.publisher_label,
         version.meta,
+        version.revoked,
     )
 
 
 def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderList:
     """Return the leases on a version above ``request.after``, as many as fit, in order of their numbers."""
+    for version in catalogue.versions_of(request.name):
+        if version.number == request.version:
+            # each one's number is higher than those before it
+            return _holders(request.call, [one for one in version.leases.values() if one.id > request.after], now)
+    return m.HolderList(request.call, [], False)
+
+
+def leases(catalogue: Catalogue, request: m.Leases, now: float) -> m.HolderList:
+    """Return the leases on names that begin with ``request.prefix``, as many as fit, in order of their numbers."""
+    check_prefix(request.prefix)
+    asked = (
+        one
+        for one in catalogue.leases.values()
+        if one.id > request.after and one.version.name.startswith(request.prefix)
+    )
+    return _holders(request.call, heapq.nsmallest(_ROWS, asked, key=lambda one: one.id), now)
+
+
+def _holders(call: int, asked: list[Lease], now: float) -> m.HolderList:
     rows: list[m.HolderRow] = []
     room = _PAGE
-    for version in catalogue.versions_of(request.name):
-        if version.number != request.version:
-            continue
-        for lease in version.leases.values():  # each one's number is higher than those before it
-            if lease.id <= request.after:
-                continue
-            who = lease.session
-            room -= 60 + 4 * len(who.label)
-            if room < 0:
-                break
-            rows.append(
-                m.HolderRow(lease.id, version.number, who.pid, who.uid, who.label, lease.access, now - lease.since)
+    for lease in asked:
+        who, version = lease.session, lease.version
+        room -= 80 + 4 * len(who.label) + len(version.name)
+        if room < 0:
+            return m.HolderList(call, rows, True)
+        rows.append(
+            m.HolderRow(
+                lease.id,
+                version.number,
+                who.pid,
+                who.uid,
+                who.label,
+                lease.access,
+                now - lease.since,
+                version.nbytes,
+                version.name,
             )
-    return m.HolderList(request.call, rows, room < 0)
+        )
+    return m.HolderList(call, rows, len(asked) == _ROWS)
 
 
 def statistics(server: KeeperServer, request: m.Statistics) -> m.KeeperStatistics:

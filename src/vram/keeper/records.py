@@ -75,6 +75,7 @@ class Version:
     leases: dict[int, Lease] = field(default_factory=dict)
     watchers: dict[int, Session] = field(default_factory=dict)
     withdrawn: bool = False
+    revoked: bool = False  # and its readers were asked to let go
 
 
 @dataclass(slots=True, eq=False)

@@ -49,6 +49,7 @@ class Service:
             m.List: self._list,
             m.Versions: self._versions,
             m.Holders: self._holders,
+            m.Leases: self._leases,
             m.Remove: self._remove,
             m.Statistics: self._statistics,
             m.Takeover: self._takeover,
@@ -307,6 +308,9 @@ class Service:
 
     def _holders(self, connection: Connection, session: Session, request: m.Holders, fds: list[int]) -> None:
         connection.send(m.encode(pages.holders(self.catalogue, request, self.server.now())))
+
+    def _leases(self, connection: Connection, session: Session, request: m.Leases, fds: list[int]) -> None:
+        connection.send(m.encode(pages.leases(self.catalogue, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
         connection.send(m.encode(pages.statistics(self.server, request)))

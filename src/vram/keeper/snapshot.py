@@ -47,6 +47,7 @@ class VersionRow(Struct, array_like=True):
     withdrawn: bool
     leases: list[tuple[int, int, str, float]]  # id, session, access, since
     watchers: list[int]  # sessions
+    revoked: bool = False
 
 
 class PublicationRow(Struct, array_like=True):
@@ -126,6 +127,7 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
                 one.withdrawn,
                 [(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
                 list(one.watchers),
+                one.revoked,
             )
             for one in catalogue.all_versions()
         ],
@@ -252,6 +254,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         row.publisher_pid,
         row.publisher_label,
         withdrawn=row.withdrawn,
+        revoked=row.revoked,
     )
     known = made._names.setdefault(row.name, Name())
     if row.current:

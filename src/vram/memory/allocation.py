@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..driver.protocol import Driver, Identity, Sealing
 from ..errors import UnsupportedError, UsageError
@@ -18,7 +18,15 @@ from . import checks
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Memory", "PhysicalAllocation", "Received", "create_memory", "is_sealed", "retain_memory"]
+__all__ = [
+    "Memory",
+    "PhysicalAllocation",
+    "Received",
+    "adopt_memory",
+    "create_memory",
+    "is_sealed",
+    "retain_memory",
+]
 
 
 class Release:
@@ -299,6 +307,12 @@ def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) 
 def retain_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that only a mapping holds so far, and return it with the first claim on it."""
     return _open(Release(driver, nbytes, location), partial(driver.mem_retain, address))
+
+
+def adopt_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
+    """Get hold of memory that another library mapped, and return it with the first claim on it."""
+    able: Any = driver  # the caller has asked whether it is a Foreign
+    return _open(Release(driver, nbytes, location), partial(able.mem_adopt, address))
 
 
 def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:

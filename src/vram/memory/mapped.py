@@ -154,7 +154,7 @@ class MappedRegion(Owned):
             self.driver.synchronize(place)
 
     # -- who looks at it ----------------------------------------------------------------------------------------
-    def pin(self, start: int, stop: int, holder: str = "pin", *, full: bool = False) -> Pin:
+    def pin(self, start: int, stop: int, holder: str = "pin", *, full: bool = False, keeps: object = None) -> Pin:
         """Keep the bytes from `start` up to `stop` where they are until the pin is released.
 
         Parameters
@@ -166,6 +166,8 @@ class MappedRegion(Owned):
         full : bool
             Allow a span up to the capacity. That keeps what is mapped there, now or later, from being unmapped; it
             does not make unmapped bytes readable.
+        keeps : object
+            Anything else that has to live as long as the pin and those taken from it.
 
         Raises
         ------
@@ -180,7 +182,7 @@ class MappedRegion(Owned):
                     f"(capacity {self.capacity})"
                 )
             span = Span(start, stop, holder)
-            return Pin(handle.claim(holder, span), span)
+            return Pin(handle.claim(holder, span), span, keeps)
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""

@@ -33,13 +33,20 @@ class Pin:
     """A claim on a span of a region: made by :meth:`Region.pin <vram.memory.Region.pin>`.
 
     Keeps the memory, not the region object. Garbage collection releases it too, in any thread.
+
+    Attributes
+    ----------
+    keeps : object
+        Anything else that has to live as long as this pin and those taken from it, such as the owner of memory that
+        is not ours.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_span")
+    __slots__ = ("__weakref__", "_claim", "_span", "keeps")
 
-    def __init__(self, claim: Claim, span: Span) -> None:
+    def __init__(self, claim: Claim, span: Span, keeps: object = None) -> None:
         self._claim = claim
         self._span = span
+        self.keeps = keeps
 
     @property
     def start(self) -> int:
@@ -82,7 +89,7 @@ class Pin:
         if not mine.start <= start <= stop <= mine.stop:
             raise RangeError(f"bytes {start} to {stop} are not within the pinned bytes {mine.start} to {mine.stop}")
         span = Span(start, stop, holder)
-        pin = Pin(self._claim.handle.claim(holder, span), span)
+        pin = Pin(self._claim.handle.claim(holder, span), span, self.keeps)
         if not mine.is_live:  # looked at last: from here on a shrink sees the new span, whatever becomes of this one
             pin.release()
             raise ClosedError(f"the pin of {mine.holder} [{mine.start}:{mine.stop}] was released")
@@ -102,6 +109,7 @@ class Pin:
         """Give it up. Idempotent; never waits, never raises."""
         self._span.is_live = False
         self._claim.release()
+        self.keeps = None
 
     def __enter__(self) -> Self:
         return self

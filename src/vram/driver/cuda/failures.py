@@ -10,9 +10,12 @@ from __future__ import annotations
 from ...errors import DeviceLostError, DriverError, OutOfMemoryError
 
 __all__ = [
+    "INVALID_CONTEXT",
     "INVALID_DEVICE",
     "INVALID_HANDLE",
     "INVALID_VALUE",
+    "MAP_FAILED",
+    "NOT_FOUND",
     "NOT_PERMITTED",
     "NOT_READY",
     "NOT_SUPPORTED",
@@ -24,7 +27,10 @@ __all__ = [
 INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 INVALID_DEVICE = 101
+INVALID_CONTEXT = 201
+MAP_FAILED = 205
 INVALID_HANDLE = 400
+NOT_FOUND = 500
 NOT_READY = 600
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801

@@ -26,8 +26,8 @@ from .bindings import UINT32, UINT64, Bindings, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
 from .objects import CudaMapping, CudaMemory
+from .pools import PoolCalls
 from .support import MULTICAST, MULTICAST_SINCE
-from .work import WorkCalls
 
 __all__ = ["MulticastCalls"]
 
@@ -58,7 +58,7 @@ class CudaMulticast(CudaMemory):
             )
 
 
-class MulticastCalls(WorkCalls):
+class MulticastCalls(PoolCalls):
     """A part of :class:`~vram.driver.cuda.CudaDriver`."""
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
-__all__ = ["UNCLAIMED", "CudaMapping", "CudaMemory", "Place"]
+__all__ = ["UNCLAIMED", "CudaMapping", "CudaMemory", "Place", "Window"]
 
 Place = tuple[int, int]  # CUmemLocationType and id
 UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's yet
@@ -61,6 +61,26 @@ class CudaMapping(Mapping):
     def __init__(self, address: int, memory: Any, reservation: Reservation) -> None:
         super().__init__(address, memory, reservation, False, _NOBODY)
         self.rights: dict[Place, Access] = {}
+
+
+class Window:
+    """A span that somebody else keeps mapped, as the calls that move bytes see it: in the place of a mapping.
+
+    `kind` says which call undoes it; empty if its owner is another library in this process.
+    """
+
+    __slots__ = ("address", "kind", "nbytes", "rights")
+
+    def __init__(self, address: int, nbytes: int, rights: dict[Place, Access], kind: str = "") -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.rights = rights
+        self.kind = kind
+
+    @property
+    def access(self) -> Access:
+        """The most that any place may do there."""
+        return max(self.rights.values())
 
 
 _NOBODY = Ticket()

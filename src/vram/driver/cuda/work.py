@@ -302,7 +302,13 @@ class WorkCalls(SharingCalls):
         Without that the driver refuses (INVALID_VALUE, measured between two H200 with NVLink), peers or not.
         """
         there = self._needed("copy", destination, _who(writing, Access.READ_WRITE))
-        self._needed("copy", source, _who(reading, Access.READ))
+        here = self._needed("copy", source, _who(reading, Access.READ))
+        if not all(isinstance(mapping, CudaMapping) for mapping in reading):
+            # Of memory that others mapped nobody may lend rights; these calls made it reachable by context instead.
+            with self._done_on(there):
+                contexts = (there.context, here.context)
+                self._call("cuMemcpyPeerAsync", destination, contexts[0], source, contexts[1], nbytes, _LEGACY)
+            return
         place = (DEVICE, there.ordinal)
         may_read = self._grant(Access.READ, place)
         with self._lending:  # so that nobody takes back what another copy still needs

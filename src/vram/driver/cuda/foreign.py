@@ -1,0 +1,257 @@
+"""Memory that others made, in this process or in another: what it is, and the ways in which it travels.
+
+How an allocation was made is asked of the driver's pointer attributes, and decides everything else; no call is tried
+to see whether it fails. What the attributes say was measured, each on an H100:
+
+============================  ======  ======  =======  =======
+made with                     legacy  kinds   pool     context
+============================  ======  ======  =======  =======
+``cuMemAlloc``                1       0       0        its own
+the same, opened elsewhere    0       0       0        its own
+``cuMemCreate``               0       asked   0        0
+the same, imported            0       0       0        0
+``cuMemAllocAsync``           0       pool's  its own  0
+============================  ======  ======  =======  =======
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+from ...errors import DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ...lifetime import noted
+from ...spec import Access, HandleKind, Location
+from ..foreign import HANDLE_BYTES, PointerInfo
+from ..protocol import LiveObjects
+from .bindings import UINT64, Bindings, read
+from .devices import DEVICE, Devices
+from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
+from .objects import UNCLAIMED, CudaMemory, Window
+from .work import WorkCalls
+
+__all__ = ["ForeignCalls", "bytes_of"]
+
+_HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
+_ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_NO_PEERS = (217, 711)  # PEER_ACCESS_UNSUPPORTED, TOO_MANY_PEERS
+_NOT_A_HANDLE = (INVALID_VALUE, INVALID_HANDLE, MAP_FAILED, NOT_PERMITTED, NOT_FOUND, UNKNOWN)
+# CU_POINTER_ATTRIBUTE_*
+_CONTEXT, _MEMORY_TYPE, _BUFFER_ID, _ORDINAL, _IS_MANAGED = 1, 2, 7, 9, 8
+_LEGACY, _KINDS, _ACCESS, _POOL = 10, 14, 16, 17
+_ASKED = (_ORDINAL, _MEMORY_TYPE, _BUFFER_ID, _LEGACY, _KINDS, _POOL, _ACCESS, _CONTEXT, _IS_MANAGED)
+
+
+class ForeignCalls(WorkCalls):
+    """A part of :class:`~vram.driver.cuda.CudaDriver`: Foreign, LegacyIpc and InterprocessEvents."""
+
+    def __init__(self, bindings: Bindings, devices: Devices) -> None:
+        super().__init__(bindings, devices)
+        self._windows: dict[int, Window] = {}
+        self._numbers = itertools.count(1)
+        self._asked = [self._api.CUpointer_attribute(number) for number in _ASKED]
+
+    def live(self) -> LiveObjects:
+        known = super().live()
+        return LiveObjects(known.reservations, known.handles, known.mappings + len(self._windows), known.nbytes)
+
+    # -- what is at an address ----------------------------------------------------------------------------------
+    def pointer_info(self, address: int) -> PointerInfo:
+        if not 0 < address < 1 << 64:
+            raise UsageError(f"{address:#x} is no address")
+        found = self._call("cuPointerGetAttributes", len(self._asked), self._asked, address)
+        ordinal, memory_type, identity, legacy, kinds, pool, access, context, managed = map(_number, found)
+        if ordinal < 0 and not memory_type:
+            raise UsageError(f"{address:#x} is no address that the driver knows")
+        try:
+            base, nbytes = self._call("cuMemGetAddressRange", address)
+        except DriverError as error:
+            if error.code not in (NOT_FOUND, INVALID_VALUE):
+                raise
+            raise UsageError(
+                f"the memory at {address:#x} is mapped for nobody yet ({error.name}); give its GPU access first"
+            ) from None
+        made_by, ways = "vmm", HandleKind(kinds & 15)
+        if pool:
+            made_by, ways = "pool", HandleKind.POOL if kinds & 1 else HandleKind.NONE
+        elif legacy:
+            made_by, ways = "legacy", HandleKind.LEGACY_IPC
+        elif managed:
+            made_by = "managed"
+        elif memory_type == _HOST_MEMORY and not kinds:
+            made_by = "host"
+        elif context:
+            made_by = "opened"
+        location = Location("cuda", ordinal if ordinal >= 0 else "host")
+        right = Access(access) if access in (0, 1, 3) else Access.READ_WRITE
+        return PointerInfo(int(base), int(nbytes), location, ways, made_by, identity, right, pool)
+
+    def pointer_identity(self, address: int) -> int:
+        try:
+            return int(self._call("cuPointerGetAttribute", self._asked[2], address))
+        except DriverError as error:
+            if error.code != INVALID_VALUE:
+                raise
+            raise UsageError(f"{address:#x} is no address that the driver knows") from None
+
+    def mem_adopt(self, address: int) -> int:
+        info = self.pointer_info(address)
+        if info.made_by != "vmm":
+            raise UsageError(f"mem_adopt({address:#x}): not made with virtual memory management, but {info.made_by}")
+        raw = int(self._call("cuMemRetainAllocationHandle", address))
+        memory = CudaMemory(info.nbytes, info.kinds, (0, 0))
+        try:
+            place = read(self._call("cuMemGetAllocationPropertiesFromHandle", raw), 8, UINT64)
+            memory.place = (place & 0xFFFFFFFF, place >> 32)
+        except BaseException as error:
+            with noted(error):
+                self.mem_release(self._new_handle(memory, raw))  # in the books if it fails
+            raise
+        memory.raw[UNCLAIMED] = raw
+        return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
+
+    # -- windows ------------------------------------------------------------------------------------------------
+    def window_open(self, address: int, nbytes: int, location: Location, access: Access) -> int:
+        if address <= 0 or nbytes <= 0:
+            raise RangeError(f"window_open({address:#x}, {nbytes}): no memory has these numbers")
+        return self._write_down(Window(address, nbytes, {self._devices.place(location): access}))
+
+    def window_close(self, window: int) -> None:
+        if self._windows.pop(window, None) is None:
+            raise UsageError(f"window_close({window}): no such window; each is closed once")
+
+    def _write_down(self, window: Window) -> int:
+        number = next(self._numbers)
+        self._windows[number] = window
+        return number
+
+    def _take_window(self, call: str, address: int, kind: str) -> Window:
+        """Take out one window that was opened at an address; put it back if what it stands for does not go."""
+        for number, window in tuple(self._windows.items()):
+            if window.address == address and window.kind == kind and self._windows.pop(number, None) is not None:
+                return window
+        raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
+
+    def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
+        if self._windows and nbytes > 0:
+            for window in tuple(self._windows.values()):
+                if window.address <= address and address + nbytes <= window.address + window.nbytes:
+                    if window.access < access:
+                        raise UsageError(
+                            f"{call} of {nbytes} bytes at {address:#x}: access there is {window.access.name}; it takes "
+                            f"{access.name}"
+                        )
+                    return [window]
+        return super()._accessible(call, address, nbytes, access)
+
+    # -- 64 bytes for cuMemAlloc ----------------------------------------------------------------------------------
+    def ipc_export(self, address: int) -> bytes:
+        info = self.pointer_info(address)
+        if info.made_by != "legacy" or info.base != address:
+            what = f"inside an allocation that begins at {info.base:#x}" if info.made_by == "legacy" else info.made_by
+            raise UsageError(f"ipc_export({address:#x}): it takes the base of memory of cuMemAlloc; this is {what}")
+        with self._on(self._devices.device(info.location)):
+            return bytes_of(self._call("cuIpcGetMemHandle", address))
+
+    def ipc_open(self, handle: bytes, nbytes: int, location: Location) -> int:
+        device = self._devices.device(location)
+        wanted = self._struct("CUipcMemHandle", handle)
+        if nbytes <= 0:
+            raise ProtocolError(f"ipc_open: an allocation of {nbytes} bytes")
+        with self._on(device):
+            try:
+                address = int(self._call("cuIpcOpenMemHandle", wanted, _ENABLE_PEERS))
+            except DriverError as error:
+                raise self._not_opened(error, "ipc_open", "an allocation of cuMemAlloc", location) from None
+            try:
+                self._check_size("ipc_open", address, nbytes)
+            except BaseException as error:
+                with noted(error):
+                    self._call.undo("cuIpcCloseMemHandle", address)
+                raise
+            self._write_down(Window(address, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, "ipc"))
+        return address
+
+    def ipc_close(self, address: int) -> None:
+        self._close_window("ipc_close", address, "ipc", "cuIpcCloseMemHandle", address)
+
+    def _check_size(self, call: str, address: int, nbytes: int) -> None:
+        """Raise ProtocolError unless memory that was opened is there and as large as its owner said.
+
+        The driver checks nothing: a changed byte of a handle was measured to open another address without an error.
+        """
+        try:
+            base, real = (int(number) for number in self._call("cuMemGetAddressRange", address))
+        except DriverError as error:
+            if error.code not in _NOT_A_HANDLE:
+                raise
+            raise ProtocolError(f"{call}: the handle names no memory of its maker ({error.name})") from None
+        if not base <= address <= address + nbytes <= base + real:
+            raise ProtocolError(
+                f"{call}: {nbytes} bytes were said to be there, and the allocation holds {base + real - address}"
+            )
+
+    def _close_window(self, call: str, address: int, kind: str, function: str, *arguments: int) -> None:
+        window = self._take_window(call, address, kind)
+        ((_, ordinal),) = window.rights
+        try:
+            with self._contexts[ordinal]:
+                self._call.undo(function, *arguments)
+        except BaseException:
+            self._write_down(window)
+            raise
+
+    def _not_opened(self, error: DriverError, call: str, what: str, location: Location) -> Exception:
+        """Why something of another process could not be opened."""
+        if error.code == INVALID_CONTEXT:
+            return UsageError(
+                f"{call}: this very process made it, and the driver opens {what} in other processes only; use it as "
+                f"it is ({error.name})"
+            )
+        if error.code in _NO_PEERS:
+            return UnsupportedError(
+                f"opening {what} on {location}", "peer access between the two GPUs", error.name,
+                "Open it on its own GPU, or copy over the host",
+            )  # fmt: skip
+        if error.code in _NOT_A_HANDLE:
+            return ProtocolError(f"{call}: the bytes are no handle of {what}, or its maker freed it ({error.name})")
+        return error
+
+    # -- events -------------------------------------------------------------------------------------------------
+    def event_export(self, event: int) -> bytes:
+        with self._at(event):
+            try:
+                return bytes_of(self._call("cuIpcGetEventHandle", event))
+            except DriverError as error:
+                if error.code not in (INVALID_HANDLE, INVALID_VALUE):
+                    raise
+                raise UsageError(
+                    f"event_export: {event:#x} is no event of event_create(interprocess=True) of this process "
+                    f"({error.name})"
+                ) from None
+
+    def event_import(self, handle: bytes, location: Location) -> int:
+        device = self._devices.device(location)
+        wanted: Any = self._struct("CUipcEventHandle", handle)
+        try:
+            return self._made(self._events, device, "cuEventDestroy", "cuIpcOpenEventHandle", wanted)
+        except DriverError as error:
+            raise self._not_opened(error, "event_import", "an interprocess event", location) from None
+
+    def _struct(self, name: str, data: bytes) -> Any:
+        if len(data) != HANDLE_BYTES:
+            raise ProtocolError(f"a {name} has {HANDLE_BYTES} bytes, not {len(data)}")
+        struct = getattr(self._api, name)()
+        ctypes.memmove(int(struct.getPtr()), bytes(data), HANDLE_BYTES)
+        return struct
+
+
+def bytes_of(struct: Any) -> bytes:
+    """Return the 64 bytes of a handle."""
+    return ctypes.string_at(int(struct.getPtr()), HANDLE_BYTES)
+
+
+def _number(value: Any) -> int:
+    """What the bindings make of an attribute: numbers, flags, enumerations, handles, None."""
+    return 0 if value is None else int(value)

@@ -1,0 +1,178 @@
+"""Stream-ordered pools, and their memory opened in another process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import DriverError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
+from ...spec import Access, HandleKind, Location
+from ..protocol import LiveObjects
+from .arguments import check_kinds
+from .bindings import UINT32, Bindings, write
+from .devices import DEVICE, Devices
+from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
+from .foreign import ForeignCalls, bytes_of
+from .objects import Window
+
+__all__ = ["PoolCalls"]
+
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_POOLS_SUPPORTED = 115  # CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
+_LEGACY_STREAM = 1
+_REFUSED = (INVALID_VALUE, INVALID_HANDLE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN)
+
+
+class PoolCalls(ForeignCalls):
+    """A part of :class:`~vram.driver.cuda.CudaDriver`: Pools."""
+
+    def __init__(self, bindings: Bindings, devices: Devices) -> None:
+        super().__init__(bindings, devices)
+        self._pools: dict[int, int] = {}  # to the ordinal of the GPU
+
+    def live(self) -> LiveObjects:
+        known = super().live()
+        return LiveObjects(known.reservations, known.handles + len(self._pools), known.mappings, known.nbytes)
+
+    # -- pools --------------------------------------------------------------------------------------------------
+    def pool_create(self, location: Location, handle_kinds: HandleKind) -> int:
+        device = self._devices.device(location)
+        check_kinds("pool_create", handle_kinds)
+        prop = self._api.CUmemPoolProps()
+        for offset, value in ((0, _PINNED), (4, int(handle_kinds)), (8, DEVICE), (12, device.ordinal)):
+            write(prop, offset, UINT32, value)
+        try:
+            return self._made(self._pools, device, "cuMemPoolDestroy", "cuMemPoolCreate", prop)
+        except DriverError as error:
+            if error.code not in _REFUSED:
+                raise
+            lacks = not device.attribute(_POOLS_SUPPORTED)
+            raise UnsupportedError(
+                f"a pool on {location}" + (f" that can be exported as {handle_kinds!r}" if not lacks else ""),
+                "a device that has it", f"{device.name}, which " + ("has no pools" if lacks else f"says {error.name}"),
+                "Ask for POSIX_FD, which works within one machine" if HandleKind.FABRIC in handle_kinds else "",
+            ) from None  # fmt: skip
+
+    def pool_destroy(self, pool: int) -> None:
+        ordinal = self._pools.pop(pool, None)
+        if ordinal is None:
+            raise UsageError(f"pool_destroy({pool:#x}): no pool of this driver")
+        self._take_back(self._pools, ordinal, "cuMemPoolDestroy", pool)
+
+    def pool_export(self, pool: int, kind: HandleKind) -> int:
+        if kind != HandleKind.POSIX_FD:
+            check_kinds("pool_export", kind)
+            raise UsageError("pool_export: kind must be POSIX_FD")
+        with self._in(pool):
+            try:
+                fd = int(self._call("cuMemPoolExportToShareableHandle", pool, self._handle_type(kind), 0))
+            except DriverError as error:
+                if error.code not in _REFUSED:
+                    raise
+                raise UsageError(
+                    f"pool_export({pool:#x}): the pool was not created to leave the process ({error.name}); ask for "
+                    f"POSIX_FD when it is made"
+                ) from None
+        try:
+            os.set_inheritable(fd, False)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def pool_import(self, fd: int, kind: HandleKind, location: Location) -> int:
+        if kind != HandleKind.POSIX_FD:
+            check_kinds("pool_import", kind)
+            raise UsageError("pool_import: kind must be POSIX_FD")
+        device = self._devices.device(location)
+        call: tuple[Any, ...] = ("cuMemPoolImportFromShareableHandle", fd, self._handle_type(kind), 0)
+        try:
+            return self._made(self._pools, device, "cuMemPoolDestroy", *call)
+        except DriverError as error:
+            if error.code not in _REFUSED:
+                raise
+            raise ProtocolError(f"pool_import({fd}): no descriptor of a pool ({error.name})") from None
+
+    def pool_set_access(self, pool: int, access: Access, locations: Sequence[Location]) -> None:
+        grants = [self._grant(access, self._devices.place(location)) for location in locations]
+        if not grants:
+            raise UsageError("pool_set_access: no location was named")
+        with self._in(pool):
+            self._call("cuMemPoolSetAccess", pool, grants, len(grants))
+
+    # -- memory of a pool ---------------------------------------------------------------------------------------
+    def pool_allocate(self, pool: int, nbytes: int, stream: int) -> int:
+        if nbytes <= 0:
+            raise UsageError(f"pool_allocate: {nbytes} bytes")
+        ordinal = self._ordinal(pool)
+        with self._in(pool):
+            try:
+                address = int(self._call("cuMemAllocFromPoolAsync", nbytes, pool, stream))
+            except OutOfMemoryError as error:
+                raise OutOfMemoryError(error.call, error.code, error.name, f"{nbytes} bytes of a pool") from None
+        self._write_down(Window(address, nbytes, {(DEVICE, ordinal): Access.READ_WRITE}, "pool"))
+        return address
+
+    def pool_free(self, address: int, stream: int) -> None:
+        self._close_window("pool_free", address, "pool", "cuMemFreeAsync", address, stream)
+
+    def pool_export_pointer(self, address: int) -> bytes:
+        try:
+            return bytes_of(self._call("cuMemPoolExportPointer", address))
+        except DriverError as error:
+            if error.code not in _REFUSED:
+                raise
+            raise UsageError(
+                f"pool_export_pointer({address:#x}): not the base of memory of a pool that was created to leave the "
+                f"process ({error.name})"
+            ) from None
+
+    def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
+        if nbytes <= 0:
+            raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
+        wanted = self._struct("CUmemPoolPtrExportData", handle)
+        ordinal = self._ordinal(pool)
+        with self._in(pool):
+            try:
+                address = int(self._call("cuMemPoolImportPointer", pool, wanted))
+            except DriverError as error:
+                if error.code not in _REFUSED:
+                    raise
+                raise ProtocolError(
+                    f"pool_open_pointer: the bytes name no memory of this pool, or its maker freed it ({error.name})"
+                ) from None
+            window = Window(address, nbytes, {(DEVICE, ordinal): Access.READ_WRITE}, "pool pointer")
+            number = self._write_down(window)
+            try:
+                self._check_size("pool_open_pointer", address, nbytes)
+            except BaseException:
+                if self._windows.pop(number, None) is not None:
+                    self._free_pointer(address)
+                raise
+        return address
+
+    def pool_close_pointer(self, address: int) -> None:
+        window = self._take_window("pool_close_pointer", address, "pool pointer")
+        ((_, ordinal),) = window.rights
+        try:
+            with self._contexts[ordinal]:
+                self._free_pointer(address)
+        except BaseException:
+            self._write_down(window)
+            raise
+
+    def _free_pointer(self, address: int) -> None:
+        self._call.undo("cuMemFreeAsync", address, _LEGACY_STREAM)
+        self._call.undo("cuStreamSynchronize", _LEGACY_STREAM)  # its maker may free it the moment this is known
+
+    def _ordinal(self, pool: int) -> int:
+        ordinal = self._pools.get(pool)
+        if ordinal is None:
+            raise UsageError(f"{pool:#x} is no pool of this driver; make one with pool_create")
+        return ordinal
+
+    def _in(self, pool: int) -> Any:
+        # A pool of another library knows its own GPU; the driver only wants that any context is current.
+        used = (device.ordinal for device in self._devices.all if device.is_used)
+        return self._contexts[self._pools.get(pool, next(used, 0))]

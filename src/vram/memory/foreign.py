@@ -1,0 +1,369 @@
+"""Memory that this library did not map: another library's here, or another process's that no descriptor brings.
+
+Both are a :class:`ForeignRegion`: a region whose size nobody here can change and whose addresses go when its owner says
+so. What arrays on it keep besides is told to their pins (``keeps``): here the owner's own object, elsewhere a token
+whose end its lender is told of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn, cast
+
+from ..driver.foreign import Foreign, LegacyIpc, PointerInfo, Pools
+from ..driver.protocol import Driver
+from ..errors import ClosedError, DeviceLostError, UnsupportedError, UsageError
+from ..lifetime import Claim, Handle, own, unwinding
+from ..spec import Access, HandleKind, Location, format_size
+from .allocation import Memory, adopt_memory
+from .chunks import Chunk, Chunks
+from .region import Region
+from .reservation import AddressRange, Unmap
+
+__all__ = ["ForeignRegion", "find_foreign", "look_up", "open_legacy", "open_pointer"]
+
+_MOST_KNOWN = 4096  # allocations of others whose looks are remembered
+
+
+class ForeignChunk(Chunk):
+    """One allocation of a foreign region. Only what virtual memory management made is memory of its own here."""
+
+    __slots__ = ("_info",)
+
+    def __init__(self, start: int, stop: int, handle: Handle, undo: Unmap, info: PointerInfo) -> None:
+        super().__init__(start, stop, info.location, handle, undo, None)
+        self._info = info
+
+    @property
+    def memory(self) -> Memory:
+        """The memory, held on its own from the first time on, until the region goes at the latest."""
+        found = self.known
+        if found is None:
+            memory, claim = _adopted(self.undo.where.driver, self._info)
+            self.mapping.adopt(claim)
+            found = self._memory.setdefault(self.mapping, memory)
+        return found
+
+
+class ForeignRegion(Region):
+    """Memory at addresses that are not ours to map or unmap, as a region. Made by :func:`find_foreign` and its like.
+
+    Arrays lie on it as on any other. It neither grows nor shrinks, and freezing does nothing: rights are its owner's.
+
+    Attributes
+    ----------
+    infos : tuple of PointerInfo
+        The allocations that it consists of, one behind the other.
+    """
+
+    __slots__ = ("infos",)
+
+    infos: tuple[PointerInfo, ...]
+
+    @classmethod
+    def over(
+        cls,
+        driver: Driver,
+        infos: tuple[PointerInfo, ...],
+        claim: Claim,
+        *,
+        access: Access = Access.READ_WRITE,
+        user: Location | None = None,
+    ) -> ForeignRegion:
+        """Make a region of allocations that `claim` keeps; it takes the claim over."""
+        first, last = infos[0], infos[-1]
+        nbytes = last.base + last.nbytes - first.base
+        where = AddressRange(driver, first.base, nbytes, claim.handle)
+        held = Chunks(where, claim.handle, first.location, users=() if user is None else (user,))
+        row = []
+        for info in infos:
+            start = info.base - first.base
+            undo = Unmap(where, start, info.nbytes)  # never called: there is nothing of ours to unmap
+            row.append(ForeignChunk(start, start + info.nbytes, claim.handle, undo, info))
+        held.row = tuple(row)
+        region = cls(claim, held, access, 1, imported=True, managed=True)
+        region.infos = infos
+        region._nbytes = nbytes
+        return region
+
+    @property
+    def made_by(self) -> str:
+        """The family of calls that made it; see :class:`~vram.driver.foreign.PointerInfo`."""
+        return self.infos[0].made_by
+
+    @property
+    def kinds(self) -> HandleKind:
+        """How all of it can leave this process; NONE if it cannot."""
+        return functools.reduce(lambda one, other: one & other, (info.kinds for info in self.infos))
+
+    def freeze(self) -> None:
+        """Do nothing: whoever maps it here has the rights, and whoever maps it elsewhere takes its own."""
+        self.handle  # noqa: B018  (the check)
+
+    def _change(self) -> NoReturn:
+        raise UsageError(f"{self.handle.label} belongs to others, who alone can change it; copy it: vram.copy_in()")
+
+
+class _Leave:
+    """The undo of a foreign region: waits for the work on it, then closes what was opened."""
+
+    __slots__ = ("close", "driver", "users", "what")
+
+    def __init__(self, what: str, driver: Driver, users: tuple[Location, ...]) -> None:
+        self.what = what
+        self.driver = driver
+        self.users = users
+        self.close: Callable[[], object] | None = None
+
+    def describe(self) -> str:
+        """What the handle is called."""
+        return self.what
+
+    def __call__(self) -> None:
+        if self.close is None:
+            return
+        for place in self.users:
+            with contextlib.suppress(DeviceLostError):  # it runs nothing any more
+                self.driver.synchronize(place)
+        self.close()
+
+
+# -- of another library in this process -----------------------------------------------------------------------------
+class _Known:
+    """What is known of foreign memory in this process: looks by identity, and regions that are in use, weakly."""
+
+    # One driver attribute says whether an address is still the allocation that it was: everything else is remembered.
+    # Not reached from finalizers.
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.infos: dict[tuple[str, int], PointerInfo] = {}
+        self.regions: weakref.WeakValueDictionary[tuple[object, ...], ForeignRegion] = weakref.WeakValueDictionary()
+        self.memories: dict[tuple[str, int], Memory] = {}
+
+    def info(self, driver: Foreign, name: str, address: int) -> PointerInfo:
+        key = (name, driver.pointer_identity(address))
+        found = self.infos.get(key)
+        if found is None or not found.base <= address < found.base + found.nbytes:
+            found = driver.pointer_info(address)
+            if len(self.infos) >= _MOST_KNOWN:
+                self.infos.clear()
+            self.infos[key] = found
+        return found
+
+
+_known = _Known()
+
+
+def look_up(driver: Driver, address: int, nbytes: int) -> tuple[PointerInfo, ...]:
+    """Return the allocations that a span lies in, one behind the other, whoever made them.
+
+    Raises
+    ------
+    UsageError
+        If the driver does not know all of it, or it is of several kinds.
+    UnsupportedError
+        If the driver cannot tell.
+    """
+    asked, at, stop = foreign(driver), address, address + max(nbytes, 1)
+    found: list[PointerInfo] = []
+    while at < stop:
+        try:
+            info = _known.info(asked, driver.name, at)
+        except UsageError as error:
+            if not found:
+                raise
+            raise UsageError(
+                f"{nbytes} bytes at {address:#x} end beyond their allocation, at {at:#x}: {error}"
+            ) from None
+        if found and (info.made_by, info.location) != (found[0].made_by, found[0].location):
+            raise UsageError(f"{nbytes} bytes at {address:#x} run from one allocation into another, at {at:#x}")
+        if found and info.made_by != "vmm":
+            raise UsageError(f"{nbytes} bytes at {address:#x} end beyond their allocation, at {at:#x}")
+        found.append(info)
+        at = info.base + info.nbytes
+    return tuple(found)
+
+
+def find_foreign(
+    driver: Driver, address: int, nbytes: int, *, access: Access = Access.READ_WRITE
+) -> tuple[ForeignRegion, int]:
+    """Return the region of the allocations that a span lies in, and where in it the span begins.
+
+    The same allocations give the same region while it is in use. The caller keeps the owner of the memory.
+
+    Raises
+    ------
+    UsageError
+        As :func:`look_up`.
+    """
+    infos = look_up(driver, address, nbytes)
+    key = (driver.name, access, *(info.identity for info in infos))
+    with _known.lock:
+        region = _known.regions.get(key)
+        if region is None or region.is_closed:
+            region = _known.regions[key] = _over_window(driver, infos, access)
+    return region, address - region.address
+
+
+def _over_window(driver: Driver, infos: tuple[PointerInfo, ...], access: Access) -> ForeignRegion:
+    first, last = infos[0], infos[-1]
+    nbytes = last.base + last.nbytes - first.base
+    leave = _Leave(
+        f"memory of another library ({first.made_by}), {format_size(nbytes)} on {first.location} at {first.base:#x}",
+        driver, (),
+    )  # fmt: skip
+    claim = own(leave.describe, leave)
+    try:
+        asked = foreign(driver)
+        window = asked.window_open(first.base, nbytes, first.location, min(access, first.access))
+        leave.close = partial(asked.window_close, window)
+        return ForeignRegion.over(driver, infos, claim, access=access)
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
+
+
+def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
+    """Hold an allocation on its own: once, however many regions it is a part of."""
+    key = (driver.name, info.identity)
+    with _known.lock:
+        memory = _known.memories.get(key)
+        if memory is not None:
+            try:
+                return memory, memory.handle.claim("foreign region")
+            except ClosedError:
+                pass
+        for old, one in tuple(_known.memories.items()):
+            if not one.handle.is_open:
+                del _known.memories[old]
+        if info.made_by != "vmm":
+            raise UsageError(
+                f"memory made by {info.made_by} at {info.base:#x} has no descriptor; copy it: vram.copy_in()"
+            )
+        memory, claim = adopt_memory(driver, info.base, info.nbytes, info.location)
+        _known.memories[key] = memory
+        return memory, claim
+
+
+# -- of another process -----------------------------------------------------------------------------------------
+def open_legacy(
+    driver: Driver,
+    handle: bytes,
+    nbytes: int,
+    location: Location,
+    *,
+    access: Access = Access.READ_WRITE,
+    depends: Iterable[Handle] = (),
+) -> ForeignRegion:
+    """Open an allocation of another process by its 64 bytes, for the GPU at `location`.
+
+    Parameters
+    ----------
+    nbytes : int
+        The size of the whole allocation, as its owner stated it.
+    depends : iterable of Handle
+        What must outlive it, such as a lease; let go of after it is closed.
+
+    Raises
+    ------
+    ProtocolError
+        If it is no such handle, or its maker freed what it names, or that has another size.
+    UsageError
+        If this very process made the memory.
+    """
+    able = legacy(driver)
+    return _opened(
+        driver, "cudaMalloc memory", nbytes, location, access, depends,
+        partial(able.ipc_open, handle, nbytes, location), able.ipc_close,
+    )  # fmt: skip
+
+
+def open_pointer(
+    driver: Driver,
+    pool: int,
+    handle: bytes,
+    nbytes: int,
+    location: Location,
+    *,
+    access: Access = Access.READ_WRITE,
+    depends: Iterable[Handle] = (),
+) -> ForeignRegion:
+    """Open an allocation of an imported pool. Never the same one twice: the first to be closed would unmap both.
+
+    Parameters and errors are those of :func:`open_legacy`.
+    """
+    able = pools(driver)
+    return _opened(
+        driver, "pool memory", nbytes, location, access, depends,
+        partial(able.pool_open_pointer, pool, handle, nbytes), able.pool_close_pointer,
+    )  # fmt: skip
+
+
+def _opened(
+    driver: Driver,
+    what: str,
+    nbytes: int,
+    location: Location,
+    access: Access,
+    depends: Iterable[Handle],
+    enter: Callable[[], int],
+    close: Callable[[int], object],
+) -> ForeignRegion:
+    leave = _Leave(f"{what} of another process, {format_size(nbytes)} on {location}", driver, (location,))
+    claim = own(leave.describe, leave, depends=depends)
+    try:
+        address = enter()
+        leave.close = partial(close, address)
+        info = PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
+        return ForeignRegion.over(driver, (info,), claim, access=access)
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
+
+
+# -- what a driver can ------------------------------------------------------------------------------------------
+def foreign(driver: Driver) -> Foreign:
+    """Return the driver as one that knows memory of others."""
+    return cast("Foreign", _able(driver, Foreign, "memory that others made"))
+
+
+def legacy(driver: Driver) -> LegacyIpc:
+    """Return the driver as one with 64-byte handles of allocations."""
+    return cast("LegacyIpc", _able(driver, LegacyIpc, "64-byte handles of cudaMalloc memory"))
+
+
+def pools(driver: Driver) -> Pools:
+    """Return the driver as one with stream-ordered pools."""
+    return cast("Pools", _able(driver, Pools, "stream-ordered pools"))
+
+
+def _able(driver: Driver, capability: Any, what: str) -> Driver:
+    if not _has(type(driver), capability):
+        raise UnsupportedError(
+            what, "a driver of GPUs", f"the {driver.name} driver, which has none", "Copy it: vram.copy_in()"
+        )
+    return driver
+
+
+@functools.lru_cache(maxsize=64)  # the question takes microseconds, and there are few drivers
+def _has(kind: type, capability: Any) -> bool:
+    return issubclass(kind, capability)
+
+
+def _after_fork_in_child() -> None:
+    """Start anew: the lock may have been held by a thread that does not exist here, and the regions are inert."""
+    global _known
+    _known = _Known()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
