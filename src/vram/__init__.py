@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from .exchange.create import asarray as asarray
     from .exchange.create import empty as empty
     from .exchange.create import zeros as zeros
+    from .exchange.keepers import holders as holders
     from .exchange.keepers import list_entries as list  # noqa: F401
     from .exchange.keepers import remove as remove
+    from .exchange.keepers import revoke as revoke
     from .exchange.keepers import show as show
     from .exchange.keepers import statistics as statistics
     from .exchange.lease import Lease as Lease
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from .keeper.reports import ArrayInfo as ArrayInfo
     from .keeper.reports import EntryInfo as EntryInfo
     from .keeper.reports import HolderInfo as HolderInfo
+    from .keeper.reports import RevokeInfo as RevokeInfo
     from .keeper.reports import StatisticsInfo as StatisticsInfo
     from .keeper.reports import VersionInfo as VersionInfo
     from .keeper.session import Keeper as Keeper
@@ -77,12 +80,12 @@ _HOMES = {
     "exchange.attach": "attach attach_or_publish",
     "exchange.create": "asarray empty zeros",
     "exchange.array_channel": "ArrayChannel",
-    "exchange.keepers": "list=list_entries remove show statistics",
+    "exchange.keepers": "holders list=list_entries remove revoke show statistics",
     "exchange.publish": "Published publish",
     "exchange.weights": "put",
     "exchange.lease": "Lease",
     "keeper": "keeper=",
-    "keeper.reports": "ArrayInfo EntryInfo HolderInfo StatisticsInfo VersionInfo",
+    "keeper.reports": "ArrayInfo EntryInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo",
     "keeper.session": "Keeper",
     "memory": "AddressReservation MemoryMapping MulticastObject PhysicalAllocation Region",
     "spec": "Access AllocationSpec HandleKind Location",

@@ -571,7 +571,7 @@ def test_a_watch_becomes_readable_with_the_news(one: KeeperClient, other: Keeper
         assert watch.reason == "revoked"
     with other.watch(held.lease_id) as late:
         until(late.pump)
-        assert late.reason == "removed"
+        assert late.reason == "revoked"
     with pytest.raises(UsageError, match="lease"):
         other.watch(12345)
 

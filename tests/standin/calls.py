@@ -14,7 +14,7 @@ NONE, READ, READ_WRITE = 0, 1, 3
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED = 1, 2, 3
 UNKNOWN = 999
-NO_DEVICE, INVALID_DEVICE, INVALID_CONTEXT, PEER_UNSUPPORTED = 100, 101, 201, 217
+NO_DEVICE, INVALID_DEVICE, INVALID_CONTEXT, MAP_FAILED, PEER_UNSUPPORTED = 100, 101, 201, 205, 217
 INVALID_HANDLE, NOT_FOUND, NOT_READY, ILLEGAL_ADDRESS, LAUNCH_TIMEOUT = 400, 500, 600, 700, 702
 PEER_ALREADY, PEER_NOT, CONTEXT_DESTROYED, ALREADY_REGISTERED, NOT_REGISTERED = 704, 705, 709, 712, 713
 NOT_PERMITTED, NOT_SUPPORTED = 800, 801
@@ -98,6 +98,15 @@ def read(address: int, nbytes: int = 16) -> bytes:
     out = bytearray(nbytes)
     ok("cuMemcpyDtoH", out, address, nbytes)
     return bytes(out)
+
+
+def shareable_pool(types: int = 1) -> Any:
+    """Return the handle of a new pool."""
+    made = driver.CUmemPoolProps()
+    made.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.handleTypes = driver.CUmemAllocationHandleType(types)
+    made.location = location()
+    return ok("cuMemPoolCreate", made)
 
 
 def attributes(address: int, *names: str) -> list[Any]:

@@ -96,6 +96,7 @@ static CUresult f_cuInit(unsigned flags) {
     NEED(!forked, CUDA_ERROR_NOT_INITIALIZED);
     if (initialized) return CUDA_SUCCESS;
     TRY(set_up_devices());
+    open_table(); // again in a process that was forked since it was loaded
     initialized = true;
     return CUDA_SUCCESS;
 }

@@ -146,6 +146,7 @@ __attribute__((constructor)) static void load(void) {
     read_config();
     read_faults();
     open_arenas(); // at load, so that a ledger taken after it sees no descriptor appear with the first call
+    open_table();
     pthread_atfork(before_fork, after_fork, in_child);
 }
 
@@ -283,8 +284,8 @@ static bool hidden(const char *symbol) {
 EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, cuuint64_t flags,
                                     CUdriverProcAddressQueryResult *result) {
     (void)flags; // the per-thread default stream is the legacy one here
-    static const Entry *const tables[] = {device_entries, vmm_entries, memory_entries, pool_entries, stream_entries,
-            multicast_entries};
+    static const Entry *const tables[] = {device_entries, vmm_entries, memory_entries, ipc_entries, pool_entries,
+            stream_entries, multicast_entries};
     CUdriverProcAddressQueryResult ignored;
     if (!result) result = &ignored;
     *function = NULL;

@@ -1,9 +1,11 @@
-// What lies at an address: cuMemAlloc memory, host memory, legacy IPC, pointer attributes.
+// What lies at an address: cuMemAlloc memory, host memory, pointer attributes.
 #include "standin.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#define SMALL_ALIGNMENT ((size_t)512) // measured: 8192 bytes after 1000 lie 1024 further on
 
 Ranges spans, reservations;
 
@@ -13,6 +15,65 @@ uint64_t next_id(void) {
 }
 
 static bool is_host(const Span *span) { return span->kind == HOST_ALLOCATED || span->kind == HOST_REGISTERED; }
+
+/* ---- blocks: small cuMemAlloc allocations share them (measured), larger ones have their own ---- */
+
+typedef struct Block {
+    Arena within; // no descriptor: only tells what is taken
+    size_t offset; // in the device's arena
+    int device;
+    struct Block *next;
+} Block;
+static Block *blocks;
+
+static bool take_in_block(Span *span, size_t size) {
+    for (Block *block = blocks; block; block = block->next) {
+        if (block->device != span->device || !arena_take(&block->within, size, SMALL_ALIGNMENT, &span->offset)) continue;
+        span->offset += block->offset;
+        span->block = block->offset;
+        span->block_size = GRANULE;
+        return true;
+    }
+    return false;
+}
+
+static bool take_legacy(Span *span, size_t size) {
+    Arena *arena = devices[span->device].arena;
+    if (size > GRANULE / 2) {
+        span->block_size = (size + GRANULE - 1) & ~(GRANULE - 1);
+        if (!arena_take(arena, span->block_size, GRANULE, &span->offset)) return false;
+        span->block = span->offset;
+        return true;
+    }
+    size = (size + SMALL_ALIGNMENT - 1) & ~(SMALL_ALIGNMENT - 1);
+    if (take_in_block(span, size)) return true;
+    size_t offset;
+    if (!arena_take(arena, GRANULE, GRANULE, &offset)) return false;
+    Block *block = make(sizeof *block);
+    *block = (Block){.within = {.fd = -1, .size = GRANULE}, .offset = offset, .device = span->device, .next = blocks};
+    blocks = block;
+    return take_in_block(span, size);
+}
+
+static void give_legacy(const Span *span) {
+    Arena *arena = devices[span->device].arena;
+    Block **link = &blocks;
+    while (*link && ((*link)->device != span->device || (*link)->offset != span->block)) link = &(*link)->next;
+    Block *block = *link;
+    if (!block) {
+        arena_give(arena, span->offset);
+        return;
+    }
+    memset(arena->base + span->offset, 0, span->range.size); // who takes these bytes next finds zeros
+    arena_give(&block->within, span->offset - block->offset);
+    if (block->within.used.count) return;
+    *link = block->next;
+    arena_close(&block->within);
+    arena_give(arena, block->offset);
+    free(block);
+}
+
+/* ---- spans ---- */
 
 void span_drop(Span *span) {
     ranges_remove(&spans, &span->range);
@@ -24,12 +85,13 @@ void span_drop(Span *span) {
         memory_forget(span->memory);
         break;
     case LEGACY:
-        arena_give(devices[span->device].arena, span->offset);
+        legacy_forget(span->shared_id);
+        give_legacy(span);
         uncharge(span->device, span->charged);
         break;
     case POOL_ALLOCATION:
     case POOL_IMPORTED: pool_free(span); break;
-    case IPC_OPENED:
+    case IPC_OPENED: munmap((void *)span->view, span->view_size); break;
     case HOST_ALLOCATED: munmap(base, (span->range.size + PAGE - 1) & ~(PAGE - 1)); break;
     case HOST_REGISTERED: break;
     }
@@ -65,6 +127,7 @@ Reach reach(uint64_t address, size_t size, bool write, int device) {
         if (!span) return REFUSED;
         if (is_host(span)) return REACHED; // the rest is host memory all the same, or the caller's crash
         uint64_t span_end = span->range.base + span->range.size;
+        if (span->kind == IPC_OPENED && end > span->view + span->block_size) return REFUSED; // nothing behind it
         if (span->kind != VMM_MAPPING) return end <= span_end ? REACHED : REFUSED;
         if (!(span->access[device] & (write ? 2 : 1))) return REFUSED;
         if (span->memory->multicast && (!write || end > span_end)) return REFUSED; // plain reads of it are undefined
@@ -83,17 +146,16 @@ Span *multicast_span(uint64_t address) {
 static CUresult f_cuMemAlloc(CUdeviceptr *out, size_t size) {
     ENTER_CONTEXT;
     NEED(out && size, CUDA_ERROR_INVALID_VALUE);
-    size_t offset, whole = (size + PAGE - 1) & ~(PAGE - 1);
+    size_t whole = (size + PAGE - 1) & ~(PAGE - 1);
     NEED(whole >= size && charge(context->device, whole), CUDA_ERROR_OUT_OF_MEMORY);
-    Arena *arena = devices[context->device].arena;
-    if (!arena_take(arena, whole, PAGE, &offset)) {
+    Span *span = make(sizeof *span);
+    *span = (Span){.kind = LEGACY, .device = context->device, .id = next_id(), .context = context, .charged = whole};
+    if (!take_legacy(span, size)) {
         uncharge(context->device, whole);
+        free(span);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    Span *span = make(sizeof *span);
-    *span = (Span){.range = {(uint64_t)arena->base + offset, size}, .kind = LEGACY, .device = context->device,
-            .id = next_id(),
-                   .context = context, .offset = offset, .charged = whole};
+    span->range = (Range){(uint64_t)devices[span->device].arena->base + span->offset, size};
     ranges_insert(&spans, &span->range);
     *out = span->range.base;
     return CUDA_SUCCESS;
@@ -128,11 +190,18 @@ static CUresult f_cuMemGetInfo(size_t *available, size_t *total) {
     return CUDA_SUCCESS;
 }
 
-// The allocation, or for VMM memory the mapping, that an address lies in.
+static bool without_access(const Span *span) { // a VMM mapping that no place has access to yet
+    if (span->kind != VMM_MAPPING) return false;
+    int access = span->host_access;
+    for (int d = 0; d < device_count; d++) access |= span->access[d];
+    return !access;
+}
+
+// Measured: the allocation, or for VMM memory the mapping, that an address lies in, once it is accessible.
 static CUresult f_cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr address) {
     ENTER;
     const Span *span = (Span *)ranges_at(&spans, address);
-    NEED(span, CUDA_ERROR_NOT_FOUND);
+    NEED(span && !without_access(span), CUDA_ERROR_NOT_FOUND);
     if (base) *base = span->range.base;
     if (size) *size = span->range.size;
     return CUDA_SUCCESS;
@@ -215,66 +284,6 @@ static CUresult f_cuMemHostGetFlags(unsigned *out, void *address) {
     return CUDA_SUCCESS;
 }
 
-/* ---- legacy IPC ---- */
-
-// Measured: VMM memory is refused. An interior pointer gives the handle of its allocation, with no word about it.
-static CUresult f_cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address) {
-    ENTER_CONTEXT;
-    const Span *span = (Span *)ranges_at(&spans, address);
-    NEED(out && span && span->kind == LEGACY, CUDA_ERROR_INVALID_VALUE);
-    Token token;
-    token_make(&token, 'l', devices[span->device].arena->fd, span->offset, span->range.size,
-            devices[span->device].number);
-    memset(out, 0, sizeof *out);
-    memcpy(out, &token, sizeof token);
-    return CUDA_SUCCESS;
-}
-
-static Span *opened_before(const Token *token, const Context *context) {
-    for (size_t i = 0; i < spans.count; i++) {
-        Span *span = (Span *)spans.items[i];
-        if (span->kind == IPC_OPENED && span->context == context && !memcmp(&span->token, token,
-                sizeof *token)) return span;
-    }
-    return NULL;
-}
-
-static CUresult f_cuIpcOpenMemHandle(CUdeviceptr *out, CUipcMemHandle handle, unsigned flags) {
-    ENTER_CONTEXT;
-    Token token;
-    memcpy(&token, &handle, sizeof token);
-    NEED(out && flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CUDA_ERROR_INVALID_VALUE);
-    NEED(token_valid(&token, 'l') && token.size, CUDA_ERROR_INVALID_VALUE);
-    NEED(!token_is_own(&token), CUDA_ERROR_INVALID_CONTEXT); // measured: 201 in the process that made it
-    int device = device_of_number(token.device);
-    NEED(device >= 0, CUDA_ERROR_INVALID_DEVICE);
-    NEED(device == context->device || can_access_peer(context->device, device), CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
-    Span *span = opened_before(&token, context); // opened again: the same address, counted
-    if (!span) {
-        int fd = token_open(&token);
-        NEED(fd >= 0, CUDA_ERROR_INVALID_HANDLE);
-        void *base = mmap(NULL, token.size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)token.offset);
-        close(fd);
-        NEED(base != MAP_FAILED, CUDA_ERROR_MAP_FAILED);
-        span = make(sizeof *span);
-        *span = (Span){.range = {(uint64_t)base, token.size}, .kind = IPC_OPENED, .device = device, .id = next_id(),
-                .context = context, .token = token};
-        ranges_insert(&spans, &span->range);
-    }
-    span->opens++;
-    *out = span->range.base;
-    return CUDA_SUCCESS;
-}
-
-static CUresult f_cuIpcCloseMemHandle(CUdeviceptr address) {
-    ENTER_CONTEXT;
-    Span *span = span_starting(address);
-    NEED(span && span->kind == IPC_OPENED, CUDA_ERROR_INVALID_VALUE);
-    drain_all();
-    if (!--span->opens) span_drop(span);
-    return CUDA_SUCCESS;
-}
-
 /* ---- pointer attributes ---- */
 
 static CUresult access_flags(unsigned *out, const Span *span) {
@@ -284,7 +293,8 @@ static CUresult access_flags(unsigned *out, const Span *span) {
     return CUDA_SUCCESS;
 }
 
-// What an address in a reservation answers, mapped or not.
+// What an address in a reservation answers, mapped or not. Measured for what is mapped: the whole reservation, which for
+// PyTorch's expandable segments is nearly all addresses and no memory.
 static CUresult range_attribute(void *out, CUpointer_attribute which, const Span *span, uint64_t address) {
     const Range *range = ranges_at(&reservations, address);
     if (!range && span) range = &span->range;
@@ -296,9 +306,14 @@ static CUresult range_attribute(void *out, CUpointer_attribute which, const Span
     }
 }
 
-static bool legacy_capable(const Span *span) { return span->kind == LEGACY || span->kind == IPC_OPENED; }
+static unsigned handle_types(const Span *span) {
+    if (span->pool) return pool_handle_types(span->pool);
+    if (span->kind != VMM_MAPPING || span->memory->imported) return 0;
+    return (unsigned)span->memory->prop.requestedHandleTypes;
+}
 
-// Measured, as (legacy capable, handle types, pool): cuMemAlloc 1, 0, none; VMM with fd 0, 1, none; cuMemAllocAsync 0, 0, pool.
+// Measured, as (legacy capable, handle types, pool): cuMemAlloc 1, 0, none; opened from a legacy handle 0, 0, none; VMM
+// with fd 0, 1, none, imported 0, 0, none; cuMemAllocAsync 0, 0, pool, of a pool with fd 0, 1, pool, imported 0, 0, pool.
 static CUresult attribute(void *out, CUpointer_attribute which, const Span *span, uint64_t address) {
     switch ((int)which) {
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
@@ -311,7 +326,10 @@ static CUresult attribute(void *out, CUpointer_attribute which, const Span *span
     case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)out = span->context ? (CUcontext)span->context->handle : NULL; break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)out = host &&
             !multicast_span(address) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE; break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)out = address; break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+        NEED(!without_access(span), CUDA_ERROR_INVALID_VALUE); // measured
+        *(CUdeviceptr *)out = address;
+        break;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
         NEED(host, CUDA_ERROR_INVALID_VALUE);
         *(void **)out = (void *)address;
@@ -321,10 +339,8 @@ static CUresult attribute(void *out, CUpointer_attribute which, const Span *span
     case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(unsigned *)out = 0; break;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = host &&
             span->context ? span->context->device : span->device; break;
-    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(bool *)out = legacy_capable(span); break;
-    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
-        *(unsigned long long *)out = span->kind == VMM_MAPPING ? (unsigned)span->memory->prop.requestedHandleTypes : 0;
-        break;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *(bool *)out = span->kind == LEGACY; break;
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: *(unsigned long long *)out = handle_types(span); break;
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: *(bool *)out = !host; break;
     case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS: return access_flags(out, span);
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: *(uint64_t *)out = span->pool ? pool_handle(span->pool) : 0; break;
@@ -382,8 +398,6 @@ const Entry memory_entries[] = {
     E(cuMemAlloc, 3020), E(cuMemFree, 3020), E(cuMemGetInfo, 3020), E(cuMemGetAddressRange, 3020), E(cuMemHostAlloc,
             2020),
     E(cuMemAllocHost, 3020), E(cuMemFreeHost, 2000), E(cuMemHostRegister, 6050), E(cuMemHostUnregister, 4000),
-    E(cuMemHostGetDevicePointer, 3020), E(cuMemHostGetFlags, 2030), E(cuIpcGetMemHandle, 4010), E(cuIpcOpenMemHandle,
-            11000),
-    E(cuIpcCloseMemHandle, 4010), E(cuPointerGetAttribute, 4000), E(cuPointerGetAttributes, 7000),
+    E(cuMemHostGetDevicePointer, 3020), E(cuMemHostGetFlags, 2030), E(cuPointerGetAttribute, 4000), E(cuPointerGetAttributes, 7000),
             E(cuPointerSetAttribute, 6000), {0},
 };

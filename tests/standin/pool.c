@@ -22,6 +22,7 @@ typedef struct Pool {
 } Pool;
 
 uint64_t pool_handle(const Pool *pool) { return pool->handle; }
+unsigned pool_handle_types(const Pool *pool) { return pool->imported ? 0 : pool->handle_types; } // measured
 
 static Pool *new_pool(int device) {
     Pool *pool = make(sizeof *pool);
@@ -87,6 +88,7 @@ static CUresult f_cuMemPoolDestroy(CUmemoryPool handle) {
     ENTER_CONTEXT;
     Pool *pool = find_pool(handle);
     NEED(pool && !pool->is_default, CUDA_ERROR_INVALID_VALUE);
+    NEED(!pool->imported || !pool->live, CUDA_ERROR_INVALID_VALUE); // measured: pointers imported from it are out
     if (devices[pool->device].pool == pool) devices[pool->device].pool = devices[pool->device].default_pool;
     handle_drop(POOL, pool->handle);
     pool->handle = 0;
@@ -276,7 +278,9 @@ static CUresult f_cuMemPoolImportFromShareableHandle(CUmemoryPool *out, void *ha
     ENTER_CONTEXT;
     Label label;
     int fd = (int)(intptr_t)handle;
-    NEED(out && !flags && type == FD && read_label(fd, &label) && label.kind == 'p', CUDA_ERROR_INVALID_VALUE);
+    NEED(out && !flags && type == FD && read_label(fd, &label), CUDA_ERROR_INVALID_VALUE);
+    NEED(label.kind != 'm' && label.kind != 'x', CUDA_ERROR_NOT_SUPPORTED); // measured, for memory
+    NEED(label.kind == 'p', CUDA_ERROR_INVALID_VALUE);
     int device = device_of_number(label.device);
     NEED(device >= 0, CUDA_ERROR_INVALID_DEVICE);
     Pool *pool = new_pool(device);
@@ -297,6 +301,7 @@ static CUresult f_cuMemPoolExportPointer(CUmemPoolPtrExportData *out, CUdevicept
     ENTER_CONTEXT;
     const Span *span = (Span *)ranges_at(&spans, address);
     NEED(out && span && span->kind == POOL_ALLOCATION && span->pool->handle_types, CUDA_ERROR_INVALID_VALUE);
+    NEED(span->range.base == address, CUDA_ERROR_INVALID_VALUE); // measured: no interior pointers
     Token token;
     token_make(&token, 'q', span->pool->own.fd, span->offset, span->range.size, devices[span->device].number);
     memset(out, 0, sizeof *out);

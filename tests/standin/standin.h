@@ -62,7 +62,7 @@ void arena_give(Arena *arena, size_t offset); // the bytes are gone: who takes t
 
 // Every memfd carries what an importer must know in its name; the kernel lets nobody change it.
 typedef struct Label {
-    char kind;              // m memory, x multicast, p pool, a arena, e event
+    char kind;              // m memory, x multicast, p pool, a arena, t table of what others may open
     int device;             // number of the machine's device, whatever this process calls it; -1 is the host
     unsigned handle_types;
     int location_type, location_id;
@@ -78,11 +78,13 @@ typedef struct Token {
     int32_t pid, fd;
     uint64_t inode, nonce, offset, size;
     int32_t device, kind;
+    uint64_t serial; // of an event
 } Token;
 _Static_assert(sizeof(Token) <= 64, "a handle has 64 bytes");
 void token_make(Token *token, char kind, int fd, size_t offset, size_t size, int device);
 bool token_valid(const Token *token, char kind);
 bool token_is_own(const Token *token);
+uint64_t own_nonce(void);
 int token_open(const Token *token); // -1: its maker is gone, or the descriptor is another one by now
 
 /* ---- calls, faults, configuration (libcuda.c) ---- */
@@ -123,8 +125,8 @@ typedef struct Entry { // cuGetProcAddress finds by (name, newest that is not ab
 } Entry;
 #define E(name, since) {#name, since, (void *)f_##name}
 #define E_AS(name, since, suffix) {#name, since, (void *)f_##name##suffix}
-extern const Entry device_entries[], vmm_entries[], memory_entries[], pool_entries[], stream_entries[],
-        multicast_entries[];
+extern const Entry device_entries[], vmm_entries[], memory_entries[], ipc_entries[], pool_entries[],
+        stream_entries[], multicast_entries[];
 
 typedef struct Config {
     int driver_version, devices;
@@ -202,8 +204,11 @@ typedef struct Span { // addresses with memory behind them
     Memory *memory;   // VMM_MAPPING
     Context *context; // of legacy and host memory
     struct Pool *pool;
-    size_t offset, charged; // within the arena
-    Token token;            // IPC_OPENED: what it was opened from
+    size_t offset, charged;   // within the arena
+    size_t block, block_size; // LEGACY: what of the arena a handle of it gives away
+    uint32_t shared_id;       // LEGACY: 0 until somebody asks a handle of it
+    uint64_t view, view_size; // IPC_OPENED: all addresses it took; there is memory behind the first block_size
+    unsigned char opened_from[64];
     int opens;
     unsigned host_flags;
     unsigned char access[MAX_DEVICES], host_access; // VMM_MAPPING: CUmemAccess_flags
@@ -227,9 +232,24 @@ CUresult multicast_may_map(const struct Multicast *multicast);
 struct Multicast *multicast_import(int fd);
 void multicast_write(Memory *memory, size_t offset, const void *bytes, size_t size);
 long multicast_bindings(void);
+uint64_t reserve_anywhere(size_t size, size_t alignment); // 0: no addresses are left
 void pool_free(Span *span);
 struct Pool *default_pool(int device);
 uint64_t pool_handle(const struct Pool *pool);
+unsigned pool_handle_types(const struct Pool *pool);
+
+/* ---- what other processes find by handles of 64 bytes (ipc.c) ---- */
+
+typedef struct SharedEvent {
+    _Atomic uint64_t generation, alive, recorded, completed;
+} SharedEvent;
+void open_table(void);
+SharedEvent *shared_event_take(void); // NULL: there are too many
+void shared_event_give(SharedEvent *event);
+void shared_event_token(Token *token, const SharedEvent *event, int device);
+SharedEvent *shared_event_open(const Token *token); // NULL: its maker is gone, or the event is
+void shared_event_close(SharedEvent *event);
+void legacy_forget(uint32_t id); // 0: nothing to forget
 
 /* ---- streams (stream.c) ---- */
 

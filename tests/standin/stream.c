@@ -3,7 +3,6 @@
 #include "standin.h"
 
 #include <stdlib.h>
-#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -18,10 +17,6 @@ typedef struct Stream {
     bool destroyed;
 } Stream;
 
-typedef struct SharedEvent { // in a memfd, for interprocess events
-    _Atomic uint64_t recorded, completed;
-} SharedEvent;
-
 typedef struct Event {
     uint64_t handle;
     Context *context;
@@ -29,9 +24,9 @@ typedef struct Event {
     Stream *stream; // of its last record, NULL: never recorded
     uint64_t number;
     double at; // milliseconds
-    int fd;
     bool imported;
-    SharedEvent *shared;
+    SharedEvent *shared;    // INTERPROCESS
+    uint64_t generation;    // another one there: the event was destroyed, and its place taken
     uint64_t shared_number; // of its last record here
 } Event;
 
@@ -92,10 +87,12 @@ static bool still_there(Stream *stream, uint64_t address, size_t size, bool writ
 
 static void run_until(Stream *stream, uint64_t number);
 
+static bool shared_now(const Event *event) { return event->shared && event->shared->generation == event->generation; }
+
 // The other process finishes its work in its own time; who waits ten seconds for it waits for nothing.
 static void wait_shared(Stream *stream, Event *event, uint64_t number) {
     double deadline = now_ms() + 10e3;
-    while (event->shared->completed < number) {
+    while (shared_now(event) && event->shared->completed < number) {
         if (now_ms() > deadline) {
             would_hang++;
             stream->context->sticky = CUDA_ERROR_LAUNCH_TIMEOUT;
@@ -130,7 +127,7 @@ static void do_work(Stream *stream, Work *work) {
     case RECORD:
         if (!(event = handle_find(EVENT, work->handle))) break;
         event->at = now_ms();
-        if (event->shared && event->shared->completed < work->number) event->shared->completed = work->number;
+        if (shared_now(event) && event->shared->completed < work->number) event->shared->completed = work->number;
         break;
     }
 }
@@ -376,8 +373,8 @@ static CUresult f_cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
 
 static void destroy_event(Event *event) {
     handle_drop(EVENT, event->handle);
-    if (event->shared) munmap(event->shared, PAGE);
-    if (event->fd >= 0) close(event->fd);
+    if (event->imported) shared_event_close(event->shared);
+    else if (event->shared) shared_event_give(event->shared);
     free(event);
 }
 
@@ -390,12 +387,13 @@ void drop_streams_of(Context *context) {
         if (stream->context == context) destroy_stream(stream);
 }
 
-static bool share_event(Event *event, int fd) {
-    void *page = fd < 0 ? MAP_FAILED : mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (page == MAP_FAILED) return false;
-    event->fd = fd;
-    event->shared = page;
-    return true;
+static CUresult new_event(CUevent *out, unsigned flags, SharedEvent *shared, bool imported, Context *context) {
+    Event *event = make(sizeof *event);
+    *event = (Event){.context = context, .flags = flags, .shared = shared, .imported = imported,
+            .generation = shared ? shared->generation : 0};
+    event->handle = handle_new(EVENT, event);
+    *out = (CUevent)event->handle;
+    return CUDA_SUCCESS;
 }
 
 static CUresult f_cuEventCreate(CUevent *out, unsigned flags) {
@@ -403,19 +401,9 @@ static CUresult f_cuEventCreate(CUevent *out, unsigned flags) {
     NEED(out && !(flags & ~7u), CUDA_ERROR_INVALID_VALUE);
     bool interprocess = flags & CU_EVENT_INTERPROCESS;
     NEED(!interprocess || flags & CU_EVENT_DISABLE_TIMING, CUDA_ERROR_INVALID_VALUE);
-    Event *event = make(sizeof *event);
-    *event = (Event){.context = context, .flags = flags, .fd = -1};
-    if (interprocess) {
-        int fd = labelled_memfd(&(Label){.kind = 'e', .device = devices[context->device].number, .size = PAGE}, PAGE);
-        if (!share_event(event, fd)) {
-            if (fd >= 0) close(fd);
-            free(event);
-            return CUDA_ERROR_OUT_OF_MEMORY;
-        }
-    }
-    event->handle = handle_new(EVENT, event);
-    *out = (CUevent)event->handle;
-    return CUDA_SUCCESS;
+    SharedEvent *shared = interprocess ? shared_event_take() : NULL;
+    NEED(shared || !interprocess, CUDA_ERROR_OUT_OF_MEMORY);
+    return new_event(out, flags, shared, false, context);
 }
 
 static CUresult f_cuEventDestroy(CUevent handle) {
@@ -433,7 +421,7 @@ static CUresult record(CUevent handle, CUstream stream_handle, unsigned flags, C
     NEED(!flags || flags == CU_EVENT_RECORD_EXTERNAL, CUDA_ERROR_INVALID_VALUE);
     TRY(find_stream(&stream, stream_handle, context));
     NEED(event->context == stream->context, CUDA_ERROR_INVALID_HANDLE); // an event belongs to one context
-    if (event->shared) event->shared_number = ++event->shared->recorded;
+    if (shared_now(event)) event->shared_number = ++event->shared->recorded;
     order_with_legacy(stream);
     append(stream, (Work){.what = RECORD, .handle = event->handle, .number = event->shared_number});
     event->stream = stream;
@@ -453,7 +441,7 @@ static CUresult f_cuEventRecordWithFlags(CUevent event, CUstream stream, unsigne
 }
 
 static bool complete(const Event *event) {
-    if (event->shared) return event->shared->completed >= event->shared->recorded;
+    if (event->shared) return !shared_now(event) || event->shared->completed >= event->shared->recorded;
     return !event->stream || event->stream->done >= event->number;
 }
 
@@ -504,7 +492,7 @@ static CUresult f_cuIpcGetEventHandle(CUipcEventHandle *out, CUevent handle) {
     Event *event = handle_find(EVENT, (uint64_t)handle);
     NEED(out && event && event->shared && !event->imported, CUDA_ERROR_INVALID_HANDLE);
     Token token;
-    token_make(&token, 'e', event->fd, 0, PAGE, devices[event->context->device].number);
+    shared_event_token(&token, event->shared, devices[event->context->device].number);
     memset(out, 0, sizeof *out);
     memcpy(out, &token, sizeof token);
     return CUDA_SUCCESS;
@@ -514,21 +502,12 @@ static CUresult f_cuIpcOpenEventHandle(CUevent *out, CUipcEventHandle handle) {
     ENTER_CONTEXT;
     Token token;
     memcpy(&token, &handle, sizeof token);
-    NEED(out && token_valid(&token, 'e'), CUDA_ERROR_INVALID_VALUE);
+    NEED(out, CUDA_ERROR_INVALID_VALUE);
+    NEED(token_valid(&token, 'e'), CUDA_ERROR_MAP_FAILED); // measured
     NEED(!token_is_own(&token), CUDA_ERROR_INVALID_CONTEXT);
-    int fd = token_open(&token);
-    NEED(fd >= 0, CUDA_ERROR_INVALID_HANDLE);
-    Event *event = make(sizeof *event);
-    *event = (Event){.context = context, .flags = CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING, .imported = true,
-            .fd = -1};
-    if (!share_event(event, fd)) {
-        close(fd);
-        free(event);
-        return CUDA_ERROR_MAP_FAILED;
-    }
-    event->handle = handle_new(EVENT, event);
-    *out = (CUevent)event->handle;
-    return CUDA_SUCCESS;
+    SharedEvent *shared = shared_event_open(&token);
+    NEED(shared, CUDA_ERROR_MAP_FAILED); // our guess
+    return new_event(out, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING, shared, true, context);
 }
 
 /* ---- copies ---- */

@@ -213,7 +213,7 @@ bool read_label(int fd, Label *label) {
     return label->kind == 'x' || (unsigned long long)about.st_size == label->size;
 }
 
-static uint64_t own_nonce(void) {
+uint64_t own_nonce(void) {
     static uint64_t nonce;
     static pid_t owner;
     if (owner != getpid()) {

@@ -31,6 +31,7 @@ from tests.standin.calls import (
     LAUNCH_TIMEOUT,
     MIB,
     NONE,
+    NOT_FOUND,
     NOT_PERMITTED,
     NOT_READY,
     NOT_REGISTERED,
@@ -54,6 +55,7 @@ from tests.standin.calls import (
     prop,
     read,
     reserve,
+    shareable_pool,
     undo,
 )
 
@@ -302,6 +304,19 @@ def test_foreign_descriptors_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("context")
+def test_descriptors_of_pools_and_of_memory_are_told_apart() -> None:
+    pool, handle = shareable_pool(), create()
+    fds = int(ok("cuMemPoolExportToShareableHandle", pool, FD, 0)), export(handle), os.open("/dev/null", os.O_RDWR)
+    assert code("cuMemImportFromShareableHandle", fds[0], FD) == NOT_SUPPORTED
+    assert code("cuMemPoolImportFromShareableHandle", fds[1], FD, 0) == NOT_SUPPORTED
+    assert code("cuMemPoolImportFromShareableHandle", fds[2], FD, 0) == INVALID_VALUE
+    for fd in fds:
+        os.close(fd)
+    ok("cuMemRelease", handle)
+    ok("cuMemPoolDestroy", pool)
+
+
+@pytest.mark.usefixtures("context")
 def test_an_open_descriptor_holds_the_memory(control: standin.Standin) -> None:
     free = ok("cuMemGetInfo")[0]
     handle = create(64 * MIB)
@@ -393,6 +408,70 @@ def test_pointer_attributes_tell_the_kinds_apart() -> None:
 
 
 @pytest.mark.usefixtures("context")
+def test_handle_types_are_those_of_who_may_export() -> None:
+    def types(address: int) -> int:
+        return int(attributes(address, "ALLOWED_HANDLE_TYPES")[0])
+
+    (first, handle), pools = mapped(), [shareable_pool(), shareable_pool(0)]
+    second, other = reserve(), import_(fd := export(handle))
+    os.close(fd)
+    ok("cuMemMap", second, GRANULE, 0, other, 0)
+    assert (types(first), types(second)) == (1, 0)
+    pooled = [int(ok("cuMemAllocFromPoolAsync", 100, pool, 0)) for pool in pools]
+    assert [types(address) for address in pooled] == [1, 0]
+    fd = int(ok("cuMemPoolExportToShareableHandle", pools[0], FD, 0))
+    imported = ok("cuMemPoolImportFromShareableHandle", fd, FD, 0)
+    os.close(fd)
+    there = int(ok("cuMemPoolImportPointer", imported, ok("cuMemPoolExportPointer", pooled[0])))
+    assert types(there) == 0
+    for address in (there, *pooled):
+        ok("cuMemFreeAsync", address, 0)
+    for pool in (imported, *pools):
+        ok("cuMemPoolDestroy", pool)
+    undo(first, handle)
+    undo(second, other)
+
+
+@pytest.mark.usefixtures("context")
+def test_the_address_range_of_virtual_memory_is_one_mapping_that_is_accessible() -> None:
+    address, handles = reserve(4 * GRANULE), [create(), create(2 * GRANULE)]
+    ok("cuMemMap", address, GRANULE, 0, handles[0], 0)
+    ok("cuMemMap", address + GRANULE, 2 * GRANULE, 0, handles[1], 0)
+    pointer = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    assert code("cuMemGetAddressRange", address) == NOT_FOUND
+    assert code("cuPointerGetAttribute", pointer, address) == INVALID_VALUE
+    ok("cuMemSetAccess", address, 3 * GRANULE, [access(READ)], 1)
+    inner = address + 2 * GRANULE + 5
+    assert tuple(map(int, ok("cuMemGetAddressRange", inner))) == (address + GRANULE, 2 * GRANULE)
+    assert int(ok("cuPointerGetAttribute", pointer, inner)) == inner
+    for known in (address, inner):  # here it is the reservation, however little of it is mapped
+        assert [int(n) for n in attributes(known, "RANGE_START_ADDR", "RANGE_SIZE")] == [address, 4 * GRANULE]
+    assert code("cuMemGetAddressRange", address + 3 * GRANULE) == NOT_FOUND
+    undo_all(address, 4 * GRANULE, *handles)
+    small = int(ok("cuMemAlloc", 1000))
+    assert [code("cuMemGetAddressRange", a) for a in (small + 999, small + 1000, 4096)] == [0, NOT_FOUND, NOT_FOUND]
+    ok("cuMemFree", small)
+
+
+@pytest.mark.usefixtures("context")
+def test_small_allocations_share_a_block_and_leave_no_bytes_in_it() -> None:
+    block, second = int(ok("cuMemAlloc", 1000)), int(ok("cuMemAlloc", 8192))
+    assert (block % GRANULE, second - block) == (0, 1024)  # as CuPy's came to lie
+    large = int(ok("cuMemAlloc", 5 * MIB))
+    assert large % GRANULE == 0
+    for address, offset in ((block, 0), (second, 1024), (large, 0)):
+        handle = ok("cuIpcGetMemHandle", address)
+        assert int.from_bytes(ctypes.string_at(handle.getPtr(), 64)[28:32], "little") == offset
+    ok("cuMemsetD8", second, 7, 8192)
+    ok("cuMemFree", second)
+    rest = [int(ok("cuMemAlloc", 4096)) for _ in range(511)]  # the whole block, once around
+    assert second in rest
+    assert all(read(a, 4096) == bytes(4096) for a in rest)
+    for address in (block, large, *rest):
+        ok("cuMemFree", address)
+
+
+@pytest.mark.usefixtures("context")
 def test_legacy_handles_are_for_cumemalloc_memory_and_other_processes() -> None:
     address, handle = mapped()
     assert code("cuIpcGetMemHandle", address) == INVALID_VALUE
@@ -435,11 +514,7 @@ def test_bytes_go_round_and_no_further_than_the_allocation() -> None:
 
 @pytest.mark.usefixtures("context")
 def test_pools() -> None:
-    props = driver.CUmemPoolProps()
-    props.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    props.handleTypes = FD
-    props.location = location()
-    pool = ok("cuMemPoolCreate", props)
+    pool = shareable_pool()
     address = int(ok("cuMemAllocFromPoolAsync", 1 << 20, pool, 0))
     used = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
     assert int(ok("cuMemPoolGetAttribute", pool, used)) == 1 << 20
@@ -448,8 +523,11 @@ def test_pools() -> None:
     os.close(fd)
     ok("cuMemcpyHtoD", address, b"pool", 4)
     data = ok("cuMemPoolExportPointer", address)
+    assert code("cuMemPoolExportPointer", address + 512) == INVALID_VALUE
     other = int(ok("cuMemPoolImportPointer", imported, data))
     assert (other != address, read(other, 4)) == (True, b"pool")
+    assert code("cuMemPoolDestroy", imported) == INVALID_VALUE  # a pointer is out ...
+    assert read(other, 4) == b"pool"  # ... and stays good
     assert int(ok("cuMemPoolImportPointer", imported, data)) == other  # a duplicate ...
     ok("cuMemFreeAsync", other, 0)
     assert code("cuMemFreeAsync", other, 0) == INVALID_VALUE  # ... and the first free takes both
@@ -480,6 +558,17 @@ def test_events() -> None:
     for event in (*timed, shared):
         ok("cuEventDestroy", event)
     assert code("cuEventQuery", timed[0]) == INVALID_HANDLE
+
+
+@pytest.mark.usefixtures("context")
+def test_interprocess_events_are_few() -> None:
+    events = [ok("cuEventCreate", 6) for _ in range(4096)]
+    assert code("cuEventCreate", 6) == OUT_OF_MEMORY
+    ok("cuEventDestroy", events.pop())
+    events += [ok("cuEventCreate", flags) for flags in (6, *[2] * 100)]
+    assert code("cuEventCreate", 6) == OUT_OF_MEMORY
+    for event in events:
+        ok("cuEventDestroy", event)
 
 
 @pytest.mark.usefixtures("context")

@@ -24,6 +24,7 @@ from tests.standin.calls import (
     INVALID_DEVICE,
     INVALID_HANDLE,
     INVALID_VALUE,
+    MAP_FAILED,
     MIB,
     NO_DEVICE,
     NOT_INITIALIZED,
@@ -36,12 +37,12 @@ from tests.standin.calls import (
     create,
     export,
     import_,
-    location,
     mapped,
     multicast_prop,
     ok,
     read,
     reserve,
+    shareable_pool,
     undo,
 )
 
@@ -199,18 +200,48 @@ def test_legacy_handles(control: standin.Standin) -> None:
     address = int(ok("cuMemAlloc", 3 * MIB))
     ok("cuMemcpyHtoD", address, b"legacy", 6)
     said = ask("legacy", hexed(ok("cuIpcGetMemHandle", address)))
-    assert said == ["True", str(3 * MIB), "legacy", "True", str(INVALID_VALUE)]
+    assert said == ["True", str(3 * MIB), "legacy", "False", str(INVALID_VALUE)]
     assert read(address, 6) == b"!egacy"
     ok("cuMemFree", address)
     assert numbers("stale", ask("legacy_maker")[0]) == [INVALID_HANDLE]
 
 
+def test_a_legacy_handle_of_what_was_freed(control: standin.Standin) -> None:
+    for nbytes in (100, 3 * MIB):
+        address, keeps_the_block = int(ok("cuMemAlloc", nbytes)), int(ok("cuMemAlloc", 100))
+        token = hexed(ok("cuIpcGetMemHandle", address))
+        ok("cuMemFree", address)
+        again = int(ok("cuMemAlloc", nbytes))
+        ok("cuIpcGetMemHandle", again)
+        assert numbers("stale", token) == [INVALID_VALUE]
+        ok("cuMemFree", again)
+        ok("cuMemFree", keeps_the_block)
+
+
+def test_which_bytes_of_a_legacy_handle_are_checked(control: standin.Standin) -> None:
+    address = int(ok("cuMemAlloc", 5 * MIB))
+    expected = dict.fromkeys(range(64), "0")
+    expected |= dict.fromkeys([25, 26, 27, 32, 33, 34, 35, 36, 52, 53, 54, 55], f"-{INVALID_VALUE}")
+    expected |= dict.fromkeys([48, 49, 50, 51], f"-{INVALID_HANDLE}")
+    expected |= {28 + i: str((0xFF << 8 * i) % GRANULE) for i in range(4)}  # opens at the base and that offset
+    assert ask("changed_handles", hexed(ok("cuIpcGetMemHandle", address))) == list(expected.values())
+    ok("cuMemFree", address)
+
+
+def test_nobody_checks_the_offset_in_a_legacy_handle(control: standin.Standin) -> None:
+    first, second = int(ok("cuMemAlloc", 100)), int(ok("cuMemAlloc", 100))
+    ok("cuMemcpyHtoD", first, b"first", 5)
+    ok("cuMemcpyHtoD", second, b"other", 5)
+    token = hexed(ok("cuIpcGetMemHandle", first))
+    assert ask("at_offset", token, second - first) == ["0", "other"]
+    assert ask("at_offset", token, 2 * GRANULE) == [str(INVALID_VALUE)]  # on hardware: whatever is there
+    assert ask("at_offset", hexed(ok("cuIpcGetMemHandle", second)), second % GRANULE) == ["0", "other"]
+    for address in (first, second):
+        ok("cuMemFree", address)
+
+
 def test_pools(control: standin.Standin) -> None:
-    props = driver.CUmemPoolProps()
-    props.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    props.handleTypes = FD
-    props.location = location()
-    pool = ok("cuMemPoolCreate", props)
+    pool = shareable_pool()
     ok("cuMemAllocFromPoolAsync", 100, pool, 0)
     address = int(ok("cuMemAllocFromPoolAsync", 100, pool, 0))
     ok("cuMemcpyHtoD", address, b"pooled", 6)
@@ -235,6 +266,17 @@ def test_interprocess_events(control: standin.Standin) -> None:
     ok("cuStreamDestroy", stream)
     ok("cuEventDestroy", event)
     ok("cuMemFree", address)
+
+
+def test_event_handles(control: standin.Standin) -> None:
+    event = ok("cuEventCreate", 6)
+    token = hexed(ok("cuIpcGetEventHandle", event))
+    assert ask("event_handles", token) == ["True", str(INVALID_HANDLE), str(MAP_FAILED)]
+    with start("event_kept", token) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "opened\n"
+        ok("cuEventDestroy", event)
+        assert child.communicate("destroyed\n", timeout=30)[0].split() == ["0", str(MAP_FAILED)]
 
 
 @pytest.mark.skipif(not hasattr(driver, "cuMulticastBindMem_v2"), reason="bindings older than CUDA 13.1")

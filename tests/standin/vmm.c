@@ -21,7 +21,7 @@ static bool reserve_at(uint64_t address, size_t size) {
     return (uint64_t)got == address;
 }
 
-static uint64_t reserve_anywhere(size_t size, size_t alignment) {
+uint64_t reserve_anywhere(size_t size, size_t alignment) {
     if (size + alignment < size) return 0;
     char *got = mmap(NULL, size + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (got == MAP_FAILED) return 0;
@@ -386,10 +386,12 @@ static CUresult f_cuMemExportToShareableHandle(void *out, CUmemGenericAllocation
 }
 
 // Takes the descriptor over if it is one of ours. A pipe, /dev/null, another memfd, an unsealed one, a number that is no
-// descriptor: UNKNOWN (measured).
+// descriptor: UNKNOWN (measured). A pool: NOT_SUPPORTED (measured).
 static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd) {
     Label label;
-    NEED(read_label(fd, &label) && (label.kind == 'm' || label.kind == 'x'), CUDA_ERROR_UNKNOWN);
+    NEED(read_label(fd, &label), CUDA_ERROR_UNKNOWN);
+    NEED(label.kind != 'p', CUDA_ERROR_NOT_SUPPORTED);
+    NEED(label.kind == 'm' || label.kind == 'x', CUDA_ERROR_UNKNOWN);
     int device = label.device < 0 || label.kind == 'x' ? -1 : device_of_number(label.device);
     // Our guess: memory of a device that CUDA_VISIBLE_DEVICES hides cannot be imported.
     NEED(device >= 0 || label.device < 0 || label.kind == 'x', CUDA_ERROR_INVALID_DEVICE);

@@ -133,6 +133,31 @@ def stale(token: str) -> None:
     _say(code("cuIpcOpenMemHandle", _token(driver.CUipcMemHandle, token), 1))
 
 
+def changed_handles(token: str) -> None:
+    """Open a legacy handle with each byte changed in turn: say the code, negative, or the address in its granule."""
+    _context()
+    for index in range(64):
+        changed = bytearray.fromhex(token)
+        changed[index] ^= 0xFF
+        handle = _token(driver.CUipcMemHandle, changed.hex())
+        status, address = driver.cuIpcOpenMemHandle(handle, 1)
+        _say(f"-{int(status)}" if int(status) else int(address) % GRANULE)
+        if not int(status):
+            ok("cuIpcCloseMemHandle", address)
+
+
+def at_offset(token: str, offset: str) -> None:
+    """Open a legacy handle with another offset in it: say the code of a copy from there and what was there."""
+    _context()
+    changed = bytearray.fromhex(token)
+    changed[28:32] = int(offset).to_bytes(4, "little")
+    address = int(ok("cuIpcOpenMemHandle", _token(driver.CUipcMemHandle, changed.hex()), 1))
+    out = bytearray(5)
+    status = code("cuMemcpyDtoH", out, address, 5)
+    _say(status, "" if status else out.decode())
+    ok("cuIpcCloseMemHandle", address)
+
+
 def legacy_maker() -> None:
     """Say a legacy handle, then end."""
     _context()
@@ -159,6 +184,25 @@ def event(token: str) -> None:
     ok("cuStreamSynchronize", stream)
     _say(code("cuEventQuery", opened))
     ok("cuEventDestroy", opened)
+
+
+def event_handles(token: str) -> None:
+    """Open an event twice: say whether it is two; the code of a handle of it made here; the code for garbage."""
+    _context()
+    handle = _token(driver.CUipcEventHandle, token)
+    first, second = (ok("cuIpcOpenEventHandle", handle) for _ in range(2))
+    garbage = _token(driver.CUipcEventHandle, os.urandom(64).hex())
+    _say(int(first) != int(second), code("cuIpcGetEventHandle", first), code("cuIpcOpenEventHandle", garbage))
+
+
+def event_kept(token: str) -> None:
+    """Open an event that its maker then destroys: say the codes of a query and of another opening."""
+    _context()
+    handle = _token(driver.CUipcEventHandle, token)
+    opened = ok("cuIpcOpenEventHandle", handle)
+    _say("opened")
+    sys.stdin.readline()
+    _say(code("cuEventQuery", opened), code("cuIpcOpenEventHandle", handle))
 
 
 def multicast(passed: str) -> None:

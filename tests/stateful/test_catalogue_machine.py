@@ -42,6 +42,7 @@ class MVersion:
     expires: float | None
     state: str = "current"  # current, superseded, withdrawn, freed
     watchers: list[int] = field(default_factory=list)
+    revoked: bool = False
 
 
 @dataclass
@@ -401,12 +402,15 @@ class CatalogueMachine(RuleBasedStateMachine):
     def remove(self, pick: int, name: str, number: int, revoke: bool) -> None:
         session = self.session(pick)
         model = self.model
-        usable = [v for v in model.versions if v.name == name and v.state in ("current", "superseded")]
+        states = ("current", "superseded", "withdrawn") if revoke else ("current", "superseded")
+        usable = [v for v in model.versions if v.name == name and v.state in states]
         current = model.current(name)
         if number:
             doomed = [v for v in usable if v.number == number]
         else:
             doomed = [v for v in usable if current is None or v.owner == current.owner]
+            if revoke and current is None:
+                doomed = [v for v in doomed if session.uid in (v.owner, KEEPER)] or doomed
         if not doomed:
             self.fails("NotFoundError", self.real.remove, session, name, number, revoke=revoke)
             return
@@ -415,7 +419,11 @@ class CatalogueMachine(RuleBasedStateMachine):
             return
         expected: list[Any] = []
         for version in doomed:  # oldest first, so what is current is told of the others as such
-            expected += model.withdraw(version, "revoked" if revoke else "removed")
+            asked, version.revoked = version.revoked, version.revoked or revoke
+            if version.state != "withdrawn":
+                expected += model.withdraw(version, "revoked" if revoke else "removed")
+            elif not asked:
+                expected += model.notify(version, "revoked")
         same(self.real.remove(session, name, number, revoke=revoke), expected)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
@@ -451,6 +459,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         expected: list[Any] = []
         if version is None or version.state != "current":
             reason = "replaced" if version is not None and version.state == "superseded" else "removed"
+            if version is not None and version.revoked and version.state == "withdrawn":
+                reason = "revoked"
             expected.append(("notify", session.id, name, number, reason, current.number if current else 0))
         if version is not None and version.state != "freed" and session.id not in version.watchers:
             version.watchers.append(session.id)

@@ -62,6 +62,9 @@ class Array(Viewable):
         if `owns_growth`, else no more than there are.
     provenance : object, optional
         Where it can be had again, for pickling.
+    keeps : object, optional
+        Anything else that has to live as long as this array, its slices and views, such as the owner of memory that is
+        not ours.
 
     Raises
     ------
@@ -94,6 +97,7 @@ class Array(Viewable):
         owns_growth: bool = False,
         capacity: int | None = None,
         provenance: Reducer | None = None,
+        keeps: object = None,
     ) -> None:
         self._home = None  # so that an array whose construction failed owns nothing
         self._shown = self._stream = None
@@ -109,7 +113,7 @@ class Array(Viewable):
         self._size_lock = threading.RLock() if owns_growth else None  # never taken by a finalizer
         self.provenance = provenance
         # The array that owns the region pins nothing: it must be able to shrink below itself.
-        self._pin = None if owns_growth else region.pin(self._offset, self._offset + nbytes, "array")
+        self._pin = None if owns_growth else region.pin(self._offset, self._offset + nbytes, "array", keeps=keeps)
         if owns_growth and not 0 <= self._offset <= self._offset + nbytes <= region.nbytes:
             raise RangeError(f"{nbytes} bytes at offset {offset} are not within the {region.nbytes} of the region")
         rows = lengths[0] if lengths else 1

@@ -59,6 +59,8 @@ class CudaSource:
         What keeps the memory; hold on to this object as long as the address is used.
     is_ours : bool
         Whether it is memory of this library.
+    readonly : bool
+        Whether its owner says that it must not be written.
     """
 
     address: int
@@ -69,6 +71,7 @@ class CudaSource:
     gpu: int
     owner: object
     is_ours: bool = False
+    readonly: bool = False
 
 
 def of_array(array: Array) -> CudaSource:
@@ -108,7 +111,8 @@ def of_dlpack(value: Any, name: str) -> CudaSource:
     if device != dlpack.CUDA:
         raise UsageError(f"the {name} says that it is on a GPU and gave memory of DLPack device type {device}")
     nbytes = math.prod(shape) * dtype.itemsize
-    return CudaSource(address, nbytes, dtype, shape, _is_dense(shape, strides, 1), number, capsule)
+    readonly = dlpack.is_readonly(capsule)
+    return CudaSource(address, nbytes, dtype, shape, _is_dense(shape, strides, 1), number, capsule, readonly=readonly)
 
 
 def of_interface(value: object, name: str) -> CudaSource:
@@ -123,7 +127,7 @@ def of_interface(value: object, name: str) -> CudaSource:
     try:
         shape = tuple(int(length) for length in said["shape"])
         dtype = as_dtype(np.dtype(said["typestr"]))
-        address, strides = int(said["data"][0]), said.get("strides")
+        address, readonly, strides = int(said["data"][0]), bool(said["data"][1]), said.get("strides")
         if said.get("mask") is not None:
             raise ValueError("it has a mask")
         strides = None if strides is None else tuple(int(step) for step in strides)
@@ -131,7 +135,8 @@ def of_interface(value: object, name: str) -> CudaSource:
         raise UsageError(f"the {name} has no CUDA array interface that makes an array: {error}") from None
     nbytes = math.prod(shape) * dtype.itemsize
     gpu = _ordered_driver().ordinal_of(address) if nbytes else 0
-    return CudaSource(address, nbytes, dtype, shape, _is_dense(shape, strides, dtype.itemsize), gpu, value)
+    dense = _is_dense(shape, strides, dtype.itemsize)
+    return CudaSource(address, nbytes, dtype, shape, dense, gpu, value, readonly=readonly)
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...] | None, step: int) -> bool:

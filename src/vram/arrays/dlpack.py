@@ -16,7 +16,7 @@ from ..errors import UsageError
 from .dtypes import carrier, dlpack_code, is_plain, of_dlpack_code
 from .views import NDArray
 
-__all__ = ["CPU", "CUDA", "capsule", "look", "shown_as"]
+__all__ = ["CPU", "CUDA", "capsule", "is_readonly", "look", "shown_as"]
 
 CPU, CUDA = 1, 2  # DLDeviceType
 
@@ -124,6 +124,14 @@ def look(capsule: object) -> tuple[int, int, int, tuple[int, ...], tuple[int, ..
     strides = tuple((ctypes.c_int64 * tensor.ndim).from_address(tensor.strides)) if tensor.strides else None
     dtype = of_dlpack_code(tensor.code, tensor.bits, tensor.lanes)
     return tensor.device_type, tensor.device_id, (tensor.data or 0) + tensor.byte_offset, shape, strides, dtype
+
+
+def is_readonly(capsule: object) -> bool:
+    """Whether a capsule says that its memory must not be written; those from before versions cannot."""
+    if not _python.PyCapsule_IsValid(capsule, b"dltensor_versioned"):
+        return False
+    found = _Versioned.from_address(_python.PyCapsule_GetPointer(capsule, b"dltensor_versioned"))
+    return bool(found.flags & 1)  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
 def _tensor_in(made: object) -> _Tensor:

@@ -22,6 +22,7 @@ import numpy as np
 from ..driver.protocol import HostAddressable
 from ..errors import UnsupportedError, UsageError
 from ..memory import Pin, Region
+from ..memory.foreign import ForeignRegion
 from ..spec import Access
 from .dtypes import is_plain
 
@@ -195,10 +196,13 @@ class _Homes:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._by_address: dict[int, weakref.ref[Home]] = {}
+        self._foreign: dict[int, weakref.ref[Home]] = {}
         self._sorted: list[int] | None = None
-        self._limit = 64
+        self._limit = self._foreign_limit = 64
 
     def of(self, region: Region) -> Home:
+        if isinstance(region, ForeignRegion):
+            return self._of_foreign(region)
         address = region.address
         with self._lock:
             home = self._alive(address)
@@ -211,6 +215,19 @@ class _Homes:
             if address not in self._by_address:
                 self._sorted = None
             self._by_address[address] = weakref.ref(home)
+            return home
+
+    def _of_foreign(self, region: Region) -> Home:
+        # Its memory is not ours to find, and several regions may begin at one address: known by the object alone.
+        with self._lock:
+            ref = self._foreign.get(id(region))
+            home = None if ref is None else ref()
+            if home is None or home.region is not region:
+                home = Home(region)
+                if len(self._foreign) >= self._foreign_limit:
+                    self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
+                    self._foreign_limit = 2 * len(self._foreign) + 64
+                self._foreign[id(region)] = weakref.ref(home)
             return home
 
     def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:

@@ -111,12 +111,22 @@ def put(
 @app.command(name="ls")
 def list_(
     prefix: Annotated[str, typer.Argument(help="Only names that begin like this.")] = "",
+    holders: Annotated[bool, typer.Option("--holders", "-l", help="One line for each lease: who holds what.")] = False,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what is published."""
+    """List what is published, and how much of it is held: leases / memory."""
     from .. import exchange
 
+    if holders:
+        held = exchange.holders(prefix, keeper=socket)
+        if as_json:
+            _print(held, True, "")
+            return
+        from .tables import holder_table, show_table
+
+        show_table(holder_table(held))
+        return
     entries = exchange.list_entries(prefix, keeper=socket)
     if as_json:
         _print(entries, True, "")
@@ -156,6 +166,30 @@ def rm(
     exchange.remove(name, version=version, keeper=socket)
     which = "" if version is None else f" version {version}"
     _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="An entry.")],
+    version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for its readers.")] = 10.0,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Retire an entry, ask its readers to let go, and wait. Exit status 1 if some still hold it: it says who."""
+    from .. import exchange
+
+    left = exchange.revoke(name, version=version, timeout=timeout, keeper=socket)
+    which = name if version is None else f"{name} version {version}"
+    if as_json or not left.holders:
+        _print(left, as_json, f"revoked {which}: nobody holds it any more")
+    else:
+        from .tables import holder_table, show_table
+
+        print(f"revoked {which}; {format_size(left.nbytes)} still held by:")
+        show_table(holder_table(left.holders))
+    if left.holders:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from ..bench.measure import Result
 from ..exchange.weights import FILE_META
-from ..keeper.reports import EntryInfo
+from ..keeper.reports import EntryInfo, HolderInfo
 from ..spec import format_size
 
-__all__ = ["bench_tables", "detail_tables", "entry_table", "show_table"]
+__all__ = ["bench_tables", "detail_tables", "entry_table", "holder_table", "show_table"]
 
 
 def show_table(table: Table) -> None:
@@ -28,7 +28,9 @@ def show_table(table: Table) -> None:
 
 def entry_table(entries: Sequence[EntryInfo]) -> Table:
     """One row a name."""
-    table = Table("name", "version", "size", "segments", "access", "readers", "old", "uid", "age", "meta", box=None)
+    table = Table(
+        "name", "version", "size", "segments", "access", "readers", "old", "holders", "uid", "age", "meta", box=None
+    )
     for entry in entries:
         table.add_row(
             entry.name,
@@ -38,9 +40,26 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
             "rw" if entry.writable else "r",
             str(entry.readers),
             str(entry.retired),
+            f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
             str(entry.owner),
             _seconds(entry.age),
             _pairs(entry.meta),
+        )
+    return table
+
+
+def holder_table(holders: Sequence[HolderInfo]) -> Table:
+    """One row a lease. Who it is: a pid that the kernel vouches for, or else what the process says it is."""
+    table = Table("name", "version", "size", "uid", "process", "access", "held for", box=None)
+    for holder in holders:
+        table.add_row(
+            holder.name,
+            str(holder.version),
+            format_size(holder.nbytes),
+            str(holder.uid),
+            f"pid {holder.pid}" if holder.pid else f'claims to be "{_printable(holder.label)}"',
+            holder.access,
+            _seconds(holder.age),
         )
     return table
 
@@ -51,11 +70,11 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
         title=entry.name, title_justify="left", box=None,
     )  # fmt: skip
-    holders = Table("version", "lease", "pid", "uid", "says it is", "access", "held for", box=None)
+    holders = Table("version", "size", "lease", "pid", "uid", "says it is", "access", "held for", box=None)
     for version in entry.versions:
         versions.add_row(
             str(version.version),
-            "current" if version.is_current else "retired",
+            "current" if version.is_current else "revoked" if version.is_revoked else "retired",
             format_size(version.nbytes),
             str(len(version.sizes)),
             "rw" if version.writable else "r",
@@ -68,10 +87,11 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
         for holder in version.holders:
             holders.add_row(
                 str(version.version),
+                format_size(version.nbytes),
                 str(holder.lease_id),
                 str(holder.pid or "unknown"),
                 str(holder.uid),
-                holder.label or "-",
+                _printable(holder.label) or "-",
                 holder.access,
                 _seconds(holder.age),
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .array_channel import ArrayChannel
 from .attach import attach, attach_or_publish
 from .create import asarray, empty, zeros
-from .keepers import list_entries, remove, show, statistics
+from .keepers import holders, list_entries, remove, revoke, show, statistics
 from .lease import Lease
 from .publish import Published, publish
 from .reducers import register
@@ -19,10 +19,12 @@ __all__ = [
     "attach",
     "attach_or_publish",
     "empty",
+    "holders",
     "list_entries",
     "publish",
     "put",
     "remove",
+    "revoke",
     "show",
     "statistics",
     "zeros",

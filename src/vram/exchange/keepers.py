@@ -10,13 +10,24 @@ import numpy as np
 
 from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
-from ..keeper.reports import ArrayInfo, EntryInfo, StatisticsInfo
+from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
 from ..keeper.session import Keeper
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import decode_manifest
 from .mapping import read_sealed
 
-__all__ = ["as_notes", "check_flag", "check_version", "connect", "list_entries", "remove", "show", "statistics"]
+__all__ = [
+    "as_notes",
+    "check_flag",
+    "check_version",
+    "connect",
+    "holders",
+    "list_entries",
+    "remove",
+    "revoke",
+    "show",
+    "statistics",
+]
 
 
 def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
@@ -112,6 +123,59 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None
     """
     check_version(version)
     connect(keeper).remove(name, version)
+
+
+def revoke(
+    name: str,
+    *,
+    version: int | None = None,
+    timeout: float | None = 10.0,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
+) -> RevokeInfo:
+    """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
+
+    Readers hear of it through :meth:`Lease.on_revoke`, :attr:`Lease.revoked` and :meth:`Lease.fileno`, and decide for
+    themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU, because
+    an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
+
+    Parameters
+    ----------
+    name : str
+        The entry: all its versions that somebody may attach or still holds, those that were removed before included.
+    version : int, optional
+        Only this one.
+    timeout : float or None
+        Seconds to wait for the readers; 0 only asks them, None waits for ever.
+
+    Returns
+    -------
+    RevokeInfo
+        The `holders` that are left when the time is over; nobody, if all let go. May be called again.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such entry or version, and nobody holds one.
+    AccessDeniedError
+        If it belongs to another user, unless this one runs the keeper.
+    PeerGoneError
+        If there is no keeper, or it ends while this waits: its leases are over, what is mapped stays with its readers.
+    """
+    check_version(version)
+    return connect(keeper).revoke(name, version, timeout=check_seconds(timeout))
+
+
+def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[HolderInfo]:
+    """Return who holds what under names that begin with `prefix`, by name, version and age.
+
+    That is everybody with a lease, also on versions that are not in the catalogue any more.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is no keeper.
+    """
+    return list(connect(keeper).holders(prefix))
 
 
 def statistics(*, keeper: Keeper | str | None = None) -> StatisticsInfo:

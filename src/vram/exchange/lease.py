@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
 from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
-from ..keeper.client import Attachment, KeeperClient, Watch
+from ..keeper.client import Attachment, KeeperClient, Listening, Watch
 from ..lifetime import Owned, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
@@ -36,7 +37,19 @@ class Lease(Owned, Mapping[str, Array]):
     memory, and the keeper is told when the last of them is gone. Losing the keeper does not disturb what is mapped.
     """
 
-    __slots__ = ("_arrays", "_attachment", "_client", "_regions", "_return", "_user", "_watch", "access", "manifest")
+    __slots__ = (
+        "_arrays",
+        "_attachment",
+        "_client",
+        "_listenings",
+        "_regions",
+        "_return",
+        "_revoked",
+        "_user",
+        "_watch",
+        "access",
+        "manifest",
+    )
 
     def __init__(
         self, client: KeeperClient, attachment: Attachment, access: str, *, user: Location | None = None
@@ -47,6 +60,8 @@ class Lease(Owned, Mapping[str, Array]):
         self._attachment = attachment
         self._arrays: dict[str, Array] = {}
         self._watch: Watch | None = None
+        self._listenings: list[Listening] = []
+        self._revoked = False
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = self._return.own(f"lease on {attachment.name!r} version {attachment.version}")
         fds = attachment.fds
@@ -144,9 +159,9 @@ class Lease(Owned, Mapping[str, Array]):
         return self._client.is_stale(self._return.lease_id)
 
     def fileno(self) -> int:
-        """Return a descriptor to wait on: readable once this version is stale or the keeper is gone.
+        """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
 
-        It belongs to the lease. Do not read from it; ask :attr:`stale`.
+        It belongs to the lease. Do not read from it; ask :attr:`stale` and :attr:`revoked`.
         """
         self.handle  # noqa: B018
         if self._watch is None:
@@ -172,6 +187,64 @@ class Lease(Owned, Mapping[str, Array]):
             user=self._user,
         )
 
+    # -- when it is wanted back ---------------------------------------------------------------------------------
+    @property
+    def revoked(self) -> bool:
+        """Whether the owner asked the readers of this version to let go (:func:`revoke`).
+
+        What is mapped stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
+        asking the keeper.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper is gone; that revokes nothing.
+        """
+        if not self._revoked:
+            self.handle  # noqa: B018
+            self._revoked = self._client.is_revoked(self._return.lease_id)
+        return self._revoked
+
+    def on_revoke(self, callback: Callable[[Lease], object]) -> None:
+        """Have ``callback(lease)`` called once when the owner asks for this version back (:func:`revoke`).
+
+        It is called from a thread of the library, named ``vram: revoked leases``: one for all leases of the process,
+        so a callback that takes long lets the others wait. If the version was revoked before, it is called at once,
+        from that thread as well. It may close the lease, or only make a note for the loop that uses the memory:
+        nothing is taken away from under it. What it raises goes to :func:`threading.excepthook`.
+
+        Closing the lease before ends the listening; a callback that has begun goes on. A keeper that is gone has
+        revoked nothing: the callback is not called. Several callbacks are called in the order they came. This lease is
+        held weakly: dropping it ends the listening too.
+
+        Parameters
+        ----------
+        callback : callable
+            Takes this lease; what it returns is ignored.
+
+        Raises
+        ------
+        UsageError
+            If it cannot be called.
+        PeerGoneError
+            If the keeper that granted this lease is gone.
+        CapacityError
+            If the keeper has no room for another connection, or for what it watches.
+        """
+        self.handle  # noqa: B018
+        if not callable(callback):
+            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
+        self._listenings.append(
+            self._client.listen(self._return.lease_id, self, functools.partial(_tell_of_revoke, callback))
+        )
+        if self.is_closed:  # meanwhile, by another thread or by the callback
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        while self._listenings:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                self._listenings.pop().stop()
+
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self, *, strict: bool = False) -> None:
         """Unmap what no view uses any more and give the version back.
@@ -192,6 +265,7 @@ class Lease(Owned, Mapping[str, Array]):
             return
         if strict:
             self._refuse_while_viewed()
+        self._stop_listening()
         if self._watch is not None:
             self._watch.close()
         self._return.keep_back()
@@ -217,6 +291,7 @@ class Lease(Owned, Mapping[str, Array]):
     def keep_only(self, name: str) -> Array:
         """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
         array = self[name]
+        self._stop_listening()
         del self._arrays[name]
         for region in self._regions:
             let_go(region)
@@ -255,6 +330,12 @@ def array_on(region: Region, manifest: Manifest, where: Provenance) -> Array:
         raise ProtocolError(
             f"{where.name!r} version {where.version} describes {where.entry!r:.80} wrongly: {error}"
         ) from None
+
+
+def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
+    lease._revoked = True
+    if not lease.is_closed:
+        callback(lease)
 
 
 def wire_access(access: str) -> str:

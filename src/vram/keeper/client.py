@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import msgspec
-
-from ..errors import BusyError, UsageError
+from ..errors import BusyError, NotFoundError, UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
-from .conversation import GRACE, Conversation
+from .conversation import GRACE
+from .listening import Listening, listen
+from .looking import Looking
 from .paths import find_path
 from .reports import (
     Attachment,
     EntryInfo,
     HolderInfo,
     PublishClaim,
+    RevokeInfo,
     Segment,
     StatisticsInfo,
     VersionInfo,
     attachment,
-    version_info,
 )
-from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_prefix, check_ttl, clip_label
+from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_label
 from .watch import Watch
 
 __all__ = [
@@ -34,7 +37,9 @@ __all__ = [
     "EntryInfo",
     "HolderInfo",
     "KeeperClient",
+    "Listening",
     "PublishClaim",
+    "RevokeInfo",
     "Segment",
     "StatisticsInfo",
     "VersionInfo",
@@ -43,7 +48,10 @@ __all__ = [
 ]
 
 
-class KeeperClient(Conversation):
+_FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two looks at who still holds what was revoked
+
+
+class KeeperClient(Looking):
     """What can be said to a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
 
     # -- publishing -----------------------------------------------------------------------------------------------
@@ -226,6 +234,42 @@ class KeeperClient(Conversation):
         call = next(self._calls)
         return self._be(m.IsStale, self._ask(m.Stale(call, lease_id), call)).stale
 
+    def is_revoked(self, lease_id: int) -> bool:
+        """Return whether the readers of the leased version were asked to let go."""
+        name, version = self._leased(lease_id)
+        with contextlib.suppress(NotFoundError):
+            for row in self.versions(name, version - 1):
+                return row.version == version and bool(row.revoked)
+        return False
+
+    def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Listening:
+        """Have ``tell(owner)`` called, once and in this process's listening thread, when the version is revoked.
+
+        Parameters
+        ----------
+        owner : object
+            Held weakly: with it the listening ends.
+
+        Raises
+        ------
+        UsageError
+            If this connection has no such lease.
+        PeerGoneError
+            If the keeper that granted it is gone.
+        CapacityError
+            If the keeper has no room for another watch.
+        """
+        name, version = self._leased(lease_id)
+        if not self.is_usable:
+            raise self._fail()  # another keeper may be at that path, which knows nothing of this lease
+        return listen(self.path, self.label, (name, version), owner, tell)
+
+    def _leased(self, lease_id: int) -> tuple[str, int]:
+        leased = self._leases.get(lease_id)
+        if leased is None:
+            raise UsageError(f"lease {lease_id} is not held by this connection to {self.path}")
+        return leased
+
     def watch(self, lease_id: int) -> Watch:
         """Open a connection on which the keeper tells what happens to the leased version.
 
@@ -234,71 +278,10 @@ class KeeperClient(Conversation):
         UsageError
             If this connection has no such lease.
         """
-        leased = self._leases.get(lease_id)
-        if leased is None:
-            raise UsageError(f"lease {lease_id} is not held by this connection to {self.path}")
+        leased = self._leased(lease_id)
         return Watch(KeeperClient.connect(self.path, label=self.label), *leased)
 
-    # -- looking --------------------------------------------------------------------------------------------------
-    def list(self, prefix: str = "") -> list[EntryInfo]:
-        """Return the entries whose names begin with `prefix`, in order."""
-        check_prefix(prefix)
-        found: list[EntryInfo] = []
-        after, more = "", True
-        while more:
-            call = next(self._calls)
-            page = self._be(m.Listing, self._ask(m.List(call, prefix, after), call))
-            found += [EntryInfo(*msgspec.structs.astuple(row)) for row in page.rows]
-            more = page.more and bool(page.rows)
-            after = found[-1].name if found else ""
-        return found
-
-    def show(self, name: str) -> EntryInfo:
-        """Return everything the keeper knows about a name: its versions, and who holds them.
-
-        Raises
-        ------
-        NotFoundError
-            If there is nothing under that name.
-        """
-        check_name(name)
-        versions: list[VersionInfo] = []
-        after, more = 0, True
-        while more:
-            call = next(self._calls)
-            page = self._be(m.VersionList, self._ask(m.Versions(call, name, after), call))
-            for row in page.rows:
-                holders = tuple(self._holders(name, row.version)) if row.readers else ()
-                versions.append(version_info(row, holders))
-                after = row.version
-            more = page.more and bool(page.rows)
-        current = next((version for version in versions if version.is_current), None)
-        shown = current or versions[-1]
-        return EntryInfo(
-            name,
-            0 if current is None else current.version,
-            shown.owner,
-            0 if current is None else current.nbytes,
-            len(shown.sizes),
-            shown.writable,
-            shown.readers,
-            len(versions) - (current is not None),
-            shown.age,
-            shown.ttl_left,
-            shown.meta,
-            tuple(versions),
-        )
-
-    def _holders(self, name: str, version: int) -> Iterator[HolderInfo]:
-        after, more = 0, True
-        while more:
-            call = next(self._calls)
-            page = self._be(m.HolderList, self._ask(m.Holders(call, name, version, after), call))
-            for row in page.rows:
-                yield HolderInfo(row.lease, row.pid or None, row.uid, row.label, row.access, row.age)
-                after = row.lease
-            more = page.more and bool(page.rows)
-
+    # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
         """Take a name, or one version of it, out of the catalogue. Readers keep what they have.
 
@@ -318,11 +301,51 @@ class KeeperClient(Conversation):
         call = next(self._calls)
         self._be(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
 
-    def statistics(self) -> StatisticsInfo:
-        """Return what the keeper holds."""
-        call = next(self._calls)
-        reply = self._be(m.KeeperStatistics, self._ask(m.Statistics(call), call))
-        return StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
+    def revoke(self, name: str, version: int | None = None, *, timeout: float | None = 10.0) -> RevokeInfo:
+        """Take it out of the catalogue, ask its readers to let go, and wait until they have.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds to wait; None waits for ever.
+
+        Returns
+        -------
+        RevokeInfo
+            Who still holds it. Nothing is taken from them.
+
+        Raises
+        ------
+        NotFoundError, AccessDeniedError
+            As :meth:`remove`, except that what was removed before and is still held may be revoked.
+        PeerGoneError
+            If the keeper goes meanwhile.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        self.remove(name, version, revoke=True)
+        asked = {row.version for row in self._left(name) if row.revoked is not False} if version is None else {version}
+        pause = _FIRST_LOOK
+        while True:
+            left = [row for row in self._left(name) if row.version in asked]
+            time_left = deadline - time.monotonic()
+            if not left or time_left <= 0:
+                break
+            # Most readers let go at once or not soon: seldom asked, a keeper is not kept busy by who waits.
+            time.sleep(min(pause, time_left))
+            pause = min(pause * 1.5, _LAST_LOOK)
+        held = [(row, tuple(self.holders_of(name, row))) for row in left]
+        return RevokeInfo(
+            name,
+            tuple(holder for _, holders in held for holder in holders),
+            sum(row.nbytes for row, holders in held if holders),
+        )
+
+    def _left(self, name: str) -> tuple[m.VersionRow, ...]:
+        """Return the versions of a name that nobody can attach by name and somebody holds."""
+        try:
+            return tuple(row for row in self.versions(name) if row.readers and not row.current)
+        except NotFoundError:
+            return ()
 
     def _attach(
         self,

@@ -260,25 +260,29 @@ class Conversation:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise self._silent()
-            lost: DescriptorsLostError | None = None
-            try:
-                payload, fds = self._channel.recv(timeout=left)
-            except WaitTimeoutError:
-                raise self._silent() from None
-            except ClosedError:
-                raise self._fail() from None
-            except DescriptorsLostError as error:  # a matter of one call, not of the connection
-                payload, fds, lost = error.payload, [], error
-            except (PeerGoneError, ProtocolError) as error:
+            self._read_one(left)
+
+    def _read_one(self, timeout: float | None) -> None:
+        """Read one message and give it to whom it is for. Called with the lock for reading."""
+        lost: DescriptorsLostError | None = None
+        try:
+            payload, fds = self._channel.recv(timeout=timeout)
+        except WaitTimeoutError:
+            raise self._silent() from None
+        except ClosedError:
+            raise self._fail() from None
+        except DescriptorsLostError as error:  # a matter of one call, not of the connection
+            payload, fds, lost = error.payload, [], error
+        except (PeerGoneError, ProtocolError) as error:
+            raise self._fail(error) from None
+        try:
+            reply = m.decode_reply(payload)
+        except BaseException as error:
+            close_fds(fds)
+            if isinstance(error, ProtocolError):
                 raise self._fail(error) from None
-            try:
-                reply = m.decode_reply(payload)
-            except BaseException as error:
-                close_fds(fds)
-                if isinstance(error, ProtocolError):
-                    raise self._fail(error) from None
-                raise
-            self._deliver(reply, fds, lost)
+            raise
+        self._deliver(reply, fds, lost)
 
     def _deliver(self, reply: m.Reply, fds: list[int], lost: DescriptorsLostError | None) -> None:
         number = reply.call if not isinstance(reply, m.Welcome) else 0

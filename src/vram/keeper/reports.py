@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..errors import ProtocolError
 from ..spec import HandleKind
 from . import messages as m
@@ -14,10 +16,13 @@ __all__ = [
     "EntryInfo",
     "HolderInfo",
     "PublishClaim",
+    "RevokeInfo",
     "Segment",
     "StatisticsInfo",
     "VersionInfo",
     "attachment",
+    "entry_info",
+    "holder_info",
     "version_info",
 ]
 
@@ -67,7 +72,19 @@ class PublishClaim:
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
-    """Who holds a lease: pid (None: not visible from the keeper) and uid are verified, the label is what it says."""
+    """Who holds a lease on what: `pid` and `uid` are verified by the kernel, `label` is what the process claims to be.
+
+    Attributes
+    ----------
+    pid : int or None
+        As the keeper sees it; None for a process in a PID namespace that the keeper does not see into.
+    age : float
+        Seconds since it was attached.
+    name, version : str, int
+        What is held.
+    nbytes : int
+        Bytes of that version's memory, which its other readers share.
+    """
 
     lease_id: int
     pid: int | None
@@ -75,11 +92,34 @@ class HolderInfo:
     label: str
     access: str
     age: float
+    name: str
+    version: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeInfo:
+    """Who still holds what was revoked; nobody, if all let go in time.
+
+    Attributes
+    ----------
+    holders : tuple of HolderInfo
+        The leases that are left, by version and age. Empty if everybody let go.
+    nbytes : int
+        Bytes of memory that they keep, each version's once.
+    """
+
+    name: str
+    holders: tuple[HolderInfo, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
-    """One version of an entry; `age` and `ttl_left` in seconds, `nbytes` what it occupies."""
+    """One version of an entry; `age` and `ttl_left` in seconds, `nbytes` what it occupies.
+
+    `is_revoked` says whether its readers were asked to let go; they are the `holders`.
+    """
 
     version: int
     owner: int
@@ -95,6 +135,7 @@ class VersionInfo:
     publisher_label: str
     meta: dict[str, str]
     holders: tuple[HolderInfo, ...] = ()
+    is_revoked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +163,10 @@ class EntryInfo:
     arrays : tuple of ArrayInfo, or None
         What the current version holds. Only :func:`vram.show` reads it; None if it did not, if no version is current,
         or if what the publisher wrote cannot be read.
+    leases : int
+        Leases on all its versions together; `readers` are those on the version that is shown.
+    held_bytes : int
+        Bytes of the versions that somebody holds, each once, since readers share them.
     """
 
     name: str
@@ -137,6 +182,8 @@ class EntryInfo:
     meta: dict[str, str] = field(default_factory=dict)
     versions: tuple[VersionInfo, ...] = ()
     arrays: tuple[ArrayInfo, ...] | None = None
+    leases: int = 0
+    held_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,4 +242,18 @@ def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionI
         row.publisher_label,
         row.meta,
         holders,
+        bool(row.revoked),
+    )
+
+
+def entry_info(row: m.EntryRow) -> EntryInfo:
+    """Read a row of a listing."""
+    said = msgspec.structs.asdict(row)
+    return EntryInfo(held_bytes=said.pop("held"), **said)
+
+
+def holder_info(row: m.HolderRow) -> HolderInfo:
+    """Read a row of a page of holders."""
+    return HolderInfo(
+        row.lease, row.pid or None, row.uid, row.label, row.access, row.age, row.name, row.version, row.nbytes
     )

@@ -17,12 +17,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import ProtocolError, UsageError
+from ..spec import HandleKind
 
 __all__ = [
     "MANIFEST_VERSION",
     "MAX_MANIFEST",
     "MAX_SEGMENTS",
     "ArrayEntry",
+    "EventEntry",
+    "HandleEntry",
     "Manifest",
     "MemoryDescriptor",
     "SegmentEntry",
@@ -35,9 +38,12 @@ MANIFEST_VERSION = 1
 MAX_SEGMENTS = 1024
 MAX_ARRAYS = 1_000_000
 MAX_MANIFEST = 256 << 20
+MAX_EVENTS = 64
+HANDLE_BYTES = 64  # of a legacy IPC handle, a pool's pointer, an event
 MAX_NAME = 1024  # characters of an array's name
 MAX_ADDRESSES = 2**47  # bytes: what a process has on the machines there are
 
+_FD, _LEGACY, _POOL = int(HandleKind.POSIX_FD), int(HandleKind.LEGACY_IPC), int(HandleKind.POOL)
 _Bytes = Annotated[int, Meta(ge=0, le=2**62)]
 _Name = Annotated[str, Meta(max_length=MAX_NAME)]
 
@@ -91,12 +97,44 @@ class ArrayEntry(Struct, frozen=True, array_like=True):
     shape: Annotated[tuple[_Bytes, ...], Meta(max_length=64)]
 
 
-class Manifest(Struct, frozen=True):
-    """What a published version holds: memories, and arrays on them by name. Unknown fields are ignored (S9)."""
+class HandleEntry(Struct, frozen=True, array_like=True):
+    """The 64 bytes by which a memory of one segment is opened that no descriptor of its own brings.
+
+    `pool` says which of the descriptors behind those of all segments is the pool's; -1 for memory of no pool.
+    """
+
+    memory: Annotated[int, Meta(ge=0, lt=MAX_SEGMENTS)]
+    data: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    pool: Annotated[int, Meta(ge=-1, lt=MAX_SEGMENTS)] = -1
+
+
+class EventEntry(Struct, frozen=True, array_like=True):
+    """An interprocess event that stands for the work that fills the memory: its GPU's UUID, and its 64 bytes."""
+
+    device: Annotated[str, Meta(max_length=64)]
+    data: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+
+
+class Manifest(Struct, frozen=True, omit_defaults=True):
+    """What a published version holds: memories, and arrays on them by name. Unknown fields are ignored (S9).
+
+    The last three are for what is lent directly: memory that no keeper could keep.
+    """
 
     version: int
     memories: Annotated[tuple[MemoryDescriptor, ...], Meta(max_length=MAX_SEGMENTS)]
     arrays: Annotated[dict[_Name, ArrayEntry], Meta(max_length=MAX_ARRAYS)]
+    handles: Annotated[tuple[HandleEntry, ...], Meta(max_length=MAX_SEGMENTS)] = ()
+    pools: Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)] = 0
+    events: Annotated[tuple[EventEntry, ...], Meta(max_length=MAX_EVENTS)] = ()
+
+    @property
+    def descriptors(self) -> int:
+        """How many file descriptors come with it: one for each segment that has one, then one for each pool."""
+        opened = {entry.memory for entry in self.handles}
+        return self.pools + sum(
+            len(memory.segments) for number, memory in enumerate(self.memories) if number not in opened
+        )
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -165,6 +203,7 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
         raise ProtocolError(f"manifest names more than {MAX_SEGMENTS} segments")
     for memory in manifest.memories:
         memory.check()
+    _check_handles(manifest)
     for name, entry in manifest.arrays.items():
         if entry.memory >= len(manifest.memories):
             raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {len(manifest.memories)}")
@@ -174,6 +213,26 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
                 f"array {name!r} names bytes {entry.offset} to {entry.offset + entry.nbytes} of a memory of {room}"
             )
     return manifest
+
+
+def _check_handles(manifest: Manifest) -> None:
+    """Raise ProtocolError unless what has no descriptor of its own has exactly one handle, and nothing else has."""
+    handles: dict[int, HandleEntry] = {}
+    for entry in manifest.handles:
+        if entry.memory >= len(manifest.memories) or handles.setdefault(entry.memory, entry) is not entry:
+            raise ProtocolError(f"a handle is said to open memory {entry.memory}, which has one or is not there")
+        if entry.pool >= manifest.pools:
+            raise ProtocolError(f"memory {entry.memory} is said to be of pool {entry.pool} of {manifest.pools}")
+    for number, memory in enumerate(manifest.memories):
+        kinds = {segment.kind for segment in memory.segments}
+        handle = handles.get(number)
+        wanted = _FD if handle is None else _LEGACY if handle.pool < 0 else _POOL
+        if handle is None and not kinds & {_LEGACY, _POOL}:
+            continue  # what other kinds are is for the receiver to say
+        if kinds != {wanted} or (handle is not None and len(memory.segments) != 1):
+            raise ProtocolError(
+                f"memory {number} has segments of kinds {sorted(kinds)} and {'a' if handle else 'no'} handle"
+            )
 
 
 def _version_of(data: bytes | bytearray | memoryview) -> str:

@@ -16,17 +16,18 @@ the same, imported            0       0       0        0
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from typing import Any
 
-from ...errors import DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ...errors import DeviceLostError, DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
 from ..foreign import HANDLE_BYTES, PointerInfo
 from ..protocol import LiveObjects
 from .bindings import UINT64, Bindings, read
-from .devices import DEVICE, Devices
+from .devices import DEVICE, Device, Devices
 from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
 from .objects import UNCLAIMED, CudaMemory, Window
 from .work import WorkCalls
@@ -79,11 +80,10 @@ class ForeignCalls(WorkCalls):
             made_by, ways = "legacy", HandleKind.LEGACY_IPC
         elif managed:
             made_by = "managed"
-        elif memory_type == _HOST_MEMORY and not kinds:
-            made_by = "host"
-        elif context:
-            made_by = "opened"
-        location = Location("cuda", ordinal if ordinal >= 0 else "host")
+        elif context:  # which virtual memory management has none of
+            made_by = "host" if memory_type == _HOST_MEMORY else "opened"
+        # Pinned memory of the host names the GPU that it was made for.
+        location = Location("cuda", ordinal if ordinal >= 0 and made_by != "host" else "host")
         right = Access(access) if access in (0, 1, 3) else Access.READ_WRITE
         return PointerInfo(int(base), int(nbytes), location, ways, made_by, identity, right, pool)
 
@@ -134,16 +134,71 @@ class ForeignCalls(WorkCalls):
         raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
 
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
+        best: Window | None = None  # there may be several over the same memory, each with rights of its own
         if self._windows and nbytes > 0:
             for window in tuple(self._windows.values()):
                 if window.address <= address and address + nbytes <= window.address + window.nbytes:
-                    if window.access < access:
-                        raise UsageError(
-                            f"{call} of {nbytes} bytes at {address:#x}: access there is {window.access.name}; it takes "
-                            f"{access.name}"
-                        )
-                    return [window]
+                    if window.access >= access:
+                        return [window]
+                    best = window
+        if best is not None:
+            raise UsageError(
+                f"{call} of {nbytes} bytes at {address:#x}: access there is {best.access.name}; it takes {access.name}"
+            )
         return super()._accessible(call, address, nbytes, access)
+
+    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any) -> int:
+        """Make or open memory under a device's context and write a window down; nothing is left if that fails (I4)."""
+        made: list[Window] = []
+        try:
+            with self._on(device):
+                address = int(self._call(call, *arguments))
+                made.append(Window(address, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, kind))
+                self._check_opened(made[0], call)
+            self._write_down(made[0])
+        except BaseException as error:
+            for window in made:
+                with noted(error):
+                    self._take_back_window(window)
+            raise
+        return address
+
+    def _check_opened(self, window: Window, call: str) -> None:
+        """Raise ProtocolError unless what was opened is there and as large as its owner said.
+
+        The driver checks nothing: a changed byte of a handle was measured to open another address without an error.
+        """
+        try:
+            base, real = (int(number) for number in self._call("cuMemGetAddressRange", window.address))
+        except DriverError as error:
+            if error.code not in _NOT_A_HANDLE:
+                raise
+            raise ProtocolError(f"{call}: the handle names no memory of its maker ({error.name})") from None
+        if not base <= window.address <= window.address + window.nbytes <= base + real:
+            raise ProtocolError(
+                f"{call}: {window.nbytes} bytes were said to be there, and the allocation holds "
+                f"{base + real - window.address}"
+            )
+
+    def _close(self, call: str, address: int, kind: str, stream: int = 0) -> None:
+        self._take_back_window(self._take_window(call, address, kind), stream)
+
+    def _take_back_window(self, window: Window, stream: int = 0) -> None:
+        """Undo what a window stands for, which is not in the books any more, or not yet; if it fails it is in them."""
+        ((_, ordinal),) = window.rights
+        done: list[None] = []
+        try:
+            with contextlib.suppress(DeviceLostError), self._contexts[ordinal]:
+                self._undo_window(window, stream, done)
+        except BaseException:
+            if not done:
+                self._write_down(window)
+            raise
+
+    def _undo_window(self, window: Window, stream: int, done: list[None]) -> None:
+        """Call what takes the memory of a window back, and say when it is gone, whatever fails after that."""
+        self._call.undo("cuIpcCloseMemHandle", window.address)
+        done.append(None)
 
     # -- 64 bytes for cuMemAlloc ----------------------------------------------------------------------------------
     def ipc_export(self, address: int) -> bytes:
@@ -159,48 +214,15 @@ class ForeignCalls(WorkCalls):
         wanted = self._struct("CUipcMemHandle", handle)
         if nbytes <= 0:
             raise ProtocolError(f"ipc_open: an allocation of {nbytes} bytes")
-        with self._on(device):
-            try:
-                address = int(self._call("cuIpcOpenMemHandle", wanted, _ENABLE_PEERS))
-            except DriverError as error:
-                raise self._not_opened(error, "ipc_open", "an allocation of cuMemAlloc", location) from None
-            try:
-                self._check_size("ipc_open", address, nbytes)
-            except BaseException as error:
-                with noted(error):
-                    self._call.undo("cuIpcCloseMemHandle", address)
+        try:
+            return self._open(device, "ipc", nbytes, "cuIpcOpenMemHandle", wanted, _ENABLE_PEERS)
+        except DriverError as error:
+            if error.call != "cuIpcOpenMemHandle":
                 raise
-            self._write_down(Window(address, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, "ipc"))
-        return address
+            raise self._not_opened(error, "ipc_open", "an allocation of cuMemAlloc", location) from None
 
     def ipc_close(self, address: int) -> None:
-        self._close_window("ipc_close", address, "ipc", "cuIpcCloseMemHandle", address)
-
-    def _check_size(self, call: str, address: int, nbytes: int) -> None:
-        """Raise ProtocolError unless memory that was opened is there and as large as its owner said.
-
-        The driver checks nothing: a changed byte of a handle was measured to open another address without an error.
-        """
-        try:
-            base, real = (int(number) for number in self._call("cuMemGetAddressRange", address))
-        except DriverError as error:
-            if error.code not in _NOT_A_HANDLE:
-                raise
-            raise ProtocolError(f"{call}: the handle names no memory of its maker ({error.name})") from None
-        if not base <= address <= address + nbytes <= base + real:
-            raise ProtocolError(
-                f"{call}: {nbytes} bytes were said to be there, and the allocation holds {base + real - address}"
-            )
-
-    def _close_window(self, call: str, address: int, kind: str, function: str, *arguments: int) -> None:
-        window = self._take_window(call, address, kind)
-        ((_, ordinal),) = window.rights
-        try:
-            with self._contexts[ordinal]:
-                self._call.undo(function, *arguments)
-        except BaseException:
-            self._write_down(window)
-            raise
+        self._close("ipc_close", address, "ipc")
 
     def _not_opened(self, error: DriverError, call: str, what: str, location: Location) -> Exception:
         """Why something of another process could not be opened."""
@@ -237,6 +259,8 @@ class ForeignCalls(WorkCalls):
         try:
             return self._made(self._events, device, "cuEventDestroy", "cuIpcOpenEventHandle", wanted)
         except DriverError as error:
+            if error.call != "cuIpcOpenEventHandle":
+                raise
             raise self._not_opened(error, "event_import", "an interprocess event", location) from None
 
     def _struct(self, name: str, data: bytes) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class PoolCalls(ForeignCalls):
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
         self._pools: dict[int, int] = {}  # to the ordinal of the GPU
+        self._pointers: dict[int, Window] = {}  # memory of imported pools, by its address here
 
     def live(self) -> LiveObjects:
         known = super().live()
@@ -45,7 +47,7 @@ class PoolCalls(ForeignCalls):
         try:
             return self._made(self._pools, device, "cuMemPoolDestroy", "cuMemPoolCreate", prop)
         except DriverError as error:
-            if error.code not in _REFUSED:
+            if error.code not in _REFUSED or error.call != "cuMemPoolCreate":
                 raise
             lacks = not device.attribute(_POOLS_SUPPORTED)
             raise UnsupportedError(
@@ -86,11 +88,15 @@ class PoolCalls(ForeignCalls):
             check_kinds("pool_import", kind)
             raise UsageError("pool_import: kind must be POSIX_FD")
         device = self._devices.device(location)
+        try:
+            fcntl.fcntl(fd, fcntl.F_GETFD)  # the driver's word for it would be that of any other mistake
+        except (OSError, OverflowError, ValueError):
+            raise UsageError(f"pool_import({fd}): this is no open file descriptor") from None
         call: tuple[Any, ...] = ("cuMemPoolImportFromShareableHandle", fd, self._handle_type(kind), 0)
         try:
             return self._made(self._pools, device, "cuMemPoolDestroy", *call)
         except DriverError as error:
-            if error.code not in _REFUSED:
+            if error.code not in _REFUSED or error.call != call[0]:
                 raise
             raise ProtocolError(f"pool_import({fd}): no descriptor of a pool ({error.name})") from None
 
@@ -105,17 +111,24 @@ class PoolCalls(ForeignCalls):
     def pool_allocate(self, pool: int, nbytes: int, stream: int) -> int:
         if nbytes <= 0:
             raise UsageError(f"pool_allocate: {nbytes} bytes")
-        ordinal = self._ordinal(pool)
-        with self._in(pool):
-            try:
-                address = int(self._call("cuMemAllocFromPoolAsync", nbytes, pool, stream))
-            except OutOfMemoryError as error:
-                raise OutOfMemoryError(error.call, error.code, error.name, f"{nbytes} bytes of a pool") from None
-        self._write_down(Window(address, nbytes, {(DEVICE, ordinal): Access.READ_WRITE}, "pool"))
-        return address
+        device = self._devices.all[self._ordinal(pool)]
+        call = "cuMemAllocFromPoolAsync"
+        try:
+            return self._open(device, "pool", nbytes, call, nbytes, pool, stream)
+        except OutOfMemoryError as error:
+            if error.call != call:
+                raise
+            raise OutOfMemoryError(error.call, error.code, error.name, f"{nbytes} bytes of a pool") from None
+        except DriverError as error:
+            if error.call != call or error.code not in (INVALID_VALUE, INVALID_HANDLE):
+                raise
+            raise UsageError(
+                f"pool_allocate: {stream:#x} is no stream of the pool's GPU, or the pool is another process's, which "
+                f"alone allocates from it ({error.name})"
+            ) from None
 
     def pool_free(self, address: int, stream: int) -> None:
-        self._close_window("pool_free", address, "pool", "cuMemFreeAsync", address, stream)
+        self._close("pool_free", address, "pool", stream)
 
     def pool_export_pointer(self, address: int) -> bytes:
         try:
@@ -132,38 +145,54 @@ class PoolCalls(ForeignCalls):
         if nbytes <= 0:
             raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
         wanted = self._struct("CUmemPoolPtrExportData", handle)
-        ordinal = self._ordinal(pool)
-        with self._in(pool):
-            try:
-                address = int(self._call("cuMemPoolImportPointer", pool, wanted))
-            except DriverError as error:
-                if error.code not in _REFUSED:
-                    raise
-                raise ProtocolError(
-                    f"pool_open_pointer: the bytes name no memory of this pool, or its maker freed it ({error.name})"
-                ) from None
-            window = Window(address, nbytes, {(DEVICE, ordinal): Access.READ_WRITE}, "pool pointer")
-            number = self._write_down(window)
-            try:
-                self._check_size("pool_open_pointer", address, nbytes)
-            except BaseException:
-                if self._windows.pop(number, None) is not None:
-                    self._free_pointer(address)
+        device = self._devices.all[self._ordinal(pool)]
+        call = "cuMemPoolImportPointer"
+        try:
+            return self._open(device, "pool pointer", nbytes, call, pool, wanted)
+        except _OpenAlready as error:
+            raise UsageError(
+                f"pool_open_pointer: this memory is open already, at {error.args[0]:#x}; the driver does not count, and "
+                f"the first to be closed would take it away from both"
+            ) from None
+        except DriverError as error:
+            if error.code not in _REFUSED or error.call != call:
                 raise
-        return address
+            raise ProtocolError(
+                f"pool_open_pointer: the bytes name no memory of this pool, or its maker freed it ({error.name})"
+            ) from None
 
     def pool_close_pointer(self, address: int) -> None:
-        window = self._take_window("pool_close_pointer", address, "pool pointer")
-        ((_, ordinal),) = window.rights
-        try:
-            with self._contexts[ordinal]:
-                self._free_pointer(address)
-        except BaseException:
-            self._write_down(window)
-            raise
+        self._close("pool_close_pointer", address, "pool pointer")
 
-    def _free_pointer(self, address: int) -> None:
-        self._call.undo("cuMemFreeAsync", address, _LEGACY_STREAM)
+    def _check_opened(self, window: Window, call: str) -> None:
+        if window.kind == "pool":  # ours: it is what we asked for
+            return
+        if window.kind == "pool pointer":
+            # One winner, without a lock. Out of these only after it is gone: who opens it meanwhile would lose it.
+            if self._pointers.setdefault(window.address, window) is not window:
+                raise _OpenAlready(window.address)
+            (place,) = window.rights
+            ordinal = self.ordinal_of(window.address)
+            if ordinal != place[1]:
+                raise ProtocolError(f"{call}: the pool was said to be on cuda:{place[1]}, and is on cuda:{ordinal}")
+        super()._check_opened(window, call)
+
+    def _take_back_window(self, window: Window, stream: int = 0) -> None:
+        if window.kind == "pool pointer" and self._pointers.get(window.address) is not window:
+            return  # it was open already: to free it would be to free the other
+        super()._take_back_window(window, stream)
+
+    def _undo_window(self, window: Window, stream: int, done: list[None]) -> None:
+        if window.kind == "ipc":
+            super()._undo_window(window, stream, done)
+            return
+        if window.kind == "pool":
+            self._call.undo("cuMemFreeAsync", window.address, stream)
+            done.append(None)
+            return
+        self._call.undo("cuMemFreeAsync", window.address, _LEGACY_STREAM)
+        done.append(None)
+        self._pointers.pop(window.address, None)
         self._call.undo("cuStreamSynchronize", _LEGACY_STREAM)  # its maker may free it the moment this is known
 
     def _ordinal(self, pool: int) -> int:
@@ -176,3 +205,7 @@ class PoolCalls(ForeignCalls):
         # A pool of another library knows its own GPU; the driver only wants that any context is current.
         used = (device.ordinal for device in self._devices.all if device.is_used)
         return self._contexts[self._pools.get(pool, next(used, 0))]
+
+
+class _OpenAlready(Exception):
+    """The driver opened the same memory a second time, at the same address."""

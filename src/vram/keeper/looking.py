@@ -1,0 +1,126 @@
+"""What can be asked of a keeper: what is there, how much of it, and who holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from ..errors import NotFoundError
+from . import messages as m
+from .conversation import Conversation
+from .reports import EntryInfo, HolderInfo, StatisticsInfo, entry_info, holder_info, version_info
+from .rules import check_name, check_prefix
+
+__all__ = ["Looking"]
+
+
+class Looking(Conversation):
+    """The questions of :class:`~vram.keeper.client.KeeperClient` that change nothing."""
+
+    def list(self, prefix: str = "") -> list[EntryInfo]:
+        """Return the entries whose names begin with `prefix`, in order."""
+        check_prefix(prefix)
+        found: list[EntryInfo] = []
+        after, more = "", True
+        while more:
+            call = next(self._calls)
+            page = self._be(m.Listing, self._ask(m.List(call, prefix, after), call))
+            found += [entry_info(row) for row in page.rows]
+            more = page.more and bool(page.rows)
+            after = found[-1].name if found else ""
+        return found
+
+    def show(self, name: str) -> EntryInfo:
+        """Return everything the keeper knows about a name: its versions, and who holds them.
+
+        Raises
+        ------
+        NotFoundError
+            If there is nothing under that name.
+        """
+        check_name(name)
+        versions = [
+            version_info(row, tuple(self.holders_of(name, row)) if row.readers else ()) for row in self.versions(name)
+        ]
+        held = [version for version in versions if version.holders]
+        current = next((version for version in versions if version.is_current), None)
+        shown = current or versions[-1]
+        return EntryInfo(
+            name,
+            0 if current is None else current.version,
+            shown.owner,
+            0 if current is None else current.nbytes,
+            len(shown.sizes),
+            shown.writable,
+            shown.readers,
+            len(versions) - (current is not None),
+            shown.age,
+            shown.ttl_left,
+            shown.meta,
+            tuple(versions),
+            leases=sum(len(version.holders) for version in held),
+            held_bytes=sum(version.nbytes for version in held),
+        )
+
+    def versions(self, name: str, after: int = 0) -> Iterator[m.VersionRow]:
+        """Yield the versions of a name that are above `after`, as the keeper has them, oldest first.
+
+        Raises
+        ------
+        NotFoundError
+            If the name has none at all.
+        """
+        more = True
+        while more:
+            call = next(self._calls)
+            page = self._be(m.VersionList, self._ask(m.Versions(call, name, after), call))
+            for row in page.rows:
+                yield row
+                after = row.version
+            more = page.more and bool(page.rows)
+
+    def holders_of(self, name: str, version: m.VersionRow) -> Iterator[HolderInfo]:
+        """Yield who holds a version, longest first; nobody, once it or its name is gone."""
+        after, more = 0, True
+        while more:
+            call = next(self._calls)
+            try:
+                page = self._be(m.HolderList, self._ask(m.Holders(call, name, version.version, after), call))
+            except NotFoundError:
+                return
+            for row in page.rows:
+                # The name and the bytes are what a keeper of before does not say.
+                yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
+                after = row.lease
+            more = page.more and bool(page.rows)
+
+    def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
+        """Return who holds what under names that begin with `prefix`, by name, version and age.
+
+        Also what was taken out of the catalogue and is still held. Asks on a connection of its own, since a keeper
+        of before does not know the question and hangs up.
+
+        Raises
+        ------
+        ProtocolError
+            If the keeper is that old.
+        """
+        check_prefix(prefix)
+        found: list[HolderInfo] = []
+        with Conversation.connect(self.path, label=self.label) as asking:
+            after, more = 0, True
+            while more:
+                call = next(asking._calls)
+                page = asking._be(m.HolderList, asking._ask(m.Leases(call, prefix, after), call))
+                found += [holder_info(row) for row in page.rows]
+                more = page.more and bool(page.rows)
+                after = page.rows[-1].lease if page.rows else 0
+        return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
+
+    def statistics(self) -> StatisticsInfo:
+        """Return what the keeper holds."""
+        call = next(self._calls)
+        reply = self._be(m.KeeperStatistics, self._ask(m.Statistics(call), call))
+        return StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
