@@ -48,8 +48,15 @@ if TYPE_CHECKING:
     from .exchange.keepers import show as show
     from .exchange.keepers import statistics as statistics
     from .exchange.lease import Lease as Lease
+    from .exchange.lend import Lending as Lending
+    from .exchange.lend import borrow as borrow
+    from .exchange.lend import lend as lend
     from .exchange.publish import Published as Published
     from .exchange.publish import publish as publish
+    from .exchange.share import Route as Route
+    from .exchange.share import copy_in as copy_in
+    from .exchange.share import explain as explain
+    from .exchange.share import share as share
     from .exchange.weights import put as put
     from .keeper.reports import ArrayInfo as ArrayInfo
     from .keeper.reports import EntryInfo as EntryInfo
@@ -60,9 +67,11 @@ if TYPE_CHECKING:
     from .keeper.session import Keeper as Keeper
     from .keeper.session import keeper as keeper
     from .memory import AddressReservation as AddressReservation
+    from .memory import Event as Event
     from .memory import MemoryMapping as MemoryMapping
     from .memory import MulticastObject as MulticastObject
     from .memory import PhysicalAllocation as PhysicalAllocation
+    from .memory import Pool as Pool
     from .memory import Region as Region
     from .spec import Access as Access
     from .spec import AllocationSpec as AllocationSpec
@@ -84,10 +93,12 @@ _HOMES = {
     "exchange.publish": "Published publish",
     "exchange.weights": "put",
     "exchange.lease": "Lease",
+    "exchange.lend": "Lending borrow lend",
+    "exchange.share": "Route copy_in explain share",
     "keeper": "keeper=",
     "keeper.reports": "ArrayInfo EntryInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo",
     "keeper.session": "Keeper",
-    "memory": "AddressReservation MemoryMapping MulticastObject PhysicalAllocation Region",
+    "memory": "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool Region",
     "spec": "Access AllocationSpec HandleKind Location",
 }
 _EXPORTS = {

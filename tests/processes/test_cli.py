@@ -95,6 +95,48 @@ def test_put_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
     assert json.loads(run("rm", "n", "--json")) == {"removed": "n", "version": None}
 
 
+def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
+    run("put", "big/lm", file)
+    with vram.attach("big/lm") as lease, vram.attach("big/lm"):
+        assert re.search(r"^ *big/lm .* 2 / 2 MiB ", run("ls"), re.MULTILINE)
+        line = rf"^ *big/lm +1 +2 MiB +{os.geteuid()} +pid {os.getpid()} +r +[0-9.]+ s *$"
+        assert len(re.findall(line, run("ls", "--holders"), re.MULTILINE)) == 2
+        assert run("ls", "other", "-l").splitlines()[1:] == []
+        held = json.loads(run("ls", "big", "-l", "--json"))
+        assert [(one["name"], one["version"], one["nbytes"], one["pid"]) for one in held] == [
+            ("big/lm", 1, 2 << 20, os.getpid())
+        ] * 2
+        done = subprocess.run(
+            [VRAM, "revoke", "big/lm", "--timeout", "0.1"], capture_output=True, text=True, timeout=SOON, check=False
+        )
+        assert (done.returncode, done.stderr) == (1, "")
+        assert done.stdout.startswith("revoked big/lm; 2 MiB still held by:\n")
+        assert len(re.findall(line, done.stdout, re.MULTILINE)) == 2
+        assert lease.revoked
+        assert "revoked" in run("show", "big/lm")
+        assert re.search(rf"^ *1 +2 MiB +[0-9]+ +{os.getpid()} ", run("show", "big/lm"), re.MULTILINE)
+        done = subprocess.run(
+            [VRAM, "revoke", "big/lm", "--version", "1", "--timeout", "0", "--json"],
+            capture_output=True,
+            timeout=SOON,
+            check=False,
+        )
+        left = json.loads(done.stdout)
+        assert (done.returncode, left["name"], left["nbytes"], len(left["holders"])) == (1, "big/lm", 2 << 20, 2)
+        assert left["holders"] == [{**one, "age": left["holders"][at]["age"]} for at, one in enumerate(held)]
+        assert run("ls", "big").splitlines()[1:] == []
+    run("put", "big/lm", file)
+    with vram.attach("big/lm") as lease:
+        lease.on_revoke(vram.Lease.close)
+        assert run("revoke", "big/lm", "--timeout", SOON) == "revoked big/lm: nobody holds it any more\n"
+    run("put", "big/lm", file)
+    assert json.loads(run("revoke", "big/lm", "--version", 3, "--json")) == {
+        "name": "big/lm",
+        "holders": [],
+        "nbytes": 0,
+    }
+
+
 def test_show_says_what_the_file_said_of_itself(kept: vram.Keeper, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"x": np.zeros(())}, path, metadata={"format": "pt", "by": "us\x1b[2J"})
@@ -166,6 +208,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["show", "n"], "n"),
     (["rm", "n"], "n"),
     (["rm", "a b"], "a name"),
+    (["revoke", "n"], "n"),
+    (["revoke", "a b"], "a name"),
+    (["revoke", "n", "--version", "0"], "count from 1"),
+    (["revoke", "n", "--timeout", "-1"], "seconds"),
+    (["ls", "-l", "a b"], "begins no name"),
     (["ls", "a b"], "begins no name"),
     (["demo", "--device", "cuda:99"], "cuda"),
     (["demo", "--weights", "nothing.safetensors"], "no file"),

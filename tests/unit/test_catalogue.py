@@ -516,6 +516,74 @@ def test_who_watches_is_told(books: Catalogue, ann: Session, bob: Session) -> No
     assert books.is_stale(bob, held.id) == (True, 0)
 
 
+def test_readers_are_asked_to_let_go_once_and_keep_what_they_have(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, bob)
+    books.watch(bob, "w", 1)
+    assert books.remove(ann, "w", revoke=True) == [Notify(bob, "w", 1, "revoked", 0)]
+    assert held.version.revoked
+    assert held.id in books.leases
+    for version in (0, 1):
+        with pytest.raises(NotFoundError):
+            books.attach(bob, "w", 0.0, version=version)
+        assert books.remove(ann, "w", version, revoke=True) == [], "they were told"
+        with pytest.raises(NotFoundError):
+            books.remove(ann, "w", version)
+    assert books.watch(ann, "w", 1) == [Notify(ann, "w", 1, "revoked", 0)]
+    assert books.release(bob, held.id) == [Free("t1")]
+    with pytest.raises(NotFoundError):
+        books.remove(ann, "w", revoke=True)
+
+
+def test_what_was_removed_can_be_revoked_while_it_is_held(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    first = lease(books, bob)
+    books.watch(bob, "w", 1)
+    books.remove(ann, "w")
+    assert not first.version.revoked
+    publish(books, ann, token="t2")
+    assert books.remove(ann, "w", 1, revoke=True) == [Notify(bob, "w", 1, "revoked", 2)]
+    assert books.remove(ann, "w", revoke=True) == [Free("t2")]
+    assert books.release(bob, first.id) == [Free("t1")]
+
+
+def test_only_the_owner_and_the_keepers_user_may_revoke(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, bob)
+    with pytest.raises(AccessDeniedError, match=str(BOB)):
+        books.remove(bob, "w", revoke=True)
+    assert not held.version.revoked
+    assert lease(books, bob).version is held.version
+    books.remove(ann, "w")
+    with pytest.raises(AccessDeniedError, match=str(BOB)):
+        books.remove(bob, "w", revoke=True)
+    publish(books, bob, token="bobs")
+    newer = lease(books, ann)
+    # Each asks for their own, also where both have left something under the name.
+    books.remove(bob, "w")
+    books.remove(bob, "w", revoke=True)
+    assert (held.version.revoked, newer.version.revoked) == (False, True)
+    books.remove(books.connect(KEEPER, 1), "w", revoke=True)
+    assert held.version.revoked
+
+
+def test_what_is_held_counts_each_version_once(books: Catalogue, ann: Session, bob: Session) -> None:
+    assert books.held("w") == (0, 0)
+    publish(books, ann)
+    assert books.held("w") == (0, 0)
+    first = [lease(books, ann), lease(books, bob)]
+    assert books.held("w") == (2, 100)
+    publish(books, ann, token="t2", nbytes=7)
+    assert books.held("w") == (2, 100)
+    lease(books, bob)
+    assert books.held("w") == (3, 107)
+    for one in first:
+        books.release(one.session, one.id)
+    assert books.held("w") == (1, 7)
+    books.remove(ann, "w")
+    assert books.held("w") == (1, 7)
+
+
 def test_news_that_is_old_is_told_at_once(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann)
     lease(books, ann)

@@ -8,6 +8,7 @@ import pytest
 from vram import errors
 from vram.keeper import messages as m
 from vram.keeper.failures import failure, raised
+from vram.keeper.reports import entry_info, holder_info, version_info
 
 PIECE = m.Piece(2 << 20, 1, 0)
 ENTRY = m.Entry("a/b", 3, 1000, False, [PIECE], ["host"], b"m", False, {"k": "v"})
@@ -93,6 +94,22 @@ def test_s9_replies_come_back_and_unknown_items_are_ignored(message: msgspec.Str
 def test_s9_items_that_an_older_peer_does_not_send_have_defaults() -> None:
     assert m.decode_request(msgspec.msgpack.encode(["attach", 1, "a"])) == m.Attach(1, "a")
     assert m.decode_hello(msgspec.msgpack.encode(["hello", 1, 2])) == m.Hello(1, 2)
+
+
+def test_s9_rows_of_an_older_keeper_are_read() -> None:
+    entry = ["n", 1, 0, 4096, 1, False, 2, 0, 1.0, None, {}]
+    version = [1, 0, True, False, 4096, [4096], ["host"], 2, 1.0, None, 7, "me", {}]
+    holder = [3, 1, 0, 0, "me", "r", 1.0]
+    listing = m.decode_reply(m.encode(["listing", 1, [entry], False]))
+    versions = m.decode_reply(m.encode(["version_list", 1, [version], False]))
+    holders = m.decode_reply(m.encode(["holder_list", 1, [holder], False]))
+    assert isinstance(listing, m.Listing)
+    assert isinstance(versions, m.VersionList)
+    assert isinstance(holders, m.HolderList)
+    assert (entry_info(listing.rows[0]).leases, entry_info(listing.rows[0]).held_bytes) == (0, 0)
+    assert versions.rows[0].revoked is None
+    assert not version_info(versions.rows[0], ()).is_revoked
+    assert holder_info(holders.rows[0]).pid is None
 
 
 def test_the_keeper_writes_a_lease_as_the_client_reads_it() -> None:

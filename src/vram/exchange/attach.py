@@ -15,7 +15,7 @@ from .lease import Lease, wire_access
 from .mapping import visible
 from .publish import publish_to
 
-__all__ = ["attach", "attach_or_publish"]
+__all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
 _ACCESS = ("r", "rw", "cow")
 
@@ -72,8 +72,8 @@ def attach(
     UnsupportedError
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
-    _check_access(access)
-    user = _user(device)
+    check_access(access)
+    user = user_of(device)
     check_version(version)
     wanted = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
@@ -119,7 +119,7 @@ def attach_or_publish(
     PeerGoneError
         If the keeper went away meanwhile.
     """
-    _check_access(access)
+    check_access(access)
     writable = check_flag(writable, "writable")
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
@@ -127,7 +127,7 @@ def attach_or_publish(
         raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
     meta = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
-    user = _user(device)
+    user = user_of(device)
     client = connect(keeper)
     while True:
         got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=seconds)
@@ -165,8 +165,8 @@ def _load_and_publish(
     return published.version
 
 
-def _user(device: str | Location | None) -> Location | None:
-    """The GPU that will work on what is attached."""
+def user_of(device: str | Location | None) -> Location | None:
+    """Return the GPU that will work on what is attached; None for the one that it is on."""
     if device is None:
         return None
     location = Location.parse(device)
@@ -175,6 +175,7 @@ def _user(device: str | Location | None) -> Location | None:
     return None if location == HOST else visible(location)
 
 
-def _check_access(access: object) -> None:
+def check_access(access: object) -> None:
+    """Raise :class:`UsageError` for what is no access to shared memory."""
     if not isinstance(access, str) or access not in _ACCESS:
         raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
-from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
+from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Listening, Watch
-from ..lifetime import Owned, unwinding
+from ..lifetime import Handle, Owned, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
-from ..sharing.descriptor import Manifest, decode_manifest
+from ..sharing.descriptor import HandleEntry, Manifest, MemoryDescriptor, decode_manifest
 from ..sharing.lease import LeaseReturn
 from ..spec import Location
 from .keepers import check_seconds, connect
-from .mapping import map_memory, read_sealed
+from .mapping import ACCESS, map_memory, read_sealed
 from .provenance import Provenance
 
 if TYPE_CHECKING:
@@ -38,21 +38,18 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays",
-        "_attachment",
-        "_client",
-        "_listenings",
-        "_regions",
-        "_return",
-        "_revoked",
-        "_user",
-        "_watch",
-        "access",
-        "manifest",
-    )
+        "_arrays", "_attachment", "_client", "_listenings", "_regions", "_return", "_revoked", "_user", "_watch",
+        "access", "manifest",
+    )  # fmt: skip
 
     def __init__(
-        self, client: KeeperClient, attachment: Attachment, access: str, *, user: Location | None = None
+        self,
+        client: KeeperClient,
+        attachment: Attachment,
+        access: str,
+        *,
+        user: Location | None = None,
+        is_lent: bool = False,
     ) -> None:
         self.access = access
         self._user = user
@@ -69,15 +66,24 @@ class Lease(Owned, Mapping[str, Array]):
         try:
             self.manifest = _read_manifest(attachment)
             at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
-            named = at + sum(len(memory.segments) for memory in self.manifest.memories)
-            if named != len(fds):
-                raise ProtocolError(f"{len(fds)} file descriptors came, and the manifest names {named}")
-            for memory in self.manifest.memories:
-                count = len(memory.segments)
-                regions.append(
-                    map_memory(memory, fds[at : at + count], access=access, depends=(claim.handle,), user=user)
+            if at + self.manifest.descriptors != len(fds):
+                raise ProtocolError(
+                    f"{len(fds)} file descriptors came, and the manifest names {at + self.manifest.descriptors}"
                 )
-                at += count
+            if self.manifest.handles and not is_lent:
+                raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
+            depends = (claim.handle,)
+            handles = {entry.memory: entry for entry in self.manifest.handles}
+            for number, memory in enumerate(self.manifest.memories):
+                entry = handles.get(number)
+                if entry is None:
+                    count = len(memory.segments)
+                    regions.append(map_memory(memory, fds[at : at + count], access=access, depends=depends, user=user))
+                    at += count
+                else:
+                    pool = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
+                    key = (attachment.name, attachment.version, number)
+                    regions.append(_open(client, key, memory, entry, pool, access, depends, user))
         except BaseException as error:
             with unwinding(error):
                 for region in reversed(regions):
@@ -132,6 +138,19 @@ class Lease(Owned, Mapping[str, Array]):
             raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r:.80}; it has {shown}")
         where = Provenance(self._client.path, self.name, self.version, name, self.access, 0, 0)
         return array_on(self._regions[entry.memory], self.manifest, where)
+
+    @property
+    def array(self) -> Array:
+        """The one array of what holds one.
+
+        Raises
+        ------
+        UsageError
+            If there are several: ask by name.
+        """
+        if len(self) != 1:
+            raise UsageError(f"{len(self)} arrays are here; ask by name: {_some(tuple(self))}")
+        return self[next(iter(self))]
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return all arrays as numpy arrays over the same memory."""
@@ -336,6 +355,26 @@ def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
     lease._revoked = True
     if not lease.is_closed:
         callback(lease)
+
+
+def _open(
+    client: KeeperClient,
+    key: tuple[str, int, int],
+    memory: MemoryDescriptor,
+    entry: HandleEntry,
+    pool: int | None,
+    access: str,
+    depends: tuple[Handle, ...],
+    user: Location | None,
+) -> Region:
+    from .by_handle import imports_of  # most leases are on what has descriptors
+
+    if access == "cow":
+        raise UnsupportedError(
+            "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
+            'Borrow it with access="r" and copy: vram.copy_in(...)',
+        )  # fmt: skip
+    return imports_of(client).open(key, memory, entry, pool, access=ACCESS[access], depends=depends, user=user)
 
 
 def wire_access(access: str) -> str:

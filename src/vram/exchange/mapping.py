@@ -18,6 +18,7 @@ __all__ = [
     "describe",
     "device_name",
     "extend_memory",
+    "location_of",
     "map_memory",
     "read_sealed",
     "sealed_copy",
@@ -102,7 +103,7 @@ def map_memory(
     AccessDeniedError
         For "rw" on what its owner sealed.
     """
-    location = _location(memory.device)
+    location = location_of(memory.device)
     received = _received(memory.segments, fds)
     try:
         return Region.from_allocations(
@@ -195,7 +196,7 @@ def visible(location: Location) -> Location:
         ) from None
 
 
-def _location(device: str) -> Location:
+def location_of(device: str) -> Location:
     """The place that a peer named. An ordinal would be the peer's own, so it is refused (S1)."""
     if device == "host":
         return HOST

@@ -14,22 +14,26 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.shapes import as_shape, nbytes_of
 from ..arrays.sources import CudaSource, Source, as_source, find
 from ..arrays.views import Home, let_go
-from ..errors import UsageError, VramError
+from ..errors import UnsupportedError, UsageError, VramError
 from ..keeper.client import Segment
 from ..lifetime import Handle
 from ..memory import Pin, Region
+from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import (
     MANIFEST_VERSION,
     MAX_SEGMENTS,
     ArrayEntry,
+    HandleEntry,
     Manifest,
     MemoryDescriptor,
     SegmentEntry,
     check_array_name,
 )
 from ..spec import HOST, Access, HandleKind, Location, round_up
+from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from .mapping import describe, device_name
 from .provenance import Provenance
+from .share import share
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,17 +129,27 @@ class Placement:
     """
 
     def __init__(
-        self, arrays: Mapping[str, object], writable: bool, sources: MutableMapping[str, object] | None, close: bool
+        self,
+        arrays: Mapping[str, object],
+        writable: bool,
+        sources: MutableMapping[str, object] | None,
+        close: bool,
+        *,
+        lends: bool = False,
     ) -> None:
         self._writable = writable
         self._sources = sources
         self._close = close
         self._taken: dict[str, Array] = {}
         self._pins: list[Pin] = []
+        self.pools: PoolDescriptors | None = None
+        self._lends = lends
         known: dict[Region, str] = {}
-        self.items = [_look(name, value, writable, known) for name, value in arrays.items()]
+        if lends:
+            arrays = {name: _shared(name, value) for name, value in arrays.items()}
+        self.items = [_look(name, value, writable, lends, known) for name, value in arrays.items()]
         if not self.items:
-            raise UsageError("there is nothing to publish: the mapping is empty")
+            raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
         self.spans: dict[Handle, _Span] = {}
         for item in self.items:
             if item.region is not None:
@@ -146,6 +160,8 @@ class Placement:
             self.spans.clear()
             for item in self.items:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
+        if lends:
+            self._refuse_copies()
         # What is empty needs memory of its own only if nothing else is in the same place.
         for span in tuple(self.spans.values()):
             for item in self.items:
@@ -164,6 +180,17 @@ class Placement:
             self.__exit__(None, None, None)
             raise
 
+    def _refuse_copies(self) -> None:
+        """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
+        for item in self.items:
+            if item.region is None and item.nbytes:
+                for pin in self._pins:
+                    pin.release()
+                raise UnsupportedError(
+                    f"lending array {item.name!r:.80}", "memory that can be shared as it is", item.reason,
+                    "Copy it into memory of its own: vram.copy_in(...)",
+                )  # fmt: skip
+
     def _share(self, region: Region, item: _Item, offset: int) -> None:
         start, stop = offset, offset + item.nbytes
         span = self.spans.setdefault(region.handle, _Span(region, start, stop, []))
@@ -175,7 +202,10 @@ class Placement:
         """Keep what is shared from being shrunk away; return how many segments it has."""
         shared = 0
         for handle, span in tuple(self.spans.items()):
-            self._pins.append(span.region.pin(span.start, span.stop, "being published"))
+            self._pins.append(span.region.pin(span.start, span.stop, "lent" if self._lends else "being published"))
+            if goes_by_handle(span.region):
+                shared += 1
+                continue
             allocations = span.region.segments(span.start, span.stop)[0]
             if all(HandleKind.POSIX_FD in allocation.handle_kinds for allocation in allocations):
                 shared += len(allocations)
@@ -188,7 +218,7 @@ class Placement:
     # -- in this order --------------------------------------------------------------------------------------------
     def manifest(self) -> tuple[Manifest, list[Segment]]:
         """Return the manifest and the segments that it speaks of."""
-        memories = [describe(span.region, span.start, span.stop)[0] for span in self.spans.values()]
+        memories, handles = self._describe()
         entries: dict[str, ArrayEntry] = {}
         for number, span in enumerate(self.spans.values()):
             entries |= {item.name: item.entry(number, span.start) for item in span.items}
@@ -196,8 +226,28 @@ class Placement:
             entries |= {item.name: item.entry(len(memories), 0) for item in copy.items}
             memories.append(copy.describe())
         ordered = {item.name: entries[item.name] for item in self.items}
-        pieces = [Segment(entry.nbytes, entry.kind, memory.device) for memory in memories for entry in memory.segments]
-        return Manifest(MANIFEST_VERSION, tuple(memories), ordered), pieces
+        pieces = [
+            Segment(entry.nbytes, entry.kind, memory.device)
+            for memory in memories
+            for entry in memory.segments
+            if entry.kind == HandleKind.POSIX_FD
+        ]
+        pools = [] if self.pools is None else self.pools.fds
+        pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
+        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, handles, len(pools)), pieces
+
+    def _describe(self) -> tuple[list[MemoryDescriptor], tuple[HandleEntry, ...]]:
+        """Describe what is shared where it is."""
+        memories: list[MemoryDescriptor] = []
+        handles: list[HandleEntry] = []
+        for number, span in enumerate(self.spans.values()):
+            if goes_by_handle(span.region):
+                self.pools = self.pools or PoolDescriptors()
+                handles.append(HandleEntry(number, handle_bytes(span.region), self.pools.number(span.region)))
+                memories.append(describe_by_handle(span.region, span.start, span.stop))
+            else:
+                memories.append(describe(span.region, span.start, span.stop)[0])
+        return memories, tuple(handles)
 
     def copy(self) -> None:
         """Pack what cannot be shared where it is."""
@@ -229,12 +279,17 @@ class Placement:
     def _regions(self) -> list[Region]:
         return [*(copy.region for copy in self._copies), *(span.region for span in self.spans.values())]
 
+    def places(self) -> list[Location]:
+        """Return where the memories are, each as often as it comes."""
+        return [place for region in self._regions() for place in region.users]
+
     def descriptors(self) -> list[int]:
         """Return the descriptors of all segments, in their order, lent by the allocations."""
-        fds = [fd for span in self.spans.values() for fd in describe(span.region, span.start, span.stop)[1]]
+        whole = [span for span in self.spans.values() if not goes_by_handle(span.region)]
+        fds = [fd for span in whole for fd in describe(span.region, span.start, span.stop)[1]]
         for copy in self._copies:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
-        return fds
+        return fds if self.pools is None else fds + self.pools.fds
 
     def done(self, path: str, name: str, version: int) -> None:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
@@ -265,6 +320,8 @@ class Placement:
             pin.release()
         for copy in self._copies:
             let_go(copy.region)  # arrays that were put into the mapping keep its memory
+        if self.pools is not None:
+            self.pools.close()
 
 
 class Loaded:
@@ -312,7 +369,13 @@ def _named(name: str) -> Iterator[None]:
         raise
 
 
-def _look(name: object, value: object, writable: bool, known: dict[Region, str]) -> _Item:
+def _shared(name: object, value: object) -> Array:
+    """Return an array over the memory of a value, without a copy, or say why none of it can be lent."""
+    with _named(check_array_name(name)):
+        return share(value)
+
+
+def _look(name: object, value: object, writable: bool, lends: bool, known: dict[Region, str]) -> _Item:
     """Decide for one array whether it is shared in place, and if not, why.
 
     `known` says of each region why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
@@ -343,7 +406,7 @@ def _look(name: object, value: object, writable: bool, known: dict[Region, str])
     else:
         reason = known.get(region)
         if reason is None:
-            reason = known[region] = _why_not(region, writable)
+            reason = known[region] = _why_not(region, writable, lends)
         if reason:
             item.give_up(reason)
     return item
@@ -355,12 +418,18 @@ def _place(item: _Item) -> Location:
     return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST
 
 
-def _why_not(region: Region, writable: bool) -> str:
+def _why_not(region: Region, writable: bool, lends: bool) -> str:
     """Return why nothing on a region can be shared in place; empty if it can."""
     if region.is_closed:
         return "its region was closed"
     if region.is_private:
         return "it is a private copy of what was attached"
+    if isinstance(region, ForeignRegion):
+        if not lends and not region.kinds & HandleKind.POSIX_FD:
+            return "it lives only as long as its maker, which no keeper changes"
+        if writable and region.access is not Access.READ_WRITE:
+            return "its owner lets nobody write to it, and writable=True was asked for"
+        return ""
     if region.is_frozen and writable:
         return "its memory is read-only for good, and writable=True was asked for"
     if region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):

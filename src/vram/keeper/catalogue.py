@@ -152,6 +152,7 @@ class Catalogue:
         ttl: float | None = None,
         claim: int = 0,
         body: Any = None,
+        least: int = 1,
     ) -> Publication:
         """Reserve room for a version.
 
@@ -163,6 +164,8 @@ class Catalogue:
             Descriptors that the version will hold.
         body : object
             Whatever readers are to be told; not looked at.
+        least : int
+            The fewest descriptors there may be.
 
         Raises
         ------
@@ -176,7 +179,7 @@ class Catalogue:
         check_name(name)
         meta = check_meta(meta or {})
         ttl = check_ttl(ttl)
-        if not 0 < handles <= MAX_SEGMENTS + 1:
+        if not least <= handles <= MAX_SEGMENTS + 1:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
             raise CapacityError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")

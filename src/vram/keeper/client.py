@@ -45,6 +45,7 @@ __all__ = [
     "VersionInfo",
     "Watch",
     "client",
+    "own_label",
 ]
 
 
@@ -410,7 +411,7 @@ def client(path: str | None = None) -> KeeperClient:
                 return existing
             del _clients[found]
             existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
-        made = _clients[found] = KeeperClient.connect(path, label=_own_label())
+        made = _clients[found] = KeeperClient.connect(path, label=own_label())
         return made
 
 
@@ -433,7 +434,8 @@ def _number(claim: PublishClaim | int | None) -> int:
     return claim.id if isinstance(claim, PublishClaim) else claim or 0
 
 
-def _own_label() -> str:
+def own_label() -> str:
+    """Return what this process calls itself."""
     return clip_label(os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python")
 
 

@@ -59,6 +59,8 @@ class KeeperServer:
         Ceilings for each user but the one who runs the keeper.
     patience : float
         Seconds that a peer may keep the keeper waiting before it is disconnected.
+    raises_limit : bool
+        Whether to raise this process's limit of descriptors as far as it goes.
     """
 
     listener: Listener
@@ -74,6 +76,7 @@ class KeeperServer:
         max_bytes_per_user: int | None = None,
         max_entries_per_user: int | None = None,
         patience: float = PATIENCE,
+        raises_limit: bool = True,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
@@ -82,7 +85,7 @@ class KeeperServer:
         self.pid = os.getpid()
         self.now = time.monotonic
         self.started = self.now()
-        limit = _raise_limit()
+        limit = _raise_limit() if raises_limit else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
         if limit < _LEAST:
             raise CapacityError(
@@ -129,8 +132,8 @@ class KeeperServer:
         self.listener = listener
         self._bound = True
 
-    def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1) -> None:
-        """Serve until SIGTERM or SIGINT, or until another keeper has taken over.
+    def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
+        """Serve until :meth:`stop`, or until another keeper has taken over.
 
         Parameters
         ----------
@@ -139,13 +142,15 @@ class KeeperServer:
         parent_fd : int
             Lent; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
             wanted.
+        signals : bool
+            Stop at SIGTERM and SIGINT; only in a process's main thread.
         """
         if not self._bound:
             self.listen()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
                 self.loop.add_signal_handler(number, self.stop)
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)

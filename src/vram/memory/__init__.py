@@ -4,7 +4,8 @@ One line each: a :class:`PhysicalAllocation` is bytes without an address, an :cl
 without bytes, a :class:`MemoryMapping` puts one into the other, and a :class:`Region` is a reservation with a ceiling
 that is mapped chunk by chunk and never moves. This room sees the drivers' contract only, never a driver.
 
-:class:`MulticastObject` is loaded on first use: few have the hardware.
+Only GPUs have an :class:`Event` (what a stream had to do at one moment), a stream-ordered :class:`Pool` and, few of
+them, a :class:`MulticastObject`; these are loaded on first use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .event import Event, EventPool
     from .multicast import MulticastMapping, MulticastObject
+    from .pool import Pool
 
 from .allocation import PhysicalAllocation, Received
 from .pin import Pin
@@ -21,19 +24,31 @@ from .reservation import AddressReservation, MemoryMapping
 
 __all__ = [
     "AddressReservation",
+    "Event",
+    "EventPool",
     "MemoryMapping",
     "MulticastMapping",
     "MulticastObject",
     "PhysicalAllocation",
     "Pin",
+    "Pool",
     "Received",
     "Region",
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in ("MulticastMapping", "MulticastObject"):
-        from . import multicast
+_LATER = {
+    "Event": "event",
+    "EventPool": "event",
+    "MulticastMapping": "multicast",
+    "MulticastObject": "multicast",
+    "Pool": "pool",
+}
 
-        return getattr(multicast, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LATER[name]}", __name__), name)

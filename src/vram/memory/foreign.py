@@ -14,10 +14,10 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
-from ..driver.foreign import Foreign, LegacyIpc, PointerInfo, Pools
-from ..driver.protocol import Driver
+from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, PointerInfo, Pools
+from ..driver.protocol import Driver, StreamOrdered
 from ..errors import ClosedError, DeviceLostError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size
@@ -26,7 +26,7 @@ from .chunks import Chunk, Chunks
 from .region import Region
 from .reservation import AddressRange, Unmap
 
-__all__ = ["ForeignRegion", "find_foreign", "look_up", "open_legacy", "open_pointer"]
+__all__ = ["ForeignRegion", "Opened", "find_foreign", "look_up", "open_legacy", "open_pointer"]
 
 _MOST_KNOWN = 4096  # allocations of others whose looks are remembered
 
@@ -93,6 +93,11 @@ class ForeignRegion(Region):
         return region
 
     @property
+    def opened(self) -> Opened:
+        """What further regions over the same opened memory are made of; see :class:`Opened`."""
+        return Opened(self.driver, self.infos, self.handle)
+
+    @property
     def made_by(self) -> str:
         """The family of calls that made it; see :class:`~vram.driver.foreign.PointerInfo`."""
         return self.infos[0].made_by
@@ -108,6 +113,34 @@ class ForeignRegion(Region):
 
     def _change(self) -> NoReturn:
         raise UsageError(f"{self.handle.label} belongs to others, who alone can change it; copy it: vram.copy_in()")
+
+
+class Opened(NamedTuple):
+    """Memory that was opened once, for any number of regions over it: the last of them to go closes it.
+
+    It holds no claim itself: with the last region the handle is closed, and the memory has to be opened anew.
+    """
+
+    driver: Driver
+    infos: tuple[PointerInfo, ...]
+    handle: Handle
+
+    def region(self, access: Access, depends: Iterable[Handle] = ()) -> ForeignRegion:
+        """Make a region with dependencies of its own, which are let go of when nothing of it is in use.
+
+        Raises
+        ------
+        ClosedError
+            If the last region over it is gone.
+        """
+        leave = _Leave(self.handle.label, self.driver, (self.infos[0].location,))
+        claim = own(leave.describe, leave, depends=(*depends, self.handle))
+        leave.close = _nothing  # only waits for the work on it
+        return ForeignRegion.over(self.driver, self.infos, claim, access=access)
+
+
+def _nothing() -> None:
+    """There is nothing to close."""
 
 
 class _Leave:
@@ -281,7 +314,7 @@ def open_legacy(
     """
     able = legacy(driver)
     return _opened(
-        driver, "cudaMalloc memory", nbytes, location, access, depends,
+        driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
         partial(able.ipc_open, handle, nbytes, location), able.ipc_close,
     )  # fmt: skip
 
@@ -302,8 +335,30 @@ def open_pointer(
     """
     able = pools(driver)
     return _opened(
-        driver, "pool memory", nbytes, location, access, depends,
+        driver, "pool memory of another process", nbytes, location, access, depends,
         partial(able.pool_open_pointer, pool, handle, nbytes), able.pool_close_pointer,
+    )  # fmt: skip
+
+
+def allocate_pointer(
+    driver: Driver,
+    pool: int,
+    nbytes: int,
+    stream: int,
+    location: Location,
+    kinds: HandleKind,
+    depends: Iterable[Handle],
+) -> ForeignRegion:
+    """Allocate from a pool of this process. It is freed after all work of its GPU, whoever put that on which stream."""
+    able, asked = pools(driver), foreign(driver)
+
+    def look(address: int) -> PointerInfo:
+        identity = asked.pointer_identity(address)
+        return PointerInfo(address, nbytes, location, kinds, "pool", identity, Access.READ_WRITE, pool)
+
+    return _opened(
+        driver, "pool memory", nbytes, location, Access.READ_WRITE, depends,
+        partial(able.pool_allocate, pool, nbytes, stream), lambda address: able.pool_free(address, stream=1), look,
     )  # fmt: skip
 
 
@@ -316,13 +371,14 @@ def _opened(
     depends: Iterable[Handle],
     enter: Callable[[], int],
     close: Callable[[int], object],
+    look: Callable[[int], PointerInfo] | None = None,
 ) -> ForeignRegion:
-    leave = _Leave(f"{what} of another process, {format_size(nbytes)} on {location}", driver, (location,))
+    leave = _Leave(f"{what}, {format_size(nbytes)} on {location}", driver, (location,))
     claim = own(leave.describe, leave, depends=depends)
     try:
         address = enter()
         leave.close = partial(close, address)
-        info = PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
+        info = look(address) if look else PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access)
     except BaseException as error:
         with unwinding(error):
@@ -346,11 +402,20 @@ def pools(driver: Driver) -> Pools:
     return cast("Pools", _able(driver, Pools, "stream-ordered pools"))
 
 
-def _able(driver: Driver, capability: Any, what: str) -> Driver:
+def events(driver: Driver) -> StreamOrdered:
+    """Return the driver as one with streams and events."""
+    return cast("StreamOrdered", _able(driver, StreamOrdered, "events", "Its work is done when the call returns"))
+
+
+def interprocess(driver: Driver) -> InterprocessEvents:
+    """Return the driver as one whose events other processes can wait for."""
+    remedy = "Wait for the work, then say so: synchronize()"
+    return cast("InterprocessEvents", _able(driver, InterprocessEvents, "events between processes", remedy))
+
+
+def _able(driver: Driver, capability: Any, what: str, remedy: str = "Copy it: vram.copy_in()") -> Driver:
     if not _has(type(driver), capability):
-        raise UnsupportedError(
-            what, "a driver of GPUs", f"the {driver.name} driver, which has none", "Copy it: vram.copy_in()"
-        )
+        raise UnsupportedError(what, "a driver of GPUs", f"the {driver.name} driver, which has none", remedy)
     return driver
 
 

@@ -26,7 +26,7 @@ from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
 from ..foreign import HANDLE_BYTES, PointerInfo
 from ..protocol import LiveObjects
-from .bindings import UINT64, Bindings, read
+from .bindings import UINT32, UINT64, Bindings, read, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
 from .objects import UNCLAIMED, CudaMemory, Window
@@ -40,8 +40,8 @@ _NO_PEERS = (217, 711)  # PEER_ACCESS_UNSUPPORTED, TOO_MANY_PEERS
 _NOT_A_HANDLE = (INVALID_VALUE, INVALID_HANDLE, MAP_FAILED, NOT_PERMITTED, NOT_FOUND, UNKNOWN)
 # CU_POINTER_ATTRIBUTE_*
 _CONTEXT, _MEMORY_TYPE, _BUFFER_ID, _ORDINAL, _IS_MANAGED = 1, 2, 7, 9, 8
-_LEGACY, _KINDS, _ACCESS, _POOL = 10, 14, 16, 17
-_ASKED = (_ORDINAL, _MEMORY_TYPE, _BUFFER_ID, _LEGACY, _KINDS, _POOL, _ACCESS, _CONTEXT, _IS_MANAGED)
+_LEGACY, _KINDS, _POOL = 10, 14, 17
+_ASKED = (_ORDINAL, _MEMORY_TYPE, _BUFFER_ID, _LEGACY, _KINDS, _POOL, _CONTEXT, _IS_MANAGED)
 
 
 class ForeignCalls(WorkCalls):
@@ -62,7 +62,7 @@ class ForeignCalls(WorkCalls):
         if not 0 < address < 1 << 64:
             raise UsageError(f"{address:#x} is no address")
         found = self._call("cuPointerGetAttributes", len(self._asked), self._asked, address)
-        ordinal, memory_type, identity, legacy, kinds, pool, access, context, managed = map(_number, found)
+        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = map(_number, found)
         if ordinal < 0 and not memory_type:
             raise UsageError(f"{address:#x} is no address that the driver knows")
         try:
@@ -84,7 +84,13 @@ class ForeignCalls(WorkCalls):
             made_by = "host" if memory_type == _HOST_MEMORY else "opened"
         # Pinned memory of the host names the GPU that it was made for.
         location = Location("cuda", ordinal if ordinal >= 0 and made_by != "host" else "host")
-        right = Access(access) if access in (0, 1, 3) else Access.READ_WRITE
+        right = Access.READ_WRITE
+        if made_by == "vmm" and ordinal >= 0:
+            # Not the attribute with the flags: it speaks of the GPU whose context is current, and there may be none.
+            where = self._api.CUmemLocation()
+            write(where, 0, UINT32, DEVICE)
+            write(where, 4, UINT32, ordinal)
+            right = Access(int(self._call("cuMemGetAccess", where, address)))
         return PointerInfo(int(base), int(nbytes), location, ways, made_by, identity, right, pool)
 
     def pointer_identity(self, address: int) -> int:
@@ -147,7 +153,7 @@ class ForeignCalls(WorkCalls):
             )
         return super()._accessible(call, address, nbytes, access)
 
-    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any) -> int:
+    def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any, stream: int = 0) -> int:
         """Make or open memory under a device's context and write a window down; nothing is left if that fails (I4)."""
         made: list[Window] = []
         try:
@@ -159,7 +165,7 @@ class ForeignCalls(WorkCalls):
         except BaseException as error:
             for window in made:
                 with noted(error):
-                    self._take_back_window(window)
+                    self._take_back_window(window, stream)
             raise
         return address
 

@@ -66,22 +66,21 @@ class PoolCalls(ForeignCalls):
         if kind != HandleKind.POSIX_FD:
             check_kinds("pool_export", kind)
             raise UsageError("pool_export: kind must be POSIX_FD")
-        with self._in(pool):
-            try:
-                fd = int(self._call("cuMemPoolExportToShareableHandle", pool, self._handle_type(kind), 0))
-            except DriverError as error:
-                if error.code not in _REFUSED:
-                    raise
-                raise UsageError(
-                    f"pool_export({pool:#x}): the pool was not created to leave the process ({error.name}); ask for "
-                    f"POSIX_FD when it is made"
-                ) from None
+        call, fds = "cuMemPoolExportToShareableHandle", list[int]()
         try:
-            os.set_inheritable(fd, False)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+            with self._in(pool):
+                fds.append(int(self._call(call, pool, self._handle_type(kind), 0)))
+            os.set_inheritable(fds[0], False)
+        except BaseException as error:
+            for fd in fds:
+                os.close(fd)
+            if not isinstance(error, DriverError) or error.code not in _REFUSED or error.call != call:
+                raise
+            raise UsageError(
+                f"pool_export({pool:#x}): the pool was not created to leave the process ({error.name}); ask for "
+                f"POSIX_FD when it is made"
+            ) from None
+        return fds[0]
 
     def pool_import(self, fd: int, kind: HandleKind, location: Location) -> int:
         if kind != HandleKind.POSIX_FD:
@@ -114,7 +113,7 @@ class PoolCalls(ForeignCalls):
         device = self._devices.all[self._ordinal(pool)]
         call = "cuMemAllocFromPoolAsync"
         try:
-            return self._open(device, "pool", nbytes, call, nbytes, pool, stream)
+            return self._open(device, "pool", nbytes, call, nbytes, pool, stream, stream=stream)
         except OutOfMemoryError as error:
             if error.call != call:
                 raise
@@ -132,9 +131,10 @@ class PoolCalls(ForeignCalls):
 
     def pool_export_pointer(self, address: int) -> bytes:
         try:
-            return bytes_of(self._call("cuMemPoolExportPointer", address))
+            with self._on(self._devices.all[self.ordinal_of(address)]):
+                return bytes_of(self._call("cuMemPoolExportPointer", address))
         except DriverError as error:
-            if error.code not in _REFUSED:
+            if error.code not in _REFUSED or error.call != "cuMemPoolExportPointer":
                 raise
             raise UsageError(
                 f"pool_export_pointer({address:#x}): not the base of memory of a pool that was created to leave the "
@@ -151,8 +151,8 @@ class PoolCalls(ForeignCalls):
             return self._open(device, "pool pointer", nbytes, call, pool, wanted)
         except _OpenAlready as error:
             raise UsageError(
-                f"pool_open_pointer: this memory is open already, at {error.args[0]:#x}; the driver does not count, and "
-                f"the first to be closed would take it away from both"
+                f"pool_open_pointer: this memory is open already, at {error.args[0]:#x}; the driver does not count, "
+                f"and the first to be closed would take it away from both"
             ) from None
         except DriverError as error:
             if error.code not in _REFUSED or error.call != call:

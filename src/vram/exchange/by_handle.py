@@ -1,0 +1,220 @@
+"""Memory that no descriptor stands for: what its owner says of it, and opening it once for all who use it here.
+
+cudaMalloc memory travels as the 64 bytes of its base with offset and length, memory of a pool as the pool's descriptor
+and 64 bytes. Both live as long as their maker, so they are lent and never kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+
+from .. import driver as drivers
+from ..driver.foreign import LegacyIpc, Pools
+from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
+from ..lifetime import Handle, own
+from ..memory import Region
+from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
+from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
+from ..spec import Access, HandleKind, Location
+from .mapping import device_name, location_of
+
+__all__ = ["Imports", "PoolDescriptors", "describe_by_handle", "goes_by_handle", "handle_bytes", "imports_of"]
+
+BY_HANDLE = HandleKind.LEGACY_IPC | HandleKind.POOL
+
+
+def goes_by_handle(region: Region) -> bool:
+    """Whether a region's memory travels by 64 bytes instead of descriptors."""
+    return isinstance(region, ForeignRegion) and bool(region.kinds & BY_HANDLE)
+
+
+def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescriptor:
+    """Describe the bytes from `start` to `stop` of such a region: its one allocation, and where in it they lie."""
+    kind = _foreign(region).kinds & BY_HANDLE
+    segment = SegmentEntry(region.nbytes, int(kind))
+    return MemoryDescriptor(device_name(region.location), (segment,), start, stop - start, region.nbytes)
+
+
+def handle_bytes(region: Region) -> bytes:
+    """Return the 64 bytes by which such a region's allocation is opened elsewhere."""
+    found = _foreign(region)
+    driver = region.driver
+    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, LegacyIpc):
+        return driver.ipc_export(region.address)
+    if HandleKind.POOL in found.kinds and isinstance(driver, Pools):
+        return driver.pool_export_pointer(region.address)
+    raise InternalError(f"{region!r} has no 64-byte handle")
+
+
+def _foreign(region: Region) -> ForeignRegion:
+    if not isinstance(region, ForeignRegion):
+        raise InternalError(f"{region!r} is memory of ours, which goes by descriptor")
+    return region
+
+
+class PoolDescriptors:
+    """The descriptors of the pools that something is lent of: each exported once, closed together.
+
+    Attributes
+    ----------
+    fds : list of int
+        In the order in which the pools were first asked for.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._claim = own("descriptors of pools that are lent", self._close)
+
+    def number(self, region: Region) -> int:
+        """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
+        found = _foreign(region)
+        if HandleKind.POOL not in found.kinds:
+            return -1
+        pool, driver = found.infos[0].pool, region.driver
+        if pool not in self._numbers:
+            if not isinstance(driver, Pools):
+                raise InternalError(f"{region!r} is said to be of a pool")
+            self.fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
+            self._numbers[pool] = len(self.fds) - 1
+        return self._numbers[pool]
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        self._claim.release()
+
+    def _close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+class Imports:
+    """What was opened over one connection, by what its other end calls it (S6): each once, and counted.
+
+    A second lease on the same memory gets a region of its own over the same opened memory, which is closed with the
+    last of them. That is more than thrift: the driver does not count pointers of pools, and the first free of one that
+    was opened twice takes it away from both.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never taken by a finalizer
+        self._opened: dict[Hashable, Opened] = {}
+        self._pools: dict[Hashable, Handle] = {}
+        self._pool_numbers: dict[Hashable, int] = {}
+
+    def open(
+        self,
+        key: Hashable,
+        memory: MemoryDescriptor,
+        entry: HandleEntry,
+        pool_fd: int | None,
+        *,
+        access: Access,
+        depends: Sequence[Handle],
+        user: Location | None = None,
+    ) -> ForeignRegion:
+        """Return a region over memory that the other end calls `key`, opened at the first time.
+
+        Parameters
+        ----------
+        key : hashable
+            What the other end's id for it is; the same for all that name the same allocation.
+        memory, entry : MemoryDescriptor and HandleEntry
+            Checked already.
+        pool_fd : int or None
+            The descriptor of its pool; lent.
+        depends : sequence of Handle
+            What must outlive it, such as a lease.
+        user : Location, optional
+            The GPU that will work on it; by default the one that it is on.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes do not open what was described.
+        UnsupportedError
+            If this very process made the memory, or the GPU cannot reach it.
+        """
+        home = location_of(memory.device)
+        where = home if user is None else user
+        driver = drivers.get(where)
+        (segment,) = memory.segments
+        with self._lock:
+            self._tidy()
+            found = self._opened.get((key, where))
+            if found is not None:
+                with suppress(ClosedError):  # the last one that used it went in this moment
+                    return found.region(access, depends)
+            try:
+                if entry.pool < 0:
+                    root = open_legacy(driver, entry.data, segment.nbytes, where)
+                else:
+                    if pool_fd is None:
+                        raise ProtocolError("memory of a pool came without the pool's descriptor")
+                    root = self._open_of_pool(key, driver, entry, pool_fd, segment.nbytes, home)
+            except UsageError as error:
+                raise UnsupportedError(
+                    "borrowing memory in the process that made it", "another process", str(error),
+                    "Use the array as it is here",
+                ) from None  # fmt: skip
+            try:
+                opened = self._opened[key, where] = root.opened
+                return opened.region(access, depends)
+            finally:
+                root.close()  # from here on the regions alone keep it
+
+    def _open_of_pool(
+        self, key: Hashable, driver: object, entry: HandleEntry, pool_fd: int, nbytes: int, home: Location
+    ) -> ForeignRegion:
+        if not isinstance(driver, Pools):
+            raise ProtocolError("memory of a pool on a place that has none")
+        whose = (key, "pool", entry.pool) if not isinstance(key, tuple) else (*key[:-1], "pool", entry.pool)
+        handle = self._pools.get(whose)
+        claim = None
+        if handle is not None:
+            with suppress(ClosedError):
+                claim = handle.claim("opening a pointer")
+        if claim is None:
+            able, numbers = driver, [driver.pool_import(pool_fd, HandleKind.POSIX_FD, home)]
+
+            def undo(able: Pools = able, numbers: list[int] = numbers) -> None:
+                able.pool_destroy(numbers[0])
+
+            claim = own("pool of another process", undo)
+            self._pools[whose], self._pool_numbers[whose] = claim.handle, numbers[0]
+        try:
+            number = self._pool_numbers[whose]
+            return open_pointer(driver, number, entry.data, nbytes, home, depends=(claim.handle,))  # type: ignore[arg-type]
+        finally:
+            claim.release()
+
+    def _tidy(self) -> None:
+        for key, opened in tuple(self._opened.items()):
+            if not opened.handle.is_open:
+                del self._opened[key]
+        for key, handle in tuple(self._pools.items()):
+            if not handle.is_open:
+                del self._pools[key], self._pool_numbers[key]
+
+
+_imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()
+_imports_lock = threading.Lock()
+
+
+def imports_of(connection: object) -> Imports:
+    """Return what was opened over a connection of this process."""
+    with _imports_lock:
+        return _imports.setdefault(connection, Imports())
+
+
+def _after_fork_in_child() -> None:
+    global _imports, _imports_lock
+    _imports, _imports_lock = weakref.WeakKeyDictionary(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,312 @@
+"""The 64 bytes by which cudaMalloc memory is opened in another process, for people who have a channel of their own.
+
+What the driver gives for an address inside an allocation is the handle of its base, and opening that gives the base: so
+base, offset and size are asked for together here, and travel beside the bytes.
+
+The same handle opened twice on a GPU of this process is opened once and counted. The count is that of
+:mod:`vram.lifetime`: what is in the table does not keep anything open, so nothing has to be taken out of it when the
+last one closes, and no finalizer ever comes here (invariant I3).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import driver as drivers
+from ..driver.foreign import HANDLE_BYTES, PointerInfo
+from ..errors import ClosedError, ProtocolError, RangeError, UsageError
+from ..lifetime import Claim, Handle, Owned, own, unwinding
+from ..memory.foreign import ForeignRegion, foreign, legacy, open_legacy
+from ..spec import Location, format_size, parse_size
+
+if TYPE_CHECKING:
+    from ..driver.protocol import Driver
+
+__all__ = ["IpcMemHandle", "OpenedMemory", "open"]
+
+_OTHER_WAYS = {
+    "vmm": "it was made with virtual memory management and travels as a file descriptor: vram.publish, or an "
+    "ArrayChannel",
+    "pool": "it is of a stream-ordered pool and travels as the pool's descriptor and 64 bytes of another kind, if its "
+    "pool was created to be shared",
+    "opened": "it is another process's, opened here: ask its owner for the handle, which is good for any process",
+    "managed": "it is managed memory, which does not leave its process: copy it",
+    "host": "it is memory of the host, which has no such handle: copy it, or make it with device='host'",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IpcMemHandle:
+    """A ``cudaIpcMemHandle_t``: 64 bytes that name an allocation of ``cudaMalloc`` to other processes.
+
+    The memory lives as long as its maker lets it, and the bytes are no secret and not checked by the driver: whoever
+    has them reads and writes the allocation. Tell its maker when you are done, before it frees the memory.
+
+    Parameters
+    ----------
+    data : bytes
+        The 64 bytes. They name the base of the allocation.
+    offset : int
+        Where in the allocation, in bytes, what is meant begins.
+    nbytes : int
+        Bytes from there on to the end of the allocation; 0 where nobody said.
+    allocation_nbytes : int
+        The size of the whole allocation in bytes; 0 where nobody said.
+
+    Raises
+    ------
+    UsageError
+        Unless these are 64 bytes, and numbers that agree with each other.
+
+    Examples
+    --------
+    In the process that made the memory, and in another one:
+
+    >>> handle = vram.IpcMemHandle.of(tensor.data_ptr())  # doctest: +SKIP
+    >>> channel.send((handle.to_bytes(), handle.offset, tensor.nbytes))  # doctest: +SKIP
+
+    >>> data, offset, nbytes = channel.recv()  # doctest: +SKIP
+    >>> with vram.IpcMemHandle.from_bytes(data, offset=offset).open(nbytes, device="cuda:0") as memory:  # doctest: +SKIP
+    ...     use(memory.address, memory.nbytes)
+    """
+
+    data: bytes
+    offset: int = 0
+    nbytes: int = 0
+    allocation_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes) or len(self.data) != HANDLE_BYTES:
+            came = f"{len(self.data)} bytes" if isinstance(self.data, bytes) else f"a {type(self.data).__name__}"
+            raise UsageError(f"an IpcMemHandle has exactly {HANDLE_BYTES} bytes; {came} came")
+        for name in ("offset", "nbytes", "allocation_nbytes"):
+            parse_size(getattr(self, name), what=name)
+        if self.allocation_nbytes and self.offset + self.nbytes > self.allocation_nbytes:
+            raise RangeError(
+                f"bytes {self.offset} to {self.offset + self.nbytes} are not within an allocation of "
+                f"{self.allocation_nbytes}"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"<IpcMemHandle {self.data[:8].hex()}..., {self.nbytes} bytes at {self.offset} of {self.allocation_nbytes}>"
+        )
+
+    @classmethod
+    def of(cls, address: int, *, driver: Driver | None = None) -> IpcMemHandle:
+        """Return the handle of the allocation that an address lies in, and where in it that is.
+
+        Parameters
+        ----------
+        address : int
+            Any address within memory of ``cudaMalloc`` of this process, such as a tensor's ``data_ptr()``.
+        driver : Driver, optional
+            By default this process's driver of GPUs.
+
+        Raises
+        ------
+        UsageError
+            For any other memory: it says which way that travels.
+        UnsupportedError
+            If there is no driver of GPUs.
+        """
+        asked = drivers.get(Location("cuda")) if driver is None else driver
+        able = legacy(asked)
+        info = foreign(asked).pointer_info(address)
+        if info.made_by != "legacy":
+            way = _OTHER_WAYS.get(info.made_by, f"it was made by {info.made_by}")
+            raise UsageError(f"the memory at {address:#x} has no {HANDLE_BYTES}-byte handle of cudaMalloc's: {way}")
+        offset = address - info.base
+        return cls(able.ipc_export(info.base), offset, info.nbytes - offset, info.nbytes)
+
+    def to_bytes(self) -> bytes:
+        """Return the 64 bytes. Offset and size are not among them: send them beside."""
+        return self.data
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview, *, offset: int = 0) -> IpcMemHandle:
+        """Read the 64 bytes that another process sent.
+
+        Parameters
+        ----------
+        data : bytes-like
+            What :meth:`to_bytes` returned there, or ``cudaIpcGetMemHandle``.
+        offset : int
+            Where in the allocation what is meant begins, as the sender said, in bytes.
+
+        Raises
+        ------
+        UsageError
+            If it is no bytes at all.
+        ProtocolError
+            If they are not 64, or the offset is none.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise UsageError(f"an IpcMemHandle is read from {HANDLE_BYTES} bytes, not from a {type(data).__name__}")
+        raw = bytes(data)
+        if len(raw) != HANDLE_BYTES:
+            raise ProtocolError(f"an IpcMemHandle has exactly {HANDLE_BYTES} bytes; {len(raw)} came")
+        try:
+            return cls(raw, offset)
+        except UsageError as error:
+            raise ProtocolError(f"an IpcMemHandle came that is none: {error}") from None
+
+    def open(self, nbytes: int | str, *, device: str | Location = "cuda:0") -> OpenedMemory:
+        """Open the memory in this process; see :func:`open`."""
+        return open(self, nbytes, device=device)
+
+
+class OpenedMemory(Owned):
+    """Memory of another process, open in this one. Made by :meth:`IpcMemHandle.open`; close it, or use it in a with.
+
+    Closing gives up one count. The driver closes the memory when nobody in this process has it open any more, after
+    the work on it is done.
+
+    Attributes
+    ----------
+    address : int
+        Where what is meant begins in this process: the base of the allocation and the handle's offset.
+    nbytes : int
+        The bytes from there on that were asked for.
+    region : ForeignRegion
+        The memory from the base of the allocation on, for arrays.
+    """
+
+    __slots__ = ("address", "nbytes", "region")
+
+    def __init__(self, address: int, nbytes: int, region: ForeignRegion, claim: Claim) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.region = region
+        self._claim = claim
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        return f"<OpenedMemory {self.region.location} {self.address:#x} {format_size(self.nbytes)}{state}>"
+
+
+def open(handle: IpcMemHandle, nbytes: int | str, *, device: str | Location = "cuda:0") -> OpenedMemory:
+    """Open cudaMalloc memory of another process.
+
+    Parameters
+    ----------
+    handle : IpcMemHandle
+        The 64 bytes, and where in the allocation what is meant begins.
+    nbytes : int or str
+        How many bytes from there on. Checked against what the allocation really has.
+    device : str
+        The GPU that will work on it: the one that it is on, or a peer of that.
+
+    Returns
+    -------
+    OpenedMemory
+        A context manager.
+
+    Raises
+    ------
+    UsageError
+        If this very process made the memory (the driver opens it only elsewhere: use it as it is), or for a size or a
+        device that cannot be.
+    ProtocolError
+        If the bytes are no such handle, its maker freed what they name, or that is smaller.
+    UnsupportedError
+        If there is no driver of GPUs, or the GPU cannot reach the memory's own.
+    """
+    if not isinstance(handle, IpcMemHandle):
+        raise UsageError(f"open takes an IpcMemHandle, not a {type(handle).__name__}; see IpcMemHandle.from_bytes")
+    size = parse_size(nbytes, what="nbytes")
+    if not size:
+        raise UsageError("nbytes is 0: there is nothing to open; say how many bytes the sender meant")
+    place = Location.parse(device)
+    driver = drivers.get(place)
+    legacy(driver)  # memory of the host has none: says so
+    region, claim = open_counted(driver, handle.data, handle.offset + size, driver.canonical(place))
+    try:
+        return OpenedMemory(region.address + handle.offset, size, region, claim)
+    except BaseException as error:
+        with unwinding(error):
+            claim.release()
+        raise
+
+
+class _Opening:
+    """One opening: the handle that counts its users, and the region that goes with the last of them."""
+
+    __slots__ = ("handle", "infos", "memory", "region")
+
+    def __init__(self, handle: Handle, region: ForeignRegion) -> None:
+        self.handle = handle
+        self.region = region
+        self.memory = region.handle  # of the driver's opening: arrays keep it on their own
+        self.infos: tuple[PointerInfo, ...] = region.infos
+
+
+class _Table:
+    """What is open, by the 64 bytes and the GPU. Keeps nothing open, and is asked by those who open only."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.openings: dict[tuple[bytes, Location], _Opening] = {}
+
+
+_table = _Table()
+
+
+def open_counted(driver: Any, data: bytes, nbytes: int, place: Location) -> tuple[ForeignRegion, Claim]:
+    """Open an allocation, or count one more user of it; return its region and the claim that keeps it open.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes from its base on that have to be there.
+    place : Location
+        The GPU, by its one name in this process.
+
+    Raises
+    ------
+    ProtocolError, UsageError, UnsupportedError
+        As :func:`open`.
+    """
+    key = (data, place)
+    with _table.lock:
+        known = _table.openings.get(key)
+        if known is not None and known.region.nbytes >= nbytes:
+            if not known.region.is_closed:
+                try:
+                    return known.region, known.handle.claim("opened once more")
+                except ClosedError:  # the last user closes it at this moment
+                    pass
+            try:  # nobody has it open, but arrays on it are alive: the driver need not open it again
+                kept = known.memory.claim("opened again")
+            except ClosedError:
+                pass
+            else:
+                return _entered(key, ForeignRegion.over(driver, known.infos, kept))
+        for old, one in tuple(_table.openings.items()):
+            if not one.memory.is_open:
+                del _table.openings[old]
+        return _entered(key, open_legacy(driver, data, nbytes, place))
+
+
+def _entered(key: tuple[bytes, Location], region: ForeignRegion) -> tuple[ForeignRegion, Claim]:
+    try:
+        claim = own(f"{format_size(region.nbytes)} of another process, opened on {key[1]}", region.close)
+        _table.openings[key] = _Opening(claim.handle, region)
+    except BaseException as error:
+        with unwinding(error):
+            region.close()
+        raise
+    return region, claim
+
+
+def _after_fork_in_child() -> None:
+    """Start anew: the lock may have been held by a thread that does not exist here, and nothing is open here."""
+    global _table
+    _table = _Table()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

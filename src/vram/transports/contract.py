@@ -1,0 +1,263 @@
+"""The contract of a transport: what moves bytes from one place to another. One vocabulary for all of them.
+
+A place is a :class:`~vram.spec.Location`: ``"host"``, ``"cuda:0"``. What is moved is an array; what arrives is one.
+
+====== ============================== ======================================= ====================================
+kind   between                        what :meth:`Transport.recv` gives       what it takes
+====== ============================== ======================================= ====================================
+ipc    GPUs, two processes            the sender's own memory, mapped here    memory of cudaMalloc; peers if two
+vmm    GPUs or host, two processes    the sender's own memory, mapped here    memory with file descriptors; peers
+peer   GPUs, one process              a copy, by the GPUs alone               peers, or one GPU
+staged any two places, one process    a copy, through pinned host memory      nothing
+====== ============================== ======================================= ====================================
+
+Order (S10)
+-----------
+:meth:`Transport.send` waits for the work that fills the buffer: for `stream`, or if none is given for all work of the
+GPUs that may write to it. Only then does the message go. :meth:`Transport.recv` returns when the bytes are there. The
+sender leaves the buffer as it is until the other end has received it; between processes
+:meth:`Transport.synchronize` waits for that. Messages arrive in the order in which they were sent.
+
+What is received into a buffer of one's own is copied, by every transport. What is received without one is on memory of
+the sender's where the table says so: it changes when the sender writes to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from ..arrays import Array
+from ..errors import UsageError
+from ..spec import Location
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Estimate", "ExportedBuffer", "No", "Statistics", "Traffic", "Transport", "Yes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Yes:
+    """It works between the two places. True."""
+
+    def __bool__(self) -> Literal[True]:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class No:
+    """It does not. False, with the reason."""
+
+    reason: str
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a transfer between two places takes, fitted to what was measured here with a small and a large one.
+
+    Attributes
+    ----------
+    bandwidth : float
+        Bytes a second.
+    latency : float
+        Seconds that a transfer of next to nothing takes.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, nbytes: int) -> float:
+        """Return how long a transfer of so many bytes should take, in seconds."""
+        return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What went one way: how many messages, their bytes, and the seconds spent in the calls."""
+
+    messages: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, nbytes: int, seconds: float) -> Traffic:
+        """Return it with one more message."""
+        return Traffic(self.messages + 1, self.nbytes + nbytes, self.seconds + seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What an end of a transport has done so far.
+
+    Attributes
+    ----------
+    sent, received : Traffic
+        In one process both ends are one.
+    imported : int
+        Memories of the other end, or of the other place, that are mapped here.
+    """
+
+    sent: Traffic = field(default_factory=Traffic)
+    received: Traffic = field(default_factory=Traffic)
+    imported: int = 0
+
+    @property
+    def messages(self) -> int:
+        """Messages, both ways."""
+        return self.sent.messages + self.received.messages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, both ways."""
+        return self.sent.nbytes + self.received.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in the calls, both ways."""
+        return self.sent.seconds + self.received.seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExportedBuffer:
+    """A handle to a buffer, for people who bring it to the other end themselves.
+
+    Attributes
+    ----------
+    kind : str
+        The transport that it is of.
+    payload : bytes
+        What describes it; empty for transports within one process.
+    fds : tuple of int
+        Descriptors that travel with it. They are lent: duplicate or send them while this object lives.
+    keeps : object
+        What keeps memory and descriptors alive: hold on to this object until the other end has imported it.
+    """
+
+    kind: str
+    payload: bytes = b""
+    fds: tuple[int, ...] = ()
+    keeps: object = None
+
+    def check(self, kind: str) -> None:
+        """Raise :class:`~vram.errors.UsageError` unless it is of that transport."""
+        if self.kind != kind:
+            raise UsageError(f"a handle of the {self.kind} transport was given to the {kind} transport")
+
+
+class Transport(Protocol):
+    """One end of a transport, or both where it is within one process. Closed when its block ends."""
+
+    kind: ClassVar[str]
+
+    @property
+    def src(self) -> Location:
+        """Where what is sent lies."""
+
+    @property
+    def dst(self) -> Location:
+        """Where what is received lies, or is mapped to."""
+
+    @classmethod
+    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
+        """Say whether it works between two places, as this process sees them. Asks; moves and makes nothing.
+
+        Raises
+        ------
+        UsageError
+            For text that names no place.
+        """
+
+    def export(self, buffer: Array) -> ExportedBuffer:
+        """Return a handle to a buffer at the source. Waits for the work that fills it.
+
+        Raises
+        ------
+        UsageError
+            If it is not at the source, or is memory that does not travel this way.
+        """
+
+    def import_(self, handle: ExportedBuffer) -> Array:
+        """Return the array that a handle of the other end means, at the destination.
+
+        Raises
+        ------
+        UsageError
+            If it is a handle of another transport.
+        ProtocolError
+            If it is not what such a handle is.
+        """
+
+    def send(self, buffer: Array, stream: object = None) -> None:
+        """Hand a buffer at the source over. It returns when the work on `stream` is done and the message is gone.
+
+        Parameters
+        ----------
+        buffer : Array
+            What is sent. It stays as it is until the other end has received it.
+        stream : optional
+            The stream that fills it; see :attr:`vram.Array.stream`. By default all work of its GPUs is waited for.
+
+        Raises
+        ------
+        UsageError
+            If it is not at the source, or is memory that does not travel this way.
+        PeerGoneError
+            If the other process is gone.
+        """
+
+    def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
+        """Return what was sent, in the order of sending. The bytes are there when it returns.
+
+        Parameters
+        ----------
+        buffer : Array, optional
+            Where the bytes go, at the destination; a longer one is filled from its beginning.
+        stream : optional
+            What still works on `buffer`, which is waited for. By default all work of its GPUs.
+        timeout : float, optional
+            Seconds to wait for a message; for ever by default.
+
+        Returns
+        -------
+        Array
+            Of the type and shape of what was sent: `buffer` itself if it is that already, or an array on its memory.
+
+        Raises
+        ------
+        UsageError
+            If the buffer is too small, read-only, or not at the destination. The message stays, for another one.
+        WaitTimeoutError
+            If nothing came in time.
+        PeerGoneError
+            If the other process is gone.
+        """
+
+    def synchronize(self, *, timeout: float | None = None) -> None:
+        """Return when what this end began is done, and between processes when all that it sent was received.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If the other end did not receive it in so many seconds.
+        """
+
+    def estimate(self) -> Estimate:
+        """Return what a transfer takes: measured here between these two places, once, and remembered."""
+
+    def statistics(self) -> Statistics:
+        """Return what this end has done so far. Also after it was closed."""
+
+    def close(self) -> None:
+        """Give everything back, and the exchange; arrays that are in use keep their memory. Idempotent."""
+
+    def __enter__(self) -> Self:
+        """Return itself; closed at the end of the block."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""

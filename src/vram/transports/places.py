@@ -1,0 +1,108 @@
+"""What all transports ask of places and buffers, in the same words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import driver as drivers
+from ..arrays import Array
+from ..arrays.cuda import as_stream, settle
+from ..driver.protocol import Driver
+from ..errors import DriverError, RangeError, UnsupportedError, UsageError
+from ..exchange.mapping import visible
+from ..spec import HOST, Location
+from .contract import No
+
+__all__ = ["as_array", "check_fits", "check_place", "name_place", "on_gpus", "peers", "ready", "refusal", "shown_on"]
+
+
+def name_place(place: Location | str) -> Location:
+    """Return the one name of a place in this process.
+
+    Raises
+    ------
+    UsageError
+        For text that names none.
+    UnsupportedError
+        If this process does not see it, or has no driver for it.
+    """
+    return visible(Location.parse(place))
+
+
+def refusal(*places: Location | str) -> No | None:
+    """Return why this process cannot work on one of these places; None if it can."""
+    for place in map(Location.parse, places):
+        try:
+            found = visible(place)
+        except (UnsupportedError, DriverError) as error:
+            return No(f"{place}: {error}")
+        if found != HOST and not isinstance(found.id, int):
+            return No(f'{place}: memory of the host that NVIDIA\'s driver made is no end of a transport; use "host"')
+    return None
+
+
+def on_gpus(what: str, src: Location | str, dst: Location | str, instead: str) -> No | None:
+    """Return why two places are not two GPUs, or one, that reach each other; `instead` is what reaches the host."""
+    places = Location.parse(src), Location.parse(dst)
+    for place in places:
+        if place.kind != "cuda":
+            return No(f"{what}, and {place} is none: {instead}")
+    return refusal(*places) or peers(visible(places[0]), visible(places[1]))
+
+
+def peers(src: Location, dst: Location) -> No | None:
+    """Return why the GPU at `dst` cannot reach memory at `src`; None if it can."""
+    driver: Any = drivers.get(src)
+    reason: str = driver.peer_refusal(dst.id, src.id)
+    return No(f"{reason}; staged goes over the host") if reason else None
+
+
+def as_array(buffer: object) -> Array:
+    """Return a buffer as an array. The one place that says what counts as one."""
+    if not isinstance(buffer, Array):
+        raise UsageError(f"a transport moves vram arrays, not a {type(buffer).__name__}; make one: vram.asarray()")
+    return buffer
+
+
+def check_place(what: str, array: Array, place: Location) -> None:
+    """Raise unless an array is at a place, where the place's GPU can work on it."""
+    region = array.region
+    if region.location != place and place not in region.users:
+        raise UsageError(f"{what} is on {region.location}, not on {place}, which this transport is for")
+    if place not in region.users:
+        users = ", ".join(map(str, region.users))
+        raise UsageError(f"{what} is on {place} but mapped for {users} only; map it for {place}, too")
+
+
+def check_fits(array: Array, nbytes: int, place: Location) -> None:
+    """Raise unless what comes can be written to an array."""
+    check_place("the buffer to receive into", array, place)
+    if array.readonly:
+        raise UsageError(f"{array!r} is read-only: nothing can be received into it")
+    if array.nbytes < nbytes:
+        raise RangeError(f"the message has {nbytes} bytes and the buffer {array.nbytes}; it waits for a larger one")
+
+
+def ready(array: Array, stream: object) -> None:
+    """Return when the work is done that was begun on an array: that of a stream, or all of its GPUs."""
+    region = array.region
+    if stream is None:
+        region.synchronize()
+    elif region.users[0].kind == "host":
+        raise UsageError(f"{array!r} is on the host, where no stream works on it: leave `stream` out")
+    else:
+        settle(region, as_stream(stream))
+
+
+def shown_on(buffer: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return what came as an array on the buffer that it was received into: the buffer itself if it looks like it."""
+    if buffer.dtype == dtype and buffer.shape == shape:
+        return buffer
+    return Array(buffer.region, dtype, shape, offset=buffer.offset)
+
+
+def driver_of(*places: Location) -> Driver:
+    """Return the driver of the GPU among some places; that of the host if there is none."""
+    return drivers.get(next((place for place in places if place != HOST), HOST))
