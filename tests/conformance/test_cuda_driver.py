@@ -11,7 +11,9 @@ from vram.testing.driver import DriverContract
 
 
 class CudaContract(DriverContract):
-    offers = frozenset({"DirectMapping", "Multicast", "StreamOrdered"})
+    offers = frozenset(
+        {"DirectMapping", "Foreign", "InterprocessEvents", "LegacyIpc", "Multicast", "Pools", "StreamOrdered"}
+    )
 
     @pytest.fixture
     def driver(self) -> Driver:

@@ -13,7 +13,9 @@ from vram.testing.memory import MemoryContract  # noqa: E402
 
 
 class CudaMemory(MemoryContract):
-    offers = frozenset({"DirectMapping", "Multicast", "StreamOrdered"})
+    offers = frozenset(
+        {"DirectMapping", "Foreign", "InterprocessEvents", "LegacyIpc", "Multicast", "Pools", "StreamOrdered"}
+    )
 
     @pytest.fixture
     def driver(self) -> Driver:

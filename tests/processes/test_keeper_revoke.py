@@ -332,6 +332,25 @@ def test_a_reader_is_told_once_in_a_thread_of_the_library(kept: vram.Keeper) -> 
     assert not listening._thread._left, "those who were told have nothing to leave"
 
 
+def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
+    publish()
+    with vram.attach("n") as lease:
+        asked = threading.Event()
+        heard: list[bool] = []
+        lease.on_revoke(lambda _: heard.append(asked.is_set()))
+        (line,) = listening._thread._lines
+        publish()
+        vram.remove("n")
+        # The answer to this comes behind the news of both, on the same connection.
+        lease.on_revoke(lambda _: heard.append(asked.is_set()))
+        until(lambda: not line.heard)
+        assert (lease.stale, lease.revoked, heard) == (True, False, [])
+        asked.set()
+        vram.revoke("n", timeout=0)
+        until(lambda: len(heard) == 2)
+        assert heard == [True, True]
+
+
 def test_who_stopped_listening_is_not_called(kept: vram.Keeper) -> None:
     """Also between the news and its turn, and whatever the owner is."""
     publish()

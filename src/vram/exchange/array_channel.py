@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import socket
 import threading
@@ -12,38 +13,42 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from ..arrays import Array
+from ..arrays.cuda import as_stream
 from ..errors import ClosedError, PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
 from ..lifetime import Owned
+from ..memory import Region
 from ..sharing.channel import Channel, close_fds
-from .handover import Borrower, Lender, nothing, refer
-from .wire import Forget, Part, Reference, encode
+from .borrower import Borrower
+from .handover import Lender, nothing, refer
+from .keeping import Kept
+from .order import Order
+from .share import share
+from .wire import (
+    MAX_FORGOTTEN,
+    Dropped,
+    EventIs,
+    Forget,
+    GoOn,
+    Part,
+    Returned,
+    Shared,
+    Value,
+    decode_message,
+    encode,
+)
 
 __all__ = ["ArrayChannel"]
 
 
-class _Shared(Struct, frozen=True, array_like=True, tag="v"):
-    """An array on memory that the sender of this message shared."""
+class _Ordered:
+    """In the inbox in place of an array: one that may be used once an event is done."""
 
-    reference: Reference
+    __slots__ = ("array", "event")
 
-
-class _Returned(Struct, frozen=True, array_like=True, tag="r"):
-    """An array on memory that the receiver of this message shared."""
-
-    reference: Reference
-
-
-class _GoOn(Struct, frozen=True, array_like=True, tag="g"):
-    """The part was taken: send the next."""
-
-
-class _Value(Struct, frozen=True, array_like=True, tag="x"):
-    """Anything else that msgpack can say."""
-
-    value: Any
+    def __init__(self, array: Array, event: int) -> None:
+        self.array, self.event = array, event
 
 
 class _Failure:
@@ -57,7 +62,6 @@ class _Failure:
 
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
-_decode = msgspec.msgpack.Decoder(_Shared | _Returned | Part | _GoOn | Forget | _Value).decode
 
 
 class ArrayChannel(Owned):
@@ -85,16 +89,21 @@ class ArrayChannel(Owned):
     __slots__ = (
         "_borrower",
         "_channel",
+        "_dropped",
         "_inbox",
         "_is_fresh",
+        "_kept",
         "_last",
+        "_last_memory",
         "_last_message",
         "_last_state",
         "_lender",
+        "_order",
         "_receiving",
         "_retired",
         "_sending",
         "_unanswered",
+        "_warm",
         "_went_on",
     )
 
@@ -103,14 +112,19 @@ class ArrayChannel(Owned):
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
         self._channel = channel
-        self._lender = Lender(self._retire)
-        self._borrower = Borrower()
+        self._lender = Lender(self._retire, by_handle=True)
+        self._borrower = Borrower(_later(self))
+        self._kept = Kept()
+        self._order = Order()
+        self._warm: Array | None = None  # memory of others that was sent last: opened there, and mostly sent again
         self._retired: deque[int] = deque()
+        self._dropped: deque[tuple[int, int]] = deque()
         self._inbox: deque[object] = deque()
         self._is_fresh = True
         self._last: Callable[[], Array | None] = nothing
         self._last_state: tuple[object, ...] = ()
         self._last_message = b""
+        self._last_memory = 0
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._unanswered = 0  # parts of memory that the other end has not asked to go on from; the sender's
@@ -148,11 +162,17 @@ class ArrayChannel(Owned):
             raise UsageError("this end was used already; hand the end of a channel on before anything is sent on it")
         return self._channel.give_away()
 
-    def send(self, value: object, *, timeout: float | None = None) -> None:
+    def send(self, value: object, *, stream: object = None, timeout: float | None = None) -> None:
         """Send an array, or any value that msgpack can say (None, numbers, strings, bytes, lists, dicts).
+
+        Anything that :func:`vram.share` takes is an array here, such as a tensor on a GPU. Its owner is kept until the
+        other end is done with it, if its memory lives only as long as that.
 
         Parameters
         ----------
+        stream : int or stream, optional
+            The stream whose work fills the memory: the receiver waits for that, by an interprocess event. By default
+            this call waits for all work of the GPUs that the memory is on.
         timeout : float or None
             Seconds to wait while the other end does not read; None waits for ever.
 
@@ -169,24 +189,28 @@ class ArrayChannel(Owned):
         try:
             with self._sending:
                 self._is_fresh = False
-                if self._retired:
+                if self._retired or self._dropped:
                     self._flush()
-                if isinstance(value, Array):
-                    message = self._refer(value, timeout)
+                if isinstance(value, Array) or _is_shareable(value):
+                    array = value if isinstance(value, Array) else share(value)
+                    message = self._refer(array, None if stream is None else as_stream(stream), timeout)
                 else:
                     try:
-                        message = encode(_Value(value))
+                        message = encode(Value(value))
                     except (TypeError, ValueError, OverflowError, RecursionError) as error:
                         raise UsageError(f"a channel carries vram arrays and plain values: {error}") from None
                 self._channel.send(message, timeout=timeout)
         finally:
             self._tell_retired()
 
-    def recv(self, *, timeout: float | None = None) -> Any:
+    def recv(self, *, stream: object = None, timeout: float | None = None) -> Any:
         """Receive what the other end sent next.
 
         Parameters
         ----------
+        stream : int or stream, optional
+            A stream that is to wait for the work which fills an array, if its sender named a stream. By default this
+            call waits for it.
         timeout : float or None
             Seconds to wait; None waits for ever.
 
@@ -216,6 +240,9 @@ class ArrayChannel(Owned):
             value = inbox.popleft()
         if type(value) is _Failure:
             raise value.error
+        if type(value) is _Ordered:
+            self._order.wait(value.event, value.array.region, None if stream is None else as_stream(stream))
+            return value.array
         return value
 
     def close(self, *, strict: bool = False) -> None:
@@ -223,32 +250,50 @@ class ArrayChannel(Owned):
         if self.is_closed:
             return
         super().close(strict=strict)
+        self._warm = None
+        self._kept.close()
         self._lender.close()
         self._borrower.close()
+        self._order.close()
 
     def __repr__(self) -> str:
         return f"<ArrayChannel, {'closed' if self.is_closed else f'fd {self._channel.fileno()}'}>"
 
     # -- sending ------------------------------------------------------------------------------------------------
-    def _refer(self, array: Array, timeout: float | None) -> bytes:
+    def _refer(self, array: Array, stream: int | None, timeout: float | None) -> bytes:
         """Return the message for an array, after what its receiver needs to know of the memory."""
         region = array.region
         # Whoever receives the array may read it at once (S10). A no-op on the host.
-        region.synchronize()
+        event = 0
+        if stream is None:
+            region.synchronize()
+        else:
+            event = self._record(region, stream, timeout)
         # The same array again is what channels are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access)
-        if self._last() is array and all(map(operator.is_, state, self._last_state)):
+        if not event and self._last() is array and all(map(operator.is_, state, self._last_state)):
+            if self._last_memory:
+                self._kept.keep(array, self._last_memory)
             return self._last_message
-        message = self._introduce(array, timeout)
-        self._last, self._last_state, self._last_message = weakref.ref(array), state, message
+        message = self._introduce(array, event, timeout)
+        if not event:
+            self._last, self._last_state, self._last_message = weakref.ref(array), state, message
         return message
 
-    def _introduce(self, array: Array, timeout: float | None) -> bytes:
+    def _record(self, region: Region, stream: int, timeout: float | None) -> int:
+        """Record an event on a stream and return its number, after its receiver was told what it is."""
+        number, entry = self._order.record(region, stream)
+        if entry is not None:
+            self._channel.send(encode(EventIs(number, entry)), timeout=timeout)
+        return number
+
+    def _introduce(self, array: Array, event: int, timeout: float | None) -> bytes:
+        self._last, self._last_memory = nothing, 0
         number = self._borrower.number_of(array)
         if number is not None:
-            return encode(_Returned(refer(number, 0, array)))
+            return encode(Returned(refer(number, 0, array)))
         lent = self._lender.lend(array)
-        if lent.sent < len(lent.fds):
+        if lent.sent < lent.count or lent.sent < 0:
             kept = lent.keep()
             try:
                 for part, fds in lent.parts(max(lent.sent, 0)):
@@ -256,10 +301,13 @@ class ArrayChannel(Owned):
                     self._wait_until_taken(timeout)
                     self._channel.send(encode(Part(part)), fds, timeout=timeout)
                     self._unanswered += not part.last
-                    lent.sent = part.first + len(fds)
+                    lent.sent = part.first + len(part.descriptor.segments)
             finally:
                 kept.release()
-        return encode(_Shared(refer(lent.id, lent.sent, array)))
+        keep = 0
+        if lent.data:
+            keep, self._last_memory, self._warm = self._kept.keep(array, lent.id), lent.id, array
+        return encode(Shared(refer(lent.id, lent.sent, array), keep, event))
 
     def _wait_until_taken(self, timeout: float | None) -> None:
         """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
@@ -291,9 +339,14 @@ class ArrayChannel(Owned):
         self._retired.append(number)
         self._tell_retired()
 
+    def _drop(self, number: int, times: int) -> None:
+        """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
+        self._dropped.append((number, times))
+        self._tell_retired()
+
     def _tell_retired(self) -> None:
         """Tell the other end what to forget, unless somebody is sending: they look again when they are done."""
-        while self._retired and self._sending.acquire(blocking=False):
+        while (self._retired or self._dropped) and self._sending.acquire(blocking=False):
             try:
                 if not self._flush():
                     return
@@ -301,17 +354,22 @@ class ArrayChannel(Owned):
                 self._sending.release()
 
     def _flush(self) -> bool:
-        """Tell the other end what to forget, if it reads. Called with the sending lock."""
-        while self._retired:
-            number = self._retired[0]
+        """Tell the other end what to forget and what is done with, if it reads. Called with the sending lock."""
+        while self._retired or self._dropped:
+            some = list(itertools.islice(self._dropped, MAX_FORGOTTEN))
+            message = Dropped(tuple(some)) if some else Forget((self._retired[0],))
             try:
-                self._channel.send(encode(Forget((number,))), timeout=0)
+                self._channel.send(encode(message), timeout=0)
             except WaitTimeoutError:
                 return False
             except (VramError, OSError):  # the end of the connection makes the other end forget everything
                 self._retired.clear()
+                self._dropped.clear()
                 return True
-            self._retired.popleft()
+            for _ in some:
+                self._dropped.popleft()
+            if not some:
+                self._retired.popleft()
         return True
 
     # -- receiving ----------------------------------------------------------------------------------------------
@@ -320,34 +378,58 @@ class ArrayChannel(Owned):
         payload, fds = self._channel.recv(timeout=timeout)
         try:
             try:
-                message = _decode(payload)
+                message = decode_message(payload)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"not a message between array channels: {error}") from None
-            if isinstance(message, _Shared):
-                self._inbox.append(self._borrower.array(message.reference))
-            elif isinstance(message, _Value):
+            if isinstance(message, Shared):
+                array = self._borrower.array(message.reference, message.keep)
+                self._inbox.append(_Ordered(array, message.event) if message.event else array)
+            elif isinstance(message, Value):
                 self._inbox.append(message.value)
-            elif isinstance(message, _Returned):
-                array = self._lender.at_home(message.reference)
-                if array is None:
+            elif isinstance(message, Returned):
+                home = self._lender.at_home(message.reference, self._kept)
+                if home is None:
                     number = message.reference.memory
                     gone = ClosedError(f"an array of memory {number} came back after it was closed here")
                     self._inbox.append(_Failure(gone))
                 else:
-                    self._inbox.append(array)
+                    self._inbox.append(home)
             elif isinstance(message, Part):
                 try:
                     self._borrower.learn(message.part, fds)
                 finally:
                     if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
                         patience = None if timeout is None else max(timeout, _PATIENCE)
-                        self._channel.send(encode(_GoOn()), timeout=patience)
+                        self._channel.send(encode(GoOn()), timeout=patience)
             elif isinstance(message, Forget):
                 self._last = nothing  # an array on such memory is no longer the other end's
                 for number in message.memories:
                     self._borrower.forget(number)
+            elif isinstance(message, Dropped):
+                for number, times in message.arrays:
+                    self._kept.dropped(number, times)
+            elif isinstance(message, EventIs):
+                self._order.learn(message.number, message.event)
             else:
                 self._went_on.release()
         finally:
             if fds:
                 close_fds(fds)
+
+
+def _is_shareable(value: object) -> bool:
+    """Whether a value is somebody's array rather than something to be written down."""
+    kind = type(value)
+    return hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
+
+
+def _later(channel: ArrayChannel) -> Callable[[int, int], None]:
+    """Return what tells a channel of arrays that are done with, without keeping it."""
+    ref = weakref.ref(channel)
+
+    def tell(number: int, times: int) -> None:
+        found = ref()
+        if found is not None and not found.is_closed:
+            found._drop(number, times)
+
+    return tell

@@ -11,9 +11,11 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
+from ..driver.protocol import Driver
 from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Handle, own
 from ..memory import Region
@@ -68,7 +70,7 @@ class PoolDescriptors:
     def __init__(self) -> None:
         self.fds: list[int] = []
         self._numbers: dict[int, int] = {}
-        self._claim = own("descriptors of pools that are lent", self._close)
+        self._claim = own("descriptors of pools that are lent", partial(_close, self.fds))
 
     def number(self, region: Region) -> int:
         """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
@@ -87,9 +89,10 @@ class PoolDescriptors:
         """Close them all. Idempotent."""
         self._claim.release()
 
-    def _close(self) -> None:
-        while self.fds:
-            os.close(self.fds.pop())
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 class Imports:
@@ -103,15 +106,14 @@ class Imports:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
         self._opened: dict[Hashable, Opened] = {}
-        self._pools: dict[Hashable, Handle] = {}
-        self._pool_numbers: dict[Hashable, int] = {}
+        self._pools: dict[Hashable, tuple[Handle, _ImportedPool]] = {}
 
     def open(
         self,
         key: Hashable,
         memory: MemoryDescriptor,
         entry: HandleEntry,
-        pool_fd: int | None,
+        pool: tuple[Hashable, int] | None,
         *,
         access: Access,
         depends: Sequence[Handle],
@@ -125,8 +127,8 @@ class Imports:
             What the other end's id for it is; the same for all that name the same allocation.
         memory, entry : MemoryDescriptor and HandleEntry
             Checked already.
-        pool_fd : int or None
-            The descriptor of its pool; lent.
+        pool : tuple of hashable and int, or None
+            What the other end's id for its pool is, and the pool's descriptor, which is lent.
         depends : sequence of Handle
             What must outlive it, such as a lease.
         user : Location, optional
@@ -153,9 +155,9 @@ class Imports:
                 if entry.pool < 0:
                     root = open_legacy(driver, entry.data, segment.nbytes, where)
                 else:
-                    if pool_fd is None:
+                    if pool is None:
                         raise ProtocolError("memory of a pool came without the pool's descriptor")
-                    root = self._open_of_pool(key, driver, entry, pool_fd, segment.nbytes, home)
+                    root = self._open_of_pool(pool, driver, entry, segment.nbytes, home)
             except UsageError as error:
                 raise UnsupportedError(
                     "borrowing memory in the process that made it", "another process", str(error),
@@ -168,27 +170,27 @@ class Imports:
                 root.close()  # from here on the regions alone keep it
 
     def _open_of_pool(
-        self, key: Hashable, driver: object, entry: HandleEntry, pool_fd: int, nbytes: int, home: Location
+        self, pool: tuple[Hashable, int], driver: Driver, entry: HandleEntry, nbytes: int, home: Location
     ) -> ForeignRegion:
         if not isinstance(driver, Pools):
             raise ProtocolError("memory of a pool on a place that has none")
-        whose = (key, "pool", entry.pool) if not isinstance(key, tuple) else (*key[:-1], "pool", entry.pool)
-        handle = self._pools.get(whose)
+        whose, fd = pool
+        handle, imported = self._pools.get(whose, (None, _ImportedPool(driver)))
         claim = None
         if handle is not None:
             with suppress(ClosedError):
                 claim = handle.claim("opening a pointer")
         if claim is None:
-            able, numbers = driver, [driver.pool_import(pool_fd, HandleKind.POSIX_FD, home)]
-
-            def undo(able: Pools = able, numbers: list[int] = numbers) -> None:
-                able.pool_destroy(numbers[0])
-
-            claim = own("pool of another process", undo)
-            self._pools[whose], self._pool_numbers[whose] = claim.handle, numbers[0]
+            imported = _ImportedPool(driver)
+            claim = own("pool of another process", imported)
+            try:
+                imported.number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            except BaseException:
+                claim.release()
+                raise
+            self._pools[whose] = claim.handle, imported
         try:
-            number = self._pool_numbers[whose]
-            return open_pointer(driver, number, entry.data, nbytes, home, depends=(claim.handle,))  # type: ignore[arg-type]
+            return open_pointer(driver, imported.number or 0, entry.data, nbytes, home, depends=(claim.handle,))
         finally:
             claim.release()
 
@@ -196,9 +198,21 @@ class Imports:
         for key, opened in tuple(self._opened.items()):
             if not opened.handle.is_open:
                 del self._opened[key]
-        for key, handle in tuple(self._pools.items()):
+        for whose, (handle, _) in tuple(self._pools.items()):
             if not handle.is_open:
-                del self._pools[key], self._pool_numbers[key]
+                del self._pools[whose]
+
+
+class _ImportedPool:
+    """The undo of a pool that was imported."""
+
+    def __init__(self, driver: Pools) -> None:
+        self.driver = driver
+        self.number: int | None = None
+
+    def __call__(self) -> None:
+        if self.number is not None:
+            self.driver.pool_destroy(self.number)
 
 
 _imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ import msgspec
 from ..arrays import Array
 from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..sharing.channel import Channel, close_fds
-from .handover import Borrower, UnknownMemoryError
+from .borrower import Borrower, UnknownMemoryError
 from .wire import MAX_FORGOTTEN, Fetch, Forget, Gone, Part, Reference, Took, decode_reply, encode
 
 __all__ = ["FETCH_SECONDS", "TELL_SECONDS", "Reader", "Source"]

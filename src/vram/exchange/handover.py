@@ -17,35 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name, dtype_of
-from ..arrays.views import let_go
-from ..errors import ClosedError, ProtocolError, RangeError, UsageError
+from ..arrays.shapes import nbytes_of
+from ..errors import ClosedError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own
 from ..memory import Pin, Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor
 from ..spec import Access
-from .mapping import describe, extend_memory, map_memory
+from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
+from .keeping import Kept
+from .mapping import describe
 from .wire import MemoryPart, Reference
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Borrower", "Lender", "Lent", "UnknownMemoryError", "nothing", "refer"]
-
-
-class UnknownMemoryError(ProtocolError):
-    """A reference names more of a memory than its receiver knows.
-
-    Attributes
-    ----------
-    memory, known : int
-        The memory's id, and how many of its segments are known; -1 if it was never heard of.
-    """
-
-    def __init__(self, memory: int, known: int) -> None:
-        self.memory, self.known = memory, known
-        beyond = f" beyond its first {known} segments" if known >= 0 else ""
-        super().__init__(f"memory {memory} is referred to but not known here{beyond}")
+__all__ = ["Lender", "Lent", "array_on_lent", "known_dtype", "nothing", "refer"]
 
 
 class Lent:
@@ -63,19 +50,23 @@ class Lent:
     __slots__ = (
         "_arrays",
         "_latest",
+        "data",
         "descriptor",
         "fds",
         "handle",
         "id",
         "layout",
         "memory",
+        "pool",
+        "pools",
         "region",
         "sent",
         "writable",
     )
 
-    def __init__(self, number: int, region: Region, handle: Handle) -> None:
+    def __init__(self, number: int, region: Region, handle: Handle, pools: PoolDescriptors | None) -> None:
         self.id = number
+        self.pools = pools
         self.region = weakref.ref(region)
         self.memory = region.handle
         self.handle = handle
@@ -88,7 +79,18 @@ class Lent:
     def describe(self, region: Region) -> None:
         """Take note of what the region has grown to."""
         self.layout = region.layout
-        self.descriptor, self.fds = describe(region, 0, region.nbytes)
+        self.data, self.pool = b"", -1
+        if self.pools is not None and goes_by_handle(region):
+            self.descriptor, self.data = describe_by_handle(region, 0, region.nbytes), handle_bytes(region)
+            self.pool = self.pools.number(region)
+            self.fds = [] if self.pool < 0 else [self.pools.fds[self.pool]]
+        else:
+            self.descriptor, self.fds = describe(region, 0, region.nbytes)
+
+    @property
+    def count(self) -> int:
+        """How many segments it has."""
+        return len(self.descriptor.segments)
 
     def still_is(self, region: Region) -> bool:
         """Whether the region still begins with the memory that was lent, with the same rights."""
@@ -127,6 +129,9 @@ class Lent:
         region = self.region()
         # Asked now: what was frozen since it was lent can only be mapped read-only.
         writable = self.writable and (region is None or region.access is Access.READ_WRITE)
+        if self.data:
+            yield MemoryPart(self.id, 0, True, writable, whole, self.data, self.pool), self.fds
+            return
         for start in range(first, total, MAX_FDS) if total else (0,):
             stop = min(start + MAX_FDS, total)
             some = whole.segments[start:stop]
@@ -146,12 +151,12 @@ class Lent:
             self._arrays[latest.offset, latest.shape, latest.dtype] = latest
         self._latest = weakref.ref(array)
 
-    def at_home(self, reference: Reference) -> Array | None:
+    def at_home(self, reference: Reference, kept: Kept | None = None) -> Array | None:
         """Return the array here that a reference to this memory means: the very object if it is still that array.
 
         None if the array was closed here, although its memory may be alive elsewhere.
         """
-        dtype = _known(reference.dtype)
+        dtype = known_dtype(reference.dtype)
         looks = (reference.offset, reference.shape, dtype)
         found = self._latest()
         if found is None or (found.offset, found.shape, found.dtype) != looks:
@@ -159,7 +164,14 @@ class Lent:
         if found is not None and found.shape == reference.shape and not found.is_closed:
             return found
         region = self.region()
-        return None if region is None or region.is_closed else _array(region, dtype, reference)
+        if region is None or region.is_closed:
+            return None
+        if not self.data:
+            return array_on_lent(region, dtype, reference)
+        # Not without its owner: the other end has the array, so it is kept here.
+        nbytes = nbytes_of(reference.shape, dtype)
+        pin = None if kept is None else kept.find(self.id, reference.offset, nbytes)
+        return None if pin is None else array_on_lent(region, dtype, reference, pin)
 
     @property
     def is_at_home(self) -> bool:
@@ -175,9 +187,12 @@ class Lender:
     ----------
     retired : callable
         Told the id of each memory that is unmapped here. Finalizers reach it: it must neither wait nor raise.
+    by_handle : bool
+        Whether memory may be lent that lives only as long as its maker: whoever does so has to keep it.
     """
 
-    def __init__(self, retired: Callable[[int], None]) -> None:
+    def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False) -> None:
+        self._pools = PoolDescriptors() if by_handle else None
         self._retired: Callable[[int], None] | None = retired
         self._ids = itertools.count(1)
         self._by_region: dict[Handle, Lent] = {}
@@ -192,6 +207,12 @@ class Lender:
             If the memory cannot leave this process.
         """
         region = array.region
+        if self._pools is None and goes_by_handle(region):
+            raise UnsupportedError(
+                "queueing memory that lives only as long as its maker", "memory that a descriptor stands for",
+                f"{region.handle.label}",
+                "Copy it into memory of vram: vram.copy_in(...); or hand it over directly, with vram.lend or a channel",
+            )  # fmt: skip
         handle = region.handle
         lent = self._by_region.get(handle)
         if lent is not None:
@@ -204,7 +225,7 @@ class Lender:
         number = next(self._ids)
         claim = own(f"memory {number} lent to another process", _Retire(weakref.ref(self), handle, number))
         try:
-            lent = Lent(number, region, claim.handle)
+            lent = Lent(number, region, claim.handle, self._pools)
             lent.stand_for(array)
             handle.depend(claim.handle)
             self._by_region[handle] = self._by_id[number] = lent
@@ -216,16 +237,18 @@ class Lender:
         """Return what was lent under an id, if its memory is still there."""
         return self._by_id.get(number)
 
-    def at_home(self, reference: Reference) -> Array | None:
+    def at_home(self, reference: Reference, kept: Kept | None = None) -> Array | None:
         """Return the array here that a reference to lent memory means; see :meth:`Lent.at_home`."""
         lent = self._by_id.get(reference.memory)
-        return None if lent is None else lent.at_home(reference)
+        return None if lent is None else lent.at_home(reference, kept)
 
     def close(self) -> None:
         """Forget everything; the other end is gone and is told nothing."""
         self._retired = None
         for handle, lent in tuple(self._by_region.items()):
             handle.forgo(lent.handle)
+        if self._pools is not None:
+            self._pools.close()
 
     def _forget(self, handle: Handle, number: int) -> None:
         lent = self._by_id.pop(number, None)
@@ -249,81 +272,6 @@ class _Retire:
             lender._forget(self._handle, self._number)
 
 
-class Borrower:
-    """Keeps the memory that one lender shared with this process, under the lender's numbers."""
-
-    def __init__(self) -> None:
-        self._regions: dict[int, Region] = {}
-        self._numbers: dict[Handle, int] = {}
-        self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
-
-    def learn(self, part: MemoryPart, fds: list[int]) -> None:
-        """Map a memory, or what it has grown by. `fds` are lent.
-
-        Raises
-        ------
-        ProtocolError
-            If the part contradicts what is known, or its descriptors are not what it says.
-        """
-        part.descriptor.check()
-        region = self._regions.get(part.memory)
-        known = 0 if region is None else len(region.layout)
-        if part.first != known:
-            raise ProtocolError(f"segments of memory {part.memory} from {part.first} on came after {known}")
-        if region is None:
-            region = map_memory(part.descriptor, fds, access="rw" if part.writable else "r", follow=True)
-            self._regions[part.memory] = region
-            self._numbers[region.handle] = part.memory
-        else:
-            extend_memory(region, part.descriptor.segments, fds)
-
-    def array(self, reference: Reference) -> Array:
-        """Return the array that a reference means: the same object as the last time while that is in use.
-
-        Raises
-        ------
-        UnknownMemoryError
-            If its memory, or that much of it, was not shared yet.
-        """
-        latest = self._latest.get(reference.memory)
-        if latest is not None and latest[0] == reference:
-            array = latest[1]()
-            if array is not None and not array.is_closed:
-                return array
-        array = self._make(reference)
-        self._latest[reference.memory] = (reference, weakref.ref(array))
-        return array
-
-    def _make(self, reference: Reference) -> Array:
-        region = self._regions.get(reference.memory)
-        if region is None:
-            raise UnknownMemoryError(reference.memory, -1)
-        if len(region.layout) < reference.segments:
-            raise UnknownMemoryError(reference.memory, len(region.layout))
-        return _array(region, _known(reference.dtype), reference)
-
-    def number_of(self, array: Array) -> int | None:
-        """Return the id under which the lender knows an array's memory; None if it is not the lender's."""
-        return self._numbers.get(array.region.handle) if self._numbers else None
-
-    def numbers(self) -> tuple[int, ...]:
-        """Return the ids of all memories that are kept."""
-        return tuple(self._regions)
-
-    def forget(self, number: int) -> None:
-        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before."""
-        self._latest.pop(number, None)
-        region = self._regions.pop(number, None)
-        if region is not None:
-            self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
-            let_go(region)
-
-    def close(self) -> None:
-        """Let go of everything."""
-        for number in tuple(self._regions):
-            self.forget(number)
-
-
 def nothing() -> None:
     """A weak reference to no array."""
 
@@ -333,16 +281,17 @@ def refer(number: int, segments: int, array: Array) -> Reference:
     return Reference(number, segments, array.offset, dtype_name(array.dtype), array.shape)
 
 
-def _known(dtype: str) -> np.dtype[Any]:
+def known_dtype(dtype: str) -> np.dtype[Any]:
+    """Return an element type that a peer named."""
     try:
         return dtype_of(dtype)
     except UsageError as error:
         raise ProtocolError(f"an array came whose type this process does not know: {error}") from None
 
 
-def _array(region: Region, dtype: np.dtype[Any], reference: Reference) -> Array:
+def array_on_lent(region: Region, dtype: np.dtype[Any], reference: Reference, keeps: object = None) -> Array:
     """The array that a peer meant; a wrong one is the peer's mistake (S7)."""
     try:
-        return Array(region, dtype, reference.shape, offset=reference.offset)
+        return Array(region, dtype, reference.shape, offset=reference.offset, keeps=keeps)
     except UsageError as error:
         raise ProtocolError(f"an array came that does not lie in its memory {reference.memory}: {error}") from None

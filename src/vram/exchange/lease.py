@@ -81,9 +81,9 @@ class Lease(Owned, Mapping[str, Array]):
                     regions.append(map_memory(memory, fds[at : at + count], access=access, depends=depends, user=user))
                     at += count
                 else:
-                    pool = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
-                    key = (attachment.name, attachment.version, number)
-                    regions.append(_open(client, key, memory, entry, pool, access, depends, user))
+                    fd = -1 if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
+                    key = (attachment.name, attachment.version)
+                    regions.append(_open(client, key, memory, entry, fd, access, depends, user))
         except BaseException as error:
             with unwinding(error):
                 for region in reversed(regions):
@@ -359,10 +359,10 @@ def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
 
 def _open(
     client: KeeperClient,
-    key: tuple[str, int, int],
+    key: tuple[str, int],
     memory: MemoryDescriptor,
     entry: HandleEntry,
-    pool: int | None,
+    pool_fd: int,
     access: str,
     depends: tuple[Handle, ...],
     user: Location | None,
@@ -374,7 +374,10 @@ def _open(
             "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
             'Borrow it with access="r" and copy: vram.copy_in(...)',
         )  # fmt: skip
-    return imports_of(client).open(key, memory, entry, pool, access=ACCESS[access], depends=depends, user=user)
+    pool = None if pool_fd < 0 else ((*key, "pool", entry.pool), pool_fd)
+    return imports_of(client).open(
+        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
+    )
 
 
 def wire_access(access: str) -> str:

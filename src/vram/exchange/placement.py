@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, MutableMapping
 
-from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.cuda import copy_rows
 from ..arrays.dtypes import dtype_name
 from ..arrays.shapes import as_shape, nbytes_of
-from ..arrays.sources import CudaSource, Source, as_source, find
+from ..arrays.sources import CudaSource, as_source, find
 from ..arrays.views import Home, let_go
-from ..errors import UnsupportedError, UsageError, VramError
+from ..errors import UnsupportedError, UsageError
 from ..keeper.client import Segment
 from ..lifetime import Handle
 from ..memory import Pin, Region
@@ -26,99 +21,16 @@ from ..sharing.descriptor import (
     HandleEntry,
     Manifest,
     MemoryDescriptor,
-    SegmentEntry,
     check_array_name,
 )
-from ..spec import HOST, Access, HandleKind, Location, round_up
+from ..spec import HOST, Access, HandleKind, Location
 from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
-from .mapping import describe, device_name
+from .mapping import describe
+from .pieces import CONSUME_CHUNKS, Copy, Item, Span, named
 from .provenance import Provenance
 from .share import share
 
-if TYPE_CHECKING:
-    import numpy as np
-
 __all__ = ["Loaded", "Placement"]
-
-ALIGNMENT = 256  # of arrays in a packed copy, in bytes: what GPU libraries ask for
-_CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
-
-
-@dataclass(slots=True)
-class _Item:
-    """One array on its way: shared in place (`region` is set), or to be copied for `reason` out of `source`."""
-
-    name: str
-    value: object
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    nbytes: int
-    source: Source | CudaSource | None
-    region: Region | None
-    offset: int
-    reason: str
-
-    def entry(self, memory: int, start: int) -> ArrayEntry:
-        """What the manifest says of it, in a memory that begins at offset `start` of the region."""
-        return ArrayEntry(memory, self.offset - start, self.nbytes, dtype_name(self.dtype), self.shape)
-
-    def give_up(self, reason: str) -> None:
-        """It will be copied after all."""
-        self.region, self.offset, self.reason = None, 0, self.reason or reason
-        if self.source is None:
-            with _named(self.name):
-                self.source = source = as_source(self.value)
-            self.shape, self.nbytes = source.shape, source.nbytes
-
-
-@dataclass(slots=True)
-class _Span:
-    """The part of one region that is shared: from the first byte of any array in it to the last."""
-
-    region: Region
-    start: int
-    stop: int
-    items: list[_Item]
-
-
-@dataclass(slots=True)
-class _Copy:
-    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any."""
-
-    region: Region
-    sizes: list[int]
-    items: list[_Item]
-
-    @classmethod
-    def reserve(cls, location: Location, items: list[_Item], *, grows: bool) -> _Copy:
-        """Place the arrays, and reserve addresses for them; there is no memory yet."""
-        end = 0
-        for item in items:
-            item.offset = round_up(end, ALIGNMENT)
-            end = item.offset + item.nbytes
-        driver = drivers.get(location)
-        granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
-        # An entry of empty arrays still is an entry: it has memory, if only a granule.
-        capacity = round_up(max(end, 1), granule)
-        size = round_up(-(-capacity // _CONSUME_CHUNKS), granule) if grows else capacity
-        region = Region.create(driver, location, capacity=capacity, chunk=size, managed=True)
-        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
-
-    def describe(self) -> MemoryDescriptor:
-        """Describe it as it will be when it is full."""
-        segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self.sizes)
-        return MemoryDescriptor(device_name(self.region.location), segments, 0, sum(self.sizes), self.region.capacity)
-
-    def take(self, item: _Item) -> Array:
-        """Copy one array in, and return it as it is there."""
-        region = self.region
-        region.grow(max(region.nbytes, item.offset + item.nbytes, 1))
-        target = Array(region, item.dtype, item.shape, offset=item.offset)
-        if isinstance(item.source, CudaSource):
-            copy_rows(region, item.offset, item.source)
-        elif item.source is not None:
-            target.numpy()[...] = item.source.view
-        return target
 
 
 class Placement:
@@ -150,13 +62,13 @@ class Placement:
         self.items = [_look(name, value, writable, lends, known) for name, value in arrays.items()]
         if not self.items:
             raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
-        self.spans: dict[Handle, _Span] = {}
+        self.spans: dict[Handle, Span] = {}
         for item in self.items:
             if item.region is not None:
                 self._share(item.region, item, item.offset)
         shared = self._hold()
         copies = any(item.region is None and item.nbytes for item in self.items)
-        if shared + copies * (1 if sources is None else _CONSUME_CHUNKS) > MAX_SEGMENTS:
+        if shared + copies * (1 if sources is None else CONSUME_CHUNKS) > MAX_SEGMENTS:
             self.spans.clear()
             for item in self.items:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
@@ -169,13 +81,13 @@ class Placement:
                     self._share(span.region, item, span.start)
         self.nbytes = sum(item.nbytes for item in self.items)
         self.packed = [item for item in self.items if item.region is None]
-        groups: dict[Location, list[_Item]] = {}
+        groups: dict[Location, list[Item]] = {}
         for item in self.packed:
             groups.setdefault(_place(item), []).append(item)
-        self._copies: list[_Copy] = []
+        self._copies: list[Copy] = []
         try:
             for location, items in groups.items():
-                self._copies.append(_Copy.reserve(location, items, grows=sources is not None))
+                self._copies.append(Copy.reserve(location, items, grows=sources is not None))
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -191,9 +103,9 @@ class Placement:
                     "Copy it into memory of its own: vram.copy_in(...)",
                 )  # fmt: skip
 
-    def _share(self, region: Region, item: _Item, offset: int) -> None:
+    def _share(self, region: Region, item: Item, offset: int) -> None:
         start, stop = offset, offset + item.nbytes
-        span = self.spans.setdefault(region.handle, _Span(region, start, stop, []))
+        span = self.spans.setdefault(region.handle, Span(region, start, stop, []))
         span.start, span.stop = min(span.start, start), max(span.stop, stop)
         span.items.append(item)
         item.region, item.offset = region, offset
@@ -359,29 +271,19 @@ class Loaded:
         return self._fds
 
 
-@contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Say in an error which array it is about."""
-    try:
-        yield
-    except VramError as error:
-        error.add_note(f"that is array {name!r:.80}")
-        raise
-
-
 def _shared(name: object, value: object) -> Array:
     """Return an array over the memory of a value, without a copy, or say why none of it can be lent."""
-    with _named(check_array_name(name)):
+    with named(check_array_name(name)):
         return share(value)
 
 
-def _look(name: object, value: object, writable: bool, lends: bool, known: dict[Region, str]) -> _Item:
+def _look(name: object, value: object, writable: bool, lends: bool, known: dict[Region, str]) -> Item:
     """Decide for one array whether it is shared in place, and if not, why.
 
     `known` says of each region why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
     """
     called = check_array_name(name)
-    with _named(called):
+    with named(called):
         found: tuple[Region, int] | None
         if isinstance(value, Array):
             source = None
@@ -396,9 +298,9 @@ def _look(name: object, value: object, writable: bool, lends: bool, known: dict[
         dtype_name(dtype)
         as_shape(shape)
     if found is None:
-        return _Item(called, value, dtype, shape, nbytes, source, None, 0, "it is not in vram memory")
+        return Item(called, value, dtype, shape, nbytes, source, None, 0, "it is not in vram memory")
     region, offset = found
-    item = _Item(called, value, dtype, shape, nbytes, source, region, offset, "")
+    item = Item(called, value, dtype, shape, nbytes, source, region, offset, "")
     if not contiguous:
         item.give_up("it is not contiguous")
     elif not nbytes:
@@ -412,7 +314,7 @@ def _look(name: object, value: object, writable: bool, lends: bool, known: dict[
     return item
 
 
-def _place(item: _Item) -> Location:
+def _place(item: Item) -> Location:
     """Where a packed array goes: to where it is."""
     source = item.source
     return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST

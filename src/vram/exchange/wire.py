@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ..sharing.descriptor import MAX_SEGMENTS, MemoryDescriptor
+from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryDescriptor
 
 __all__ = [
     "MAX_FORGOTTEN",
+    "Dropped",
+    "EventIs",
     "Fetch",
     "Forget",
+    "GoOn",
     "Gone",
     "MemoryPart",
     "Part",
     "Reference",
+    "Returned",
+    "Shared",
     "Took",
+    "Value",
+    "decode_message",
     "decode_reply",
     "decode_request",
     "encode",
@@ -42,7 +49,9 @@ class Reference(Struct, frozen=True, array_like=True):
 class MemoryPart(Struct, frozen=True, array_like=True):
     """Segments of a memory from the `first` on, with as many file descriptors; `last` ends the series.
 
-    `descriptor` holds the segments of this part; `writable` says how the receiver is to map them.
+    `descriptor` holds the segments of this part; `writable` says how the receiver is to map them. Memory that no
+    descriptor stands for is one segment, with its 64 bytes as `handle`; of a pool, `pool` is the pool's number on this
+    connection and the pool's descriptor comes along.
     """
 
     memory: Size
@@ -50,6 +59,8 @@ class MemoryPart(Struct, frozen=True, array_like=True):
     last: bool
     writable: bool
     descriptor: MemoryDescriptor
+    handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES)] = b""
+    pool: Annotated[int, Meta(ge=-1, lt=MAX_SEGMENTS)] = -1
 
 
 class Part(Struct, frozen=True, array_like=True, tag="m"):
@@ -62,6 +73,48 @@ class Forget(Struct, frozen=True, array_like=True, tag="f"):
     """A message: the sender unmapped these, let go of them."""
 
     memories: Annotated[tuple[Size, ...], Meta(max_length=MAX_FORGOTTEN)]
+
+
+class Dropped(Struct, frozen=True, array_like=True, tag="d"):
+    """A message: so many arrays that came under these numbers are done with."""
+
+    arrays: Annotated[tuple[tuple[Size, Size], ...], Meta(max_length=MAX_FORGOTTEN)]
+
+
+# -- over a channel, besides ------------------------------------------------------------------------------------
+class Shared(Struct, frozen=True, array_like=True, tag="v"):
+    """An array on memory that the sender of this message shared.
+
+    `keep` is the number under which the sender keeps memory that lives as long as its maker, until it is told; `event`
+    that of the event which stands for the work that fills it. 0 where there is none.
+    """
+
+    reference: Reference
+    keep: Size = 0
+    event: Size = 0
+
+
+class Returned(Struct, frozen=True, array_like=True, tag="r"):
+    """An array on memory that the receiver of this message shared."""
+
+    reference: Reference
+
+
+class EventIs(Struct, frozen=True, array_like=True, tag="e"):
+    """The event that is called `number` from now on."""
+
+    number: Size
+    event: EventEntry
+
+
+class GoOn(Struct, frozen=True, array_like=True, tag="g"):
+    """The part was taken: send the next."""
+
+
+class Value(Struct, frozen=True, array_like=True, tag="x"):
+    """Anything else that msgpack can say."""
+
+    value: Any
 
 
 # -- between endpoints, besides ---------------------------------------------------------------------------------
@@ -88,3 +141,4 @@ class Gone(Struct, frozen=True, array_like=True, tag="gone"):
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Fetch | Took).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Forget).decode
+decode_message = msgspec.msgpack.Decoder(Shared | Returned | Part | GoOn | Forget | Dropped | EventIs | Value).decode

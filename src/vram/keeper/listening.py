@@ -98,9 +98,9 @@ class _Line(Conversation):
 
     def watch(self, listening: Listening) -> None:
         """Ask for news of a version. Who listens is known before the keeper is, or the first news had no address."""
-        self.listeners[listening.number] = listening
-        listening.line = self
         try:
+            self.listeners[listening.number] = listening
+            listening.line = self
             call = next(self._calls)
             self._be(m.Done, self._ask(m.Watch(call, *listening.key), call))
         except BaseException:
@@ -168,7 +168,8 @@ class _Thread:
             self._wake()
 
     def _start(self) -> None:
-        if self._thread is None:
+        # Not only whether there is one: an interrupt may have come before it started.
+        if self._thread is None or not self._thread.is_alive():
             self._bell = bell = Channel.pair()
             self._thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: revoked leases", daemon=True)
             try:

@@ -20,6 +20,7 @@ from ..errors import ProtocolError, UsageError
 from ..spec import HandleKind
 
 __all__ = [
+    "HANDLE_BYTES",
     "MANIFEST_VERSION",
     "MAX_MANIFEST",
     "MAX_SEGMENTS",

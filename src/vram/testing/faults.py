@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
 from ..driver.protocol import (
     CopyOnWrite,
     DirectMapping,
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["UNDO", "Fault", "FaultyDriver"]
 
-UNDO = frozenset({"address_free", "mem_release", "mem_unmap"})
+UNDO = frozenset(
+    {"address_free", "mem_release", "mem_unmap", "event_destroy", "ipc_close", "pool_close_pointer", "pool_destroy"}
+) | {"pool_free", "window_close"}
 """The calls that take something back."""
 
 _NEVER = frozenset({"live", "name"})  # the books are how tests see what happened
@@ -49,6 +52,7 @@ def _methods(protocol: type) -> frozenset[str]:
 
 _CAPABILITIES: tuple[type, ...] = (
     *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
+    *(Foreign, LegacyIpc, InterprocessEvents, Pools),
 )
 _ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))
 

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -57,6 +58,16 @@ class OtherProcess:
         self._pipe.send(("fd",))
         reduction.send_handle(self._pipe, fd, self._process.pid)
         return int(self._answer())
+
+    def take_fd(self, fd: int) -> int:
+        """Return a descriptor of one that is open there; the caller owns and closes it, and it stays open there."""
+        self._pipe.send(("take", fd))
+        if not self._pipe.poll(self._patience):
+            raise TimeoutError(f"the other process passed no descriptor in {self._patience:.0f} s")
+        found = reduction.recv_handle(self._pipe)
+        os.set_inheritable(found, False)
+        self._answer()
+        return found
 
     def close_fd(self, fd: int) -> None:
         """Close a descriptor there."""
@@ -108,22 +119,19 @@ class OtherProcess:
 
 
 def _serve(pipe: Connection, make: Callable[[], Driver]) -> None:
-    driver = _attempt(pipe, make)
+    made: list[Driver] = []
+    _attempt(pipe, lambda: made.append(make()))
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while (request := pipe.recv()) is not None:
-            _attempt(pipe, lambda: _do(driver, pipe, *request))
+            _attempt(pipe, partial(_do, made[0], pipe, *request))
 
 
-def _attempt(pipe: Connection, call: Callable[[], Any]) -> Any:
+def _attempt(pipe: Connection, call: Callable[[], Any]) -> None:
     try:
-        found = call()
-        # A driver does not travel, and what calls return is plain.
-        pipe.send((False, found if isinstance(found, (int, bytes, str, tuple, type(None))) or not hasattr(found, "live")
-                   else None))  # fmt: skip
+        answer = False, call()
     except Exception as error:  # noqa: BLE001  (whatever it is, the test looks at it)
-        pipe.send((True, error))
-        return None
-    return found
+        answer = True, error
+    pipe.send(answer)
 
 
 def _do(driver: Any, pipe: Connection, what: str, *given: Any) -> Any:
@@ -132,6 +140,8 @@ def _do(driver: Any, pipe: Connection, what: str, *given: Any) -> Any:
         return getattr(driver, method)(*arguments, **options)
     if what == "fd":
         return reduction.recv_handle(pipe)
+    if what == "take":
+        return reduction.send_handle(pipe, given[0], os.getppid())
     if what == "close":
         return os.close(given[0])
     address, extra = given

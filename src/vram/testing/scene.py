@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
 from ..driver.protocol import (
     CopyOnWrite,
     DirectMapping,
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "together"]
 
-CAPABILITIES: dict[str, type] = {
-    p.__name__: p for p in (HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast)
-}
+_CAPABILITIES: tuple[type, ...] = (
+    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
+    *(Foreign, LegacyIpc, InterprocessEvents, Pools),  # tested by ForeignContract
+)
+CAPABILITIES = {capability.__name__: capability for capability in _CAPABILITIES}
 FD = HandleKind.POSIX_FD
 
 

@@ -1,0 +1,104 @@
+"""Between the ends of a channel: memory that lives as long as its maker is kept for whom it was sent to, and counted.
+
+What travels by descriptor needs none of this: a mapping keeps the memory. What travels by a 64-byte handle must not be
+freed while it is used elsewhere. So whoever sends it keeps its owner under a number, counts how often it was sent, and
+lets go once the other end has told as often that it is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+from ..arrays import Array
+from ..errors import ProtocolError
+from ..memory import Pin
+
+__all__ = ["Kept", "Token"]
+
+_Span = tuple[int, int, int]  # the memory's number, offset and bytes in it
+
+
+class Kept:
+    """What was sent by handle and is in use at the other end, by number."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # for a few dictionary operations; never taken by a finalizer
+        self._by_number: dict[int, tuple[_Span, Pin]] = {}
+        self._by_span: dict[_Span, int] = {}
+        self._counts: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def keep(self, array: Array, memory: int) -> int:
+        """Keep an array's memory and its owner, once more, and return the number to say."""
+        span = (memory, array.offset, array.nbytes)
+        with self._lock:
+            number = self._by_span.get(span)
+            if number is not None:
+                self._counts[number] += 1
+                return number
+        pin = array.pin
+        if pin is None:
+            raise ProtocolError("memory of others is never an array's own to resize")
+        kept = pin.again(array.offset, array.offset + array.nbytes, "sent to another process")
+        with self._lock:
+            number = next(self._numbers)
+            self._by_number[number], self._by_span[span], self._counts[number] = (span, kept), number, 1
+        return number
+
+    def find(self, memory: int, offset: int, nbytes: int) -> Pin | None:
+        """Return what keeps a part of a memory, so that an array that comes back is kept as it was."""
+        with self._lock:
+            for (number, start, size), pin in self._by_number.values():
+                if number == memory and start <= offset and offset + nbytes <= start + size:
+                    return pin
+        return None
+
+    def dropped(self, number: int, times: int) -> None:
+        """The other end is done with so many of those that it was sent under a number.
+
+        Raises
+        ------
+        ProtocolError
+            If they were not as many.
+        """
+        with self._lock:
+            left = self._counts.get(number, 0) - times
+            if left < 0 or not times:
+                raise ProtocolError(f"{times} arrays were given back under number {number}; {left + times} are out")
+            if left:
+                self._counts[number] = left
+                return
+            del self._counts[number]
+            span, pin = self._by_number.pop(number)
+            del self._by_span[span]
+        pin.release()
+
+    def close(self) -> None:
+        """Let go of everything: the other end is gone, or told to look after itself."""
+        with self._lock:
+            pins = [pin for _, pin in self._by_number.values()]
+            self._by_number.clear()
+            self._by_span.clear()
+            self._counts.clear()
+        for pin in pins:
+            pin.release()
+
+
+class Token:
+    """What the pins of a received array keep: its end tells the sender that the array is done with."""
+
+    __slots__ = ("_tell", "number", "times")
+
+    def __init__(self, number: int, tell: Callable[[int, int], object]) -> None:
+        self.number = number
+        self.times = 1
+        self._tell = tell
+
+    def __del__(self) -> None:
+        # Reached from finalizers: `tell` neither waits nor raises.
+        self._tell(self.number, self.times)

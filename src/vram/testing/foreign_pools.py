@@ -1,0 +1,275 @@
+"""The rules of stream-ordered pools: a part of :class:`~vram.testing.foreign.ForeignContract`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from ..driver.foreign import HANDLE_BYTES, Pools
+from ..errors import OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
+from ..spec import Access, HandleKind, Location
+from .foreign_scene import KIB, ForeignSuite, refused_there
+from .other_process import OtherProcess
+from .scene import FD, Scene
+
+__all__ = ["PoolRules"]
+
+SIZE = 1024 * KIB
+DEFAULT = 1  # the legacy default stream
+
+
+class PoolRules(ForeignSuite):
+    """Tests of :class:`~vram.driver.foreign.Pools`."""
+
+    def test_memory_of_a_pool_is_worked_on_like_any(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            data = bytes(range(256))
+            scene.write(address + 7, data)
+            scene.driver.fill(address + 7, 1, 3)
+            assert scene.read(address + 7, 256) == b"\1\1\1" + data[3:]
+            ours, _ = scene.memory()
+            scene.driver.copy(ours, address + 7, 256)
+            assert scene.read(ours + 3, 253) == data[3:]
+            for start, nbytes in ((address - 1, 2), (address + SIZE, 1), (address, SIZE + 1)):
+                with scene.refused(UsageError):
+                    scene.read(start, nbytes)
+            info = pools.pointer_info(address + 1)
+            assert (info.base, info.made_by, info.kinds, info.pool) == (address, "pool", HandleKind.POOL, pool)
+
+    def test_what_is_given_back_twice_is_refused(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool):
+            address = pools.pool_allocate(pool, SIZE, DEFAULT)
+            pools.pool_free(address, DEFAULT)
+            for again in (address, address + 1, 0):
+                with scene.refused(UsageError):
+                    pools.pool_free(again, DEFAULT)
+                with scene.refused(UsageError):
+                    pools.pool_close_pointer(again)
+            with scene.refused(UsageError):
+                scene.read(address, 1)
+        for call in (pools.pool_destroy, lambda pool: pools.pool_allocate(pool, SIZE, DEFAULT)):
+            with scene.refused(UsageError):
+                call(pool)
+
+    def test_an_order_of_a_stream(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool):
+            stream = pools.stream_create(scene.location)
+            address = pools.pool_allocate(pool, SIZE, stream)
+            pools.fill_async(address, 7, SIZE, stream)
+            pools.stream_synchronize(stream, scene.location)
+            assert scene.read(address, 3) == b"\7\7\7"
+            pools.pool_free(address, stream)
+            pools.stream_synchronize(stream, scene.location)
+            pools.stream_destroy(stream)
+
+    def test_what_cannot_be_allocated(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool):
+            for nbytes in (0, -1):
+                with scene.refused(UsageError):
+                    pools.pool_allocate(pool, nbytes, DEFAULT)
+            with scene.refused(OutOfMemoryError):
+                pools.pool_allocate(pool, 1 << 50, DEFAULT)
+            for location in (Location("elsewhere"), Location(scene.driver.name, 9999)):
+                with scene.refused(UsageError):
+                    pools.pool_create(location, FD)
+            with scene.refused(UnsupportedError):
+                pools.pool_create(scene.location, HandleKind.WIN32)
+
+    def test_rights_of_other_places(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool):
+            pools.pool_set_access(pool, Access.READ_WRITE, (scene.location,))
+            for locations in ((), (Location("elsewhere"),)):
+                with scene.refused(UsageError):
+                    pools.pool_set_access(pool, Access.READ_WRITE, locations)
+
+    # -- other processes ----------------------------------------------------------------------------------------
+    def test_a_pool_in_another_process(self, scene: Scene, other: OtherProcess) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            scene.write(address + 3, b"from here")
+            token = pools.pool_export_pointer(address)
+            assert isinstance(token, bytes)
+            assert len(token) == HANDLE_BYTES
+            with _there(scene, pools, pool, other) as imported:
+                there = other.call("pool_open_pointer", imported, token, SIZE)
+                assert other.read(there + 3, 9) == b"from here"
+                other.write(there + SIZE - 5, b"there")
+                assert scene.read(address + SIZE - 5, 5) == b"there"
+                for start, nbytes in ((there - 1, 2), (there + SIZE, 1), (there, SIZE + 1)):
+                    with refused_there(other, UsageError):
+                        other.read(start, nbytes)
+                with refused_there(other, UsageError):  # it was opened, not allocated
+                    other.call("pool_free", there, DEFAULT)
+                other.call("pool_close_pointer", there)
+                for again in (there, there + 1, 0):
+                    with refused_there(other, UsageError):
+                        other.call("pool_close_pointer", again)
+                there = other.call("pool_open_pointer", imported, token, SIZE)  # closed, it can be opened again
+                assert other.read(there + 3, 9) == b"from here"
+                other.call("pool_close_pointer", there)
+
+    def test_a_pool_is_exported_as_it_was_made_to(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool):
+            first, second = pools.pool_export(pool, FD), pools.pool_export(pool, FD)
+            try:
+                assert first != second  # a new one each time, the caller's
+                assert not os.get_inheritable(first)
+            finally:
+                os.close(first)
+                os.close(second)
+            for kind, error in ((HandleKind.FABRIC, UsageError), (HandleKind.WIN32, UnsupportedError)):
+                with scene.refused(error):
+                    pools.pool_export(pool, kind)
+        with self._pool(scene, HandleKind.NONE) as (pools, pool), _allocated(pools, pool) as address:
+            assert pools.pointer_info(address).kinds == HandleKind.NONE
+            with scene.refused(UsageError):
+                pools.pool_export(pool, FD)
+            with scene.refused(UsageError):
+                pools.pool_export_pointer(address)
+
+    def test_a_pool_of_another_library(self, scene: Scene, stranger: Any, other: OtherProcess) -> None:
+        pools = self.capability(scene.driver, Pools)
+        pool, address = stranger.pooled(SIZE, shareable=True)
+        with self.window(scene, address, SIZE):
+            scene.write(address, b"a stranger's")
+        with _there(scene, pools, pool, other) as imported:
+            there = other.call("pool_open_pointer", imported, pools.pool_export_pointer(address), SIZE)
+            assert other.read(there, 12) == b"a stranger's"
+            other.call("pool_close_pointer", there)
+        pool, address = stranger.pooled(SIZE, shareable=False)
+        for call, arguments in ((pools.pool_export, (pool, FD)), (pools.pool_export_pointer, (address,))):
+            with scene.refused(UsageError):
+                call(*arguments)
+
+    def test_only_the_base_of_pool_memory_has_a_handle(self, scene: Scene, stranger: Any) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            wrong = (address + 1, stranger.legacy(SIZE), scene.memory()[0], stranger.pinned(64 * KIB), 0, 5)
+            for other in wrong:
+                with scene.refused(UsageError):
+                    pools.pool_export_pointer(other)
+
+    def test_no_pointer_is_open_twice(self, scene: Scene, other: OtherProcess) -> None:
+        """The driver does not count: the first to be freed would be taken away from both."""
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            token = pools.pool_export_pointer(address)
+            with _there(scene, pools, pool, other) as imported:
+                there = other.call("pool_open_pointer", imported, token, SIZE)
+                for nbytes, error in ((SIZE, UsageError), (SIZE // 2, UsageError), (2 * SIZE, UsageError)):
+                    with refused_there(other, error):
+                        other.call("pool_open_pointer", imported, token, nbytes)
+                other.write(there, b"undisturbed")
+                assert scene.read(address, 11) == b"undisturbed"
+                other.call("pool_close_pointer", there)
+
+    def test_a_size_that_pool_memory_has_not(self, scene: Scene, other: OtherProcess) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            token = pools.pool_export_pointer(address)
+            with _there(scene, pools, pool, other) as imported:
+                for nbytes in (1 << 40, 64 * SIZE, 0, -1):
+                    with refused_there(other, ProtocolError):
+                        other.call("pool_open_pointer", imported, token, nbytes)
+                other.call("pool_close_pointer", other.call("pool_open_pointer", imported, token, SIZE))
+
+    def test_bytes_that_are_none_of_the_pool(self, scene: Scene, other: OtherProcess) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address, self._pool(scene) as (_, second):
+            token = pools.pool_export_pointer(address)
+            with _there(scene, pools, pool, other) as imported:
+                for data in (b"", token[:-1], token + b"\0", bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES):
+                    with refused_there(other, ProtocolError):
+                        other.call("pool_open_pointer", imported, data, SIZE)
+            with _there(scene, pools, second, other) as imported, refused_there(other, ProtocolError):
+                other.call("pool_open_pointer", imported, token, SIZE)
+
+    def test_what_only_the_maker_of_a_pool_does(self, scene: Scene, other: OtherProcess) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            with _there(scene, pools, pool, other) as imported:
+                there = other.call("pool_open_pointer", imported, pools.pool_export_pointer(address), SIZE)
+                for method, arguments in (
+                    ("pool_allocate", (imported, SIZE, DEFAULT)),
+                    ("pool_export", (imported, FD)),
+                    ("pool_export_pointer", (there,)),
+                    ("ipc_export", (there,)),
+                    ("mem_adopt", (there,)),
+                ):
+                    with refused_there(other, UsageError):
+                        other.call(method, *arguments)
+                assert other.call("pointer_info", there).kinds == HandleKind.NONE
+                other.call("pool_close_pointer", there)
+
+    def test_a_descriptor_that_is_of_no_pool(self, scene: Scene) -> None:
+        pools = self.capability(scene.driver, Pools)
+        with ExitStack() as end:
+            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+            end.callback(os.close, null)
+            plain = os.memfd_create("plain", os.MFD_CLOEXEC)
+            end.callback(os.close, plain)
+            memory = end.enter_context(scene.exported(scene.create()))
+            for fd in (null, plain, memory):
+                with scene.refused(ProtocolError):
+                    pools.pool_import(fd, FD, scene.location)
+                os.fstat(fd)  # still the caller's
+        for number in (-1, 1 << 20, 1 << 40):
+            with scene.refused(UsageError):
+                pools.pool_import(number, FD, scene.location)
+        with self._pool(scene) as (_, pool), _exported(pools, pool) as fd:
+            with scene.refused(ProtocolError):
+                scene.driver.mem_import(fd, FD, scene.g)
+            with scene.refused(UnsupportedError):
+                pools.pool_import(fd, HandleKind.WIN32, scene.location)
+            with scene.refused(UsageError):
+                pools.pool_import(fd, FD, Location("elsewhere"))
+
+    def test_a_pool_that_is_on_another_gpu_than_was_said(self, scene: Scene, other: OtherProcess) -> None:
+        if scene.driver.device_count() < 2:
+            pytest.skip("one GPU only")
+        wrong = Location(scene.location.kind, 1)
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            with _there(scene, pools, pool, other, wrong) as imported, refused_there(other, ProtocolError):
+                other.call("pool_open_pointer", imported, pools.pool_export_pointer(address), SIZE)
+
+    @contextmanager
+    def _pool(self, scene: Scene, kinds: HandleKind = FD) -> Iterator[tuple[Any, int]]:
+        pools = self.capability(scene.driver, Pools)
+        before = pools.live()
+        pool = pools.pool_create(scene.location, kinds)
+        assert pools.live().handles == before.handles + 1
+        try:
+            yield pools, pool
+        finally:
+            pools.pool_destroy(pool)
+
+
+@contextmanager
+def _allocated(pools: Any, pool: int) -> Iterator[int]:
+    address = pools.pool_allocate(pool, SIZE, DEFAULT)
+    try:
+        yield address
+    finally:
+        pools.pool_free(address, DEFAULT)
+
+
+@contextmanager
+def _exported(pools: Any, pool: int) -> Iterator[int]:
+    fd = pools.pool_export(pool, FD)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _there(scene: Scene, pools: Any, pool: int, other: OtherProcess, location: Location | None = None) -> Iterator[int]:
+    """The pool as the other process imports it; the descriptor stays its caller's there, too."""
+    with _exported(pools, pool) as fd:
+        passed = other.pass_fd(fd)
+    try:
+        imported = other.call("pool_import", passed, FD, location or scene.location)
+    finally:
+        other.close_fd(passed)
+    try:
+        yield imported
+    finally:
+        other.call("pool_destroy", imported)

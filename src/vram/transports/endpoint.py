@@ -1,0 +1,92 @@
+"""What every end of a transport has: places, counts, one owner."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..arrays import Array
+from ..errors import UnsupportedError
+from ..lifetime import Owned, own
+from ..spec import Location
+from .contract import Estimate, No, Statistics, Traffic, Yes
+from .places import name_place
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Endpoint"]
+
+
+class Endpoint(Owned, ABC):
+    """The part of :class:`~vram.transports.contract.Transport` that all share.
+
+    Parameters
+    ----------
+    src, dst : Location or str
+        From where to where; as this process names them.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is not available between the two, with the reason.
+    """
+
+    __slots__ = ("_counting", "_received", "_sent", "dst", "src")
+
+    kind: ClassVar[str]
+
+    def __init__(self, src: Location | str, dst: Location | str) -> None:
+        answer = type(self).available(src, dst)
+        if isinstance(answer, No):
+            raise UnsupportedError(
+                f"the {self.kind} transport from {src} to {dst}", "two places that it can work between", answer.reason
+            )
+        self.src = name_place(src)
+        self.dst = name_place(dst)
+        self._sent = self._received = Traffic()
+        self._counting = threading.Lock()
+        self._claim = own(f"{self.kind} transport from {self.src} to {self.dst}", None)
+
+    @classmethod
+    @abstractmethod
+    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
+        """Say whether it works between two places; see :class:`~vram.transports.contract.Transport`."""
+
+    @classmethod
+    @abstractmethod
+    def measure(cls, src: Location, dst: Location) -> Estimate:
+        """Return what a transfer takes between two places that it is available for; measured once."""
+
+    def estimate(self) -> Estimate:
+        """Return what a transfer takes: measured here between these two places, once, and remembered."""
+        return self.measure(self.src, self.dst)
+
+    def statistics(self) -> Statistics:
+        """Return what this end has done so far. Also after it was closed."""
+        with self._counting:
+            return Statistics(self._sent, self._received, self._imported())
+
+    def __repr__(self) -> str:
+        done = self.statistics()
+        state = "closed" if self.is_closed else f"{done.sent.messages} sent, {done.received.messages} received"
+        return f"<{type(self).__name__} {self.src} to {self.dst}, {state}>"
+
+    def _imported(self) -> int:
+        return 0
+
+    def _count_sent(self, nbytes: int, seconds: float) -> None:
+        with self._counting:
+            self._sent = self._sent.plus(nbytes, seconds)
+
+    def _count_received(self, nbytes: int, seconds: float) -> None:
+        with self._counting:
+            self._received = self._received.plus(nbytes, seconds)
+
+
+def fresh(place: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array at a place, for what came without a buffer."""
+    from .. import driver as drivers
+
+    return Array.create(drivers.get(place), place, shape, dtype)

@@ -1,0 +1,254 @@
+"""How the two ends of a transport between processes talk: a socket, two named pipes, or a file in memory.
+
+What is said is small: handles and ids, never the bytes themselves. Only a socket carries file descriptors; the others
+refuse them, with the reason, and tell the end of the other process as surely: a pipe by its end of file, a file by
+the lock that the kernel takes away from whoever dies.
+
+Each kind is made by ``listen(path)`` in one process and ``connect(path)`` in the other; it has one owner, is safe to
+use from several threads, and is closed in the child of a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ..errors import BusyError, NotFoundError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
+from ..lifetime import Owned, own, unwinding
+from ..sharing.channel import MAX_MESSAGE, Channel, check_path
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["ByteExchange", "Exchange", "SocketExchange", "wait_until"]
+
+_T = TypeVar("_T")
+_SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks, where nothing wakes who waits
+
+
+class Exchange(Protocol):
+    """Brings messages to the other end of a transport, in order. Owned by the transport that it is given to."""
+
+    @property
+    def carries_fds(self) -> bool:
+        """Whether file descriptors can go with a message."""
+
+    @property
+    def most(self) -> int:
+        """The bytes of the longest message."""
+
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        """Send one message, whole or not at all.
+
+        Raises
+        ------
+        UnsupportedError
+            For descriptors, where they cannot travel.
+        WaitTimeoutError
+            If there was no room in so many seconds. Nothing was sent.
+        PeerGoneError
+            If the other end is gone.
+        """
+
+    def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        """Return the next message and its descriptors, which the caller owns.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If none came in so many seconds.
+        PeerGoneError
+            If the other end is gone, and everything that it sent was read.
+        ProtocolError
+            If what came is no message.
+        """
+
+    def is_gone(self) -> bool:
+        """Whether the other end is gone, whatever may still be unread. Does not wait."""
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+
+
+class SocketExchange(Owned):
+    """Over a unix socket: bytes and file descriptors.
+
+    Parameters
+    ----------
+    channel : Channel
+        A connected channel, taken over.
+    """
+
+    __slots__ = ("_channel",)
+
+    _warn_on_leak = False
+    carries_fds = True
+    most = MAX_MESSAGE
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._claim = own("exchange over a socket", channel.close)
+
+    @classmethod
+    def pair(cls) -> tuple[SocketExchange, SocketExchange]:
+        """Return two ends that are connected with each other, in this process."""
+        one, other = Channel.pair()
+        return cls(one), cls(other)
+
+    @classmethod
+    def listen(cls, path: str, timeout: float | None = None) -> SocketExchange:
+        """Wait at a path for the other end, for so many seconds. The path is gone afterwards.
+
+        Raises
+        ------
+        UsageError
+            If something is at that path already, or it is too long.
+        WaitTimeoutError
+            If nobody came.
+        """
+        check_path(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(path)
+            except OSError as error:
+                raise _taken(path, error) from None
+            try:
+                listener.listen(1)
+                listener.settimeout(timeout)
+                try:
+                    sock, _ = listener.accept()
+                except TimeoutError:
+                    raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s") from None
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        return cls(Channel(sock))
+
+    @classmethod
+    def connect(cls, path: str, timeout: float | None = None) -> SocketExchange:
+        """Connect to who listens at a path, or will within so many seconds.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If nobody does.
+        """
+
+        def attempt() -> Channel | None:
+            with contextlib.suppress(PeerGoneError):
+                return Channel.connect(path, timeout)
+            return None
+
+        return cls(wait_until(attempt, timeout, f"nobody listens at {path}"))
+
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        """Send one message; see :class:`Exchange`."""
+        self._channel.send(payload, fds, timeout=timeout)
+
+    def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        """Return the next message; see :class:`Exchange`."""
+        return self._channel.recv(timeout=timeout)
+
+    def is_gone(self) -> bool:
+        """Whether the other end is gone."""
+        return self._channel.is_hung_up()
+
+
+class ByteExchange(Owned):
+    """What those that carry bytes only have in common: named pipes, and files in memory."""
+
+    __slots__ = ("_fds",)
+
+    _warn_on_leak = False
+    carries_fds = False
+    way = "bytes"
+
+    def _own(self, fds: list[int]) -> None:
+        self._fds = fds
+        self._claim = own(f"exchange over {self.way}", lambda: close_all(fds))
+        _open.add(self)
+
+    def _check(self, payload: bytes, fds: Sequence[int], most: int) -> None:
+        self.handle  # noqa: B018  (the check)
+        if fds:
+            raise UnsupportedError(
+                f"sending {len(fds)} file descriptors", "a unix socket (SCM_RIGHTS)", f"{self.way}, which carry bytes "
+                "only: the number of a descriptor means nothing in another process", "Use SocketExchange",
+            )  # fmt: skip
+        if not 0 < len(payload) <= most:
+            raise UsageError(f"a message of {len(payload)} bytes; over {self.way} it has 1 to {most}")
+
+    @classmethod
+    def listen(cls, path: str, timeout: float | None = None) -> Self:
+        """Wait at a path for the other end, for so many seconds. What was made there is gone afterwards."""
+        raise NotImplementedError
+
+    @classmethod
+    def connect(cls, path: str, timeout: float | None = None) -> Self:
+        """Connect to who waits at a path, or will within so many seconds."""
+        raise NotImplementedError
+
+
+_open: weakref.WeakSet[ByteExchange] = weakref.WeakSet()
+
+
+def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: str) -> _T:
+    """Return what an attempt returns as soon as that is not None, looking at growing distances.
+
+    Raises
+    ------
+    WaitTimeoutError
+        With `what`, if the time passed.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    pause = _SHORTEST
+    while (found := attempt()) is None:
+        left = _LONGEST if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.5, _LONGEST)
+    return found
+
+
+@contextlib.contextmanager
+def closing_on_error(fds: list[int]) -> Iterator[None]:
+    """Close descriptors if what comes fails (I4)."""
+    try:
+        yield
+    except BaseException as error:
+        with unwinding(error):
+            close_all(fds)
+        raise
+
+
+def close_all(fds: list[int]) -> None:
+    """Close descriptors; each once."""
+    while fds:
+        os.close(fds.pop())
+
+
+def _taken(path: str, error: OSError) -> Exception:
+    if error.errno in (errno.EADDRINUSE, errno.EEXIST):
+        return BusyError(f"something is at {path} already: choose another path, or remove it")
+    if error.errno == errno.ENOENT:
+        return NotFoundError(f"there is no directory for {path}")
+    return error
+
+
+def _after_fork_in_child() -> None:
+    """Let go of the parent's ends: while a copy is open here, its peer would not see the parent's end."""
+    for exchange in list(_open):
+        with contextlib.suppress(OSError):
+            close_all(exchange._fds)
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,185 @@
+"""Transports within one process: what was sent waits in a queue, and is copied when it is received."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Array
+from ..driver.protocol import Driver
+from ..errors import ClosedError, UsageError, WaitTimeoutError
+from ..lifetime import unwinding
+from ..memory import Pin
+from ..spec import Location
+from .contract import Estimate, ExportedBuffer
+from .endpoint import Endpoint, fresh
+from .measure import Transfer, measured
+from .places import as_array, check_fits, check_place, ready, shown_on
+
+__all__ = ["LocalTransport", "Message"]
+
+
+class Message:
+    """What was sent: where its bytes are, kept there by pins until it was received."""
+
+    __slots__ = ("address", "driver", "dtype", "nbytes", "pins", "shape")
+
+    def __init__(self, array: Array, address: int, pins: tuple[Pin, ...]) -> None:
+        self.driver: Driver = array.region.driver
+        self.address = address
+        self.nbytes = array.nbytes
+        self.dtype: np.dtype[Any] = array.dtype
+        self.shape = array.shape
+        self.pins = pins
+
+    def release(self) -> None:
+        """Let go of the sender's memory."""
+        for pin in self.pins:
+            pin.release()
+
+
+class LocalTransport(Endpoint):
+    """Both ends of a transport, in one process. Any thread may send, any may receive."""
+
+    __slots__ = ("_arrival", "_waiting")
+
+    def __init__(self, src: Location | str, dst: Location | str) -> None:
+        super().__init__(src, dst)
+        self._waiting: deque[Message] = deque()
+        self._arrival = threading.Condition()
+
+    # -- what differs -------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _move(self, message: Message, array: Array) -> None:
+        """Copy a message's bytes to the beginning of an array at the destination, and return when they are there."""
+
+    def _keep(self, array: Array) -> Message:
+        """Return a message that keeps an array's memory."""
+        region, start = array.region, array.offset
+        return Message(array, array.address, (region.pin(start, start + array.nbytes, f"sent by {self.kind}"),))
+
+    # -- the contract -------------------------------------------------------------------------------------------
+    def export(self, buffer: Array) -> ExportedBuffer:
+        """Return a handle to a buffer at the source, for this process; see the contract."""
+        self.handle  # noqa: B018  (the check)
+        array = as_array(buffer)
+        check_place("the buffer", array, self.src)
+        ready(array, None)
+        return ExportedBuffer(self.kind, keeps=array)
+
+    def import_(self, handle: ExportedBuffer) -> Array:
+        """Return what a handle means as an array at the destination; see the contract."""
+        self.handle  # noqa: B018  (the check)
+        handle.check(self.kind)
+        if not isinstance(handle.keeps, Array):
+            raise UsageError(f"the {self.kind} transport is within one process, and so are its handles")
+        return self._brought(handle.keeps)
+
+    def _brought(self, array: Array) -> Array:
+        message = self._keep(array)
+        try:
+            return self._received_into(message, None, None)
+        finally:
+            message.release()
+
+    def send(self, buffer: Array, stream: object = None) -> None:
+        """Hand a buffer at the source over; see the contract. It is read when it is received."""
+        started = time.perf_counter()
+        self.handle  # noqa: B018  (the check)
+        array = as_array(buffer)
+        check_place("the buffer", array, self.src)
+        ready(array, stream)
+        message = self._keep(array)
+        with self._arrival:
+            if self.is_closed:
+                message.release()
+                raise ClosedError(f"{self!r} was closed")
+            self._waiting.append(message)
+            self._arrival.notify()
+        self._count_sent(array.nbytes, time.perf_counter() - started)
+
+    def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
+        """Return what was sent, copied; see the contract."""
+        self.handle  # noqa: B018  (the check)
+        wanted = None if buffer is None else as_array(buffer)
+        with self._arrival:
+            if not self._arrival.wait_for(lambda: self._waiting or self.is_closed, timeout):
+                raise WaitTimeoutError(f"nothing was sent for {timeout:g} s")
+            self.handle  # noqa: B018  (closed meanwhile?)
+            if wanted is not None:
+                check_fits(wanted, self._waiting[0].nbytes, self.dst)
+            message = self._waiting.popleft()
+        started = time.perf_counter()
+        try:
+            array = self._received_into(message, wanted, stream)
+        except BaseException:
+            with self._arrival:  # it stays, for another try
+                self._waiting.appendleft(message)
+                self._arrival.notify()
+            raise
+        message.release()
+        self._count_received(message.nbytes, time.perf_counter() - started)
+        return array
+
+    def _received_into(self, message: Message, buffer: Array | None, stream: object) -> Array:
+        if buffer is not None:
+            ready(buffer, stream)
+            if message.nbytes:
+                self._move(message, buffer)
+            return shown_on(buffer, message.dtype, message.shape)
+        made = fresh(self.dst, message.shape, message.dtype)
+        try:
+            if message.nbytes:
+                self._move(message, made)
+        except BaseException as error:
+            with unwinding(error):
+                made.close()
+            raise
+        return made
+
+    def synchronize(self, *, timeout: float | None = None) -> None:
+        """Return when what this transport began is done: what was received is there when `recv` returns."""
+        self.handle  # noqa: B018  (the check; there is nothing else to wait for)
+
+    def close(self, *, strict: bool = False) -> None:
+        """Give everything back; see the contract. What was sent and not received is dropped."""
+        was_open = self._claim.handle.is_open
+        super().close(strict=strict)
+        if not was_open:  # or in a forked child, where nobody would ever let go of the lock
+            return
+        with self._arrival:
+            while self._waiting:
+                self._waiting.popleft().release()
+            self._arrival.notify_all()
+
+    # -- measured -----------------------------------------------------------------------------------------------
+    @classmethod
+    def measure(cls, src: Location, dst: Location) -> Estimate:
+        """Return what a transfer takes between two places; measured once."""
+        return measured(cls.kind, src, dst, lambda fit: fit_with(cls(src, dst), None, fit))
+
+
+def fit_with(sender: Any, receiver: Any, fit: Any) -> Estimate:
+    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given."""
+    from .measure import LARGE
+
+    ends = [end for end in (sender, receiver) if end is not None]
+    try:
+        with fresh(sender.src, (LARGE,), np.dtype("uint8")) as source:
+            with fresh(sender.dst, (LARGE,), np.dtype("uint8")) as target:
+                transfer: Transfer = lambda nbytes: _once(sender, ends[-1], source, target, nbytes)  # noqa: E731
+                return fit(transfer)  # type: ignore[no-any-return]
+    finally:
+        for end in ends:
+            end.close()
+
+
+def _once(sender: Any, receiver: Any, source: Array, target: Array, nbytes: int) -> None:
+    with source[:nbytes] as part:
+        sender.send(part)
+    receiver.recv(target)

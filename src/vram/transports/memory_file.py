@@ -1,0 +1,184 @@
+"""An exchange over a file in memory, such as one in /dev/shm: a ring of messages each way. Bytes only.
+
+It is read and written, not mapped: a peer that truncates a mapped file kills its reader with SIGBUS. Each message
+says its number and the checksum of it all, and counts only when both are right, so that no half is ever taken for a
+whole, whatever the order in which the bytes show.
+
+Each end locks a byte of its own. The kernel takes the lock away from whoever dies, which is how the other end knows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError
+from .exchanges import ByteExchange, _taken, closing_on_error, wait_until
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["SharedMemoryExchange"]
+
+_SLOTS, _SLOT = 64, 4096
+_PAGE = 4096  # bytes in front: the locks, and how far each end has read
+_HEAD = struct.Struct("<QII")  # the message's number from 1 on, its length, its checksum
+_COUNT = struct.Struct("<QI")  # messages read so far, and the checksum of that
+_LOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
+_BYTES = _PAGE + 2 * _SLOTS * _SLOT
+
+
+class SharedMemoryExchange(ByteExchange):
+    """Over a file in memory. Nothing wakes who waits: it looks again, every 20 microseconds at first, later every 2 ms.
+    """
+
+    __slots__ = ("_end", "_fd", "_read", "_reading", "_sent", "_writing")
+
+    way = "shared memory"
+    most = _SLOT - _HEAD.size
+
+    def __init__(self, fd: int, end: int) -> None:
+        self._fd, self._end = fd, end
+        self._sent = self._read = 0
+        self._reading, self._writing = threading.Lock(), threading.Lock()  # nothing in a finalizer comes here
+        self._own([fd])
+
+    @classmethod
+    def listen(cls, path: str, timeout: float | None = None) -> Self:
+        """Make the file and wait for the other end; see :class:`SocketExchange`."""
+        fds: list[int] = []
+        try:
+            fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise _taken(path, error) from None
+        try:
+            with closing_on_error(fds):
+                (fd,) = fds
+                _lock(fd, 0)
+                os.ftruncate(fd, _BYTES)  # last: whoever connects waits for this size
+                wait_until(lambda: _is_locked(fd, 1) or None, timeout, f"nobody connected to {path}")
+                return cls(fd, 0)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    @classmethod
+    def connect(cls, path: str, timeout: float | None = None) -> Self:
+        """Open the file of who waits there, or will; see :class:`SocketExchange`."""
+        fds: list[int] = []
+        with closing_on_error(fds):
+            fd = wait_until(lambda: _ready(path), timeout, f"nobody listens at {path}")
+            fds.append(fd)
+            _lock(fd, 1)
+            return cls(fd, 1)
+
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        """Send one message; see :class:`Exchange`."""
+        self._check(payload, fds, self.most)
+        with self._writing:
+            wait_until(lambda: self._has_room() or None, timeout, "the other end read nothing")
+            number = self._sent + 1
+            head = _HEAD.pack(number, len(payload), _checksum(number, payload))
+            self._put(head + payload, self._slot(self._end, number))
+            self._sent = number
+
+    def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        """Return the next message; see :class:`Exchange`."""
+        self.handle  # noqa: B018  (the check)
+        with self._reading:
+            payload = wait_until(self._arrived, timeout, "no message came")
+            self._read += 1
+            count = self._read.to_bytes(8, "little")
+            self._put(count + zlib.crc32(count).to_bytes(4, "little"), 64 * (1 + self._end))
+        return payload, []
+
+    def is_gone(self) -> bool:
+        """Whether the other end is gone."""
+        self.handle  # noqa: B018  (the check)
+        return not _is_locked(self._fd, 1 - self._end)
+
+    def _arrived(self) -> bytes | None:
+        payload = self._look()
+        if payload is None and self.is_gone():
+            payload = self._look()  # its last words may have come in between
+            if payload is None:
+                raise PeerGoneError("the other end of the shared memory is gone")
+        return payload
+
+    def _look(self) -> bytes | None:
+        number = self._read + 1
+        at = self._slot(1 - self._end, number)
+        said, length, checksum = _HEAD.unpack(self._get(_HEAD.size, at))
+        if said != number:
+            return None
+        if not 0 < length <= self.most:
+            raise ProtocolError(f"a message of {length} bytes is said to be there; there is room for {self.most}")
+        payload = self._get(length, at + _HEAD.size)
+        return payload if _checksum(number, payload) == checksum else None
+
+    def _has_room(self) -> bool:
+        if self.is_gone():
+            raise PeerGoneError("the other end of the shared memory is gone")
+        raw = self._get(_COUNT.size, 64 * (2 - self._end))
+        taken, checksum = _COUNT.unpack(raw)
+        if taken and zlib.crc32(raw[:8]) != checksum:
+            return False  # it is just being written
+        if taken > self._sent:
+            raise ProtocolError(f"the other end says that it has read {taken} messages of {self._sent}")
+        return self._sent - taken < _SLOTS
+
+    @staticmethod
+    def _slot(writer: int, number: int) -> int:
+        return _PAGE + (writer * _SLOTS + number % _SLOTS) * _SLOT
+
+    def _put(self, data: bytes, at: int) -> None:
+        if os.pwrite(self._fd, data, at) != len(data):
+            raise ProtocolError("the file in memory takes no more bytes")
+
+    def _get(self, nbytes: int, at: int) -> bytes:
+        data = os.pread(self._fd, nbytes, at)
+        if len(data) != nbytes:
+            raise ProtocolError("the file in memory was cut off by the other end")
+        return data
+
+
+def _checksum(number: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(number.to_bytes(8, "little")))
+
+
+def _lock(fd: int, byte: int) -> None:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise BusyError("both ends of this shared memory are taken") from None
+        raise
+
+
+def _is_locked(fd: int, byte: int) -> bool:
+    """Whether another open file has locked a byte."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _ready(path: str) -> int | None:
+    """Open the file once it is there and whole."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_size == _BYTES:
+        return fd
+    os.close(fd)
+    if found.st_size:
+        raise NotFoundError(f"{path} is no file of a SharedMemoryExchange")
+    return None

@@ -1,0 +1,195 @@
+"""Over pinned memory of the host: reaches everything, at the speed of the bus.
+
+From GPU to GPU each piece goes down on a stream of the one GPU and up on a stream of the other, and waits for nobody
+but the piece before it in the same buffer: with two or more buffers both directions of the bus are busy at once. The
+processor only queues. Between host and GPU the processor copies one buffer while the GPU copies another.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+from .. import driver as drivers
+from ..arrays import Array
+from ..errors import UsageError
+from ..lifetime import noted, own, unwinding
+from ..memory import Region
+from ..spec import HOST, Location, parse_size
+from .contract import No, Yes
+from .local import LocalTransport, Message
+from .places import refusal
+
+__all__ = ["PinnedRing", "StagedTransport"]
+
+SLOTS = 4
+SLOT = 4 << 20  # bytes; large enough for the bus, small enough that filling the first costs little
+
+
+class StagedTransport(LocalTransport):
+    """Copies between any two places of one process: through pinned buffers wherever a GPU is one of them.
+
+    Parameters
+    ----------
+    src, dst : Location or str
+        From where to where.
+    slots : int
+        How many pinned buffers, at least two.
+    slot : int or str
+        The bytes of each.
+    """
+
+    __slots__ = ("_ring",)
+
+    kind = "staged"
+
+    def __init__(
+        self, src: Location | str, dst: Location | str, *, slots: int = SLOTS, slot: int | str = SLOT
+    ) -> None:
+        size = parse_size(slot, what="slot")
+        if slots < 2 or not size:
+            raise UsageError(f"{slots} buffers of {size} bytes: it takes two or more, so that one fills as one empties")
+        super().__init__(src, dst)
+        try:
+            self._ring = None if self.src == self.dst == HOST else PinnedRing(self.src, self.dst, slots, size)
+        except BaseException as error:
+            with unwinding(error):
+                self._claim.release()
+            raise
+
+    @classmethod
+    def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
+        """Say whether this process sees both places; see the contract."""
+        return refusal(src, dst) or Yes()
+
+    def _move(self, message: Message, array: Array) -> None:
+        if self._ring is None:
+            message.driver.copy(array.address, message.address, message.nbytes)
+        else:
+            self._ring.move(array.address, message.address, message.nbytes)
+
+    def close(self, *, strict: bool = False) -> None:
+        """Give everything back; see the contract. Waits for a copy that another thread has under way."""
+        super().close(strict=strict)
+        if self._ring is not None:
+            self._ring.close()
+
+
+class PinnedRing:
+    """Pinned buffers between two places, a stream on each GPU, and two events for each buffer."""
+
+    def __init__(self, src: Location, dst: Location, slots: int, slot: int) -> None:
+        gpu = src if src != HOST else dst
+        driver: Any = drivers.get(gpu)
+        host: Any = drivers.get(HOST)
+        self._driver, self._host = driver, host
+        self._src, self._dst = src, dst
+        self._slot = slot
+        self._busy = threading.Lock()  # one transfer at a time; nothing in a finalizer comes here
+        nbytes = slots * slot
+        memory = Region.create(host, HOST, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
+        self._claim = own(f"pinned buffers between {src} and {dst}", None, depends=[memory.handle])
+        address = memory.address
+        memory.close()
+        self._slots = [address + number * slot for number in range(slots)]
+        self._filled: list[int] = []  # events: what the source put in is there
+        self._drained: list[int] = []  # what was in is at the destination
+        self._down = self._up = 0
+        try:
+            driver.host_register(address, nbytes, gpu)
+            self._own("pinned memory", partial(driver.host_unregister, address))
+            if src != HOST:
+                self._down = self._stream(src)
+                self._filled = [self._event(src) for _ in range(slots)]
+            if dst != HOST:
+                self._up = self._stream(dst)
+                self._drained = [self._event(dst) for _ in range(slots)]
+        except BaseException as error:
+            with unwinding(error):
+                self._claim.release()
+            raise
+
+    def close(self) -> None:
+        """Unpin the memory and give the rest back. Idempotent."""
+        if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the lock
+            self._claim.release()
+            return
+        with self._busy:
+            self._claim.release()
+
+    def move(self, destination: int, source: int, nbytes: int) -> None:
+        """Copy, and return when it is done."""
+        with self._busy:
+            self._claim.handle.check()
+            pieces = [(at, min(self._slot, nbytes - at)) for at in range(0, nbytes, self._slot)]
+            try:
+                if self._src == HOST:
+                    self._raise_up(destination, source, pieces)
+                elif self._dst == HOST:
+                    self._bring_down(destination, source, pieces)
+                else:
+                    self._across(destination, source, pieces)
+            except BaseException as error:
+                with noted(error):
+                    self._settle()
+                raise
+            self._settle()
+
+    def _across(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
+        driver, count = self._driver, len(self._slots)
+        for turn, (at, nbytes) in enumerate(pieces):
+            k = turn % count
+            buffer = self._slots[k]
+            if turn >= count:
+                driver.stream_wait(self._down, self._drained[k], self._src)
+            driver.copy_async(buffer, source + at, nbytes, self._down)
+            driver.event_record(self._filled[k], self._down)
+            driver.stream_wait(self._up, self._filled[k], self._dst)
+            driver.copy_async(destination + at, buffer, nbytes, self._up)
+            driver.event_record(self._drained[k], self._up)
+
+    def _raise_up(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
+        driver, count = self._driver, len(self._slots)
+        for turn, (at, nbytes) in enumerate(pieces):
+            k = turn % count
+            if turn >= count:
+                driver.event_synchronize(self._drained[k])
+            self._host.copy(self._slots[k], source + at, nbytes)
+            driver.copy_async(destination + at, self._slots[k], nbytes, self._up)
+            driver.event_record(self._drained[k], self._up)
+
+    def _bring_down(self, destination: int, source: int, pieces: list[tuple[int, int]]) -> None:
+        driver, count = self._driver, len(self._slots)
+        for turn in range(len(pieces) + count):
+            k = turn % count
+            if turn >= count:  # the buffer holds an earlier piece; the others are being filled meanwhile
+                at, nbytes = pieces[turn - count]
+                driver.event_synchronize(self._filled[k])
+                self._host.copy(destination + at, self._slots[k], nbytes)
+                if turn - count == len(pieces) - 1:
+                    break
+            if turn < len(pieces):
+                at, nbytes = pieces[turn]
+                driver.copy_async(self._slots[k], source + at, nbytes, self._down)
+                driver.event_record(self._filled[k], self._down)
+
+    def _settle(self) -> None:
+        """The GPUs may still read or write the buffers and both sides: not before this may any be given up."""
+        if self._down:
+            self._driver.stream_synchronize(self._down, self._src)
+        if self._up:
+            self._driver.stream_synchronize(self._up, self._dst)
+
+    def _stream(self, place: Location) -> int:
+        stream: int = self._driver.stream_create(place)
+        self._own(f"stream on {place}", partial(self._driver.stream_destroy, stream))
+        return stream
+
+    def _event(self, place: Location) -> int:
+        event: int = self._driver.event_create(place)
+        self._own(f"event on {place}", partial(self._driver.event_destroy, event))
+        return event
+
+    def _own(self, label: str, undo: Any) -> None:
+        self._claim.handle.adopt(own(label, undo))

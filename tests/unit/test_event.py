@@ -1,0 +1,403 @@
+"""Owned events, and one for each stream, on the stand-in."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import standin
+import vram
+from strangers import Maker
+from vram import driver as drivers
+from vram.errors import (
+    ClosedError,
+    DriverError,
+    ForkedError,
+    LeakWarning,
+    OutOfMemoryError,
+    ProtocolError,
+    ReleaseWarning,
+    UnsupportedError,
+    UsageError,
+)
+from vram.memory import Event, EventPool
+from vram.spec import HOST, Location
+from vram.testing.faults import FaultyDriver
+from vram.testing.other_process import OtherProcess
+
+pytestmark = pytest.mark.standin
+HERE, THERE = Location("cuda", 0), Location("cuda", 1)
+FEW = 6
+
+
+@pytest.fixture
+def driver() -> Any:
+    return drivers.get(HERE)
+
+
+@pytest.fixture(scope="module")
+def neighbour() -> Iterator[OtherProcess]:
+    with OtherProcess(Maker) as other:
+        yield other
+
+
+@pytest.fixture
+def deferred() -> Iterator[standin.Standin]:
+    """Asynchronous work stays undone until something waits for it."""
+    control = standin.Standin()
+    control.clear()
+    control.defer()
+    yield control
+    control.defer(False)
+
+
+@pytest.fixture
+def streams(driver: Any) -> Iterator[list[int]]:
+    made = [driver.stream_create(HERE) for _ in range(FEW)]
+    yield made
+    for stream in made:
+        driver.stream_destroy(stream)
+
+
+@pytest.fixture
+def region(driver: Any) -> Iterator[vram.Region]:
+    with vram.Region.create(driver, HERE, capacity="2MiB", nbytes="2MiB") as made:
+        yield made
+
+
+def test_what_was_recorded_is_waited_for(
+    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.Region
+) -> None:
+    first, second, *_ = streams
+    with Event.create(driver, "cuda:0") as event:
+        assert event.is_done  # nothing was recorded
+        driver.fill_async(region.address, 7, 4096, first)
+        event.record(first)
+        assert not event.is_done
+        event.wait(second)
+        driver.copy_async(region.address + 8192, region.address, 4096, second)
+        driver.stream_synchronize(second, HERE)
+        assert event.is_done
+        found = bytearray(4)
+        driver.copy_out(memoryview(found), region.address + 8192)
+        assert found == b"\7\7\7\7"
+        driver.fill_async(region.address, 8, 4096, first)
+        event.record(first)
+        assert not event.is_done
+        event.synchronize()
+        assert event.is_done
+        event.record()
+        event.wait()
+    assert deferred.illegal() == 0
+
+
+def test_what_it_says_of_itself(driver: Any) -> None:
+    with Event.create(driver, HERE, interprocess=True) as event:
+        assert (event.driver, event.location, event.is_interprocess, event.is_imported) == (driver, HERE, True, False)
+        assert event.driver_event
+        assert repr(event) == "<Event cuda:0, interprocess>"
+    assert event.is_closed
+    assert repr(event) == "<Event cuda:0, interprocess, closed>"
+    for use in (event.record, event.wait, event.synchronize, event.export, lambda: event.is_done):
+        with pytest.raises(ClosedError):
+            use()
+    with pytest.raises(ClosedError):
+        event.driver_event  # noqa: B018
+    event.close()
+
+
+def test_across_processes(neighbour: OtherProcess, driver: Any, deferred: standin.Standin, streams: list[int]) -> None:
+    with Event.create(driver, HERE, interprocess=True) as event:
+        handle = event.export()
+        assert len(handle) == 64
+        assert event.export() is handle  # made once
+        there = neighbour.call("event_import", handle, HERE)
+        event.record(streams[0])
+        assert not neighbour.call("event_is_done", there)
+        driver.stream_synchronize(streams[0], HERE)
+        assert neighbour.call("event_is_done", there)
+        neighbour.call("event_destroy", there)
+
+
+def test_an_event_of_another_process(neighbour: OtherProcess, driver: Any, streams: list[int]) -> None:
+    theirs = neighbour.call("event_create", HERE, interprocess=True)
+    handle = neighbour.call("event_export", theirs)
+    neighbour.call("event_record", theirs, 1)
+    with Event.import_(driver, bytearray(handle), "cuda:0") as event:
+        assert event.is_imported
+        event.wait(streams[0])
+        event.synchronize()
+        assert event.is_done
+        event.record(streams[0])
+        with pytest.raises(UsageError, match="another process made it"):
+            event.export()
+    for wrong, error in ((b"", ProtocolError), (bytes(64), ProtocolError), (handle + b"x", ProtocolError),
+                         (handle.hex(), UsageError), (None, UsageError)):  # fmt: skip
+        with pytest.raises(error):
+            Event.import_(driver, wrong, HERE)
+    neighbour.call("event_destroy", theirs)
+
+
+def test_mistakes_are_refused(driver: Any, streams: list[int]) -> None:
+    with Event.create(driver, HERE) as event:
+        with pytest.raises(UsageError, match="interprocess=True"):
+            event.export()
+        for stream in (-1, 1 << 64, "1", None, True, 1.0):
+            for use in (event.record, event.wait):
+                with pytest.raises(UsageError, match="stream"):
+                    use(stream)
+        there = driver.stream_create(THERE)
+        with pytest.raises(UsageError, match="no stream"):
+            event.record(there)
+        driver.stream_destroy(there)
+    with Event.create(driver, HERE, interprocess=True) as event, pytest.raises(UsageError, match="this very process"):
+        Event.import_(driver, event.export(), HERE)
+    for place in ("host", "cuda:99", "cuda:host"):
+        with pytest.raises(UsageError):
+            Event.create(driver, place)
+
+
+def test_the_host_has_no_events() -> None:
+    host = drivers.get(HOST)
+    for make in (
+        lambda: Event.create(host, HOST),
+        lambda: Event.import_(host, bytes(64), HOST),
+        lambda: EventPool(host, HOST),
+    ):
+        with pytest.raises(UnsupportedError, match="host driver"):
+            make()
+
+
+# -- lifetime -------------------------------------------------------------------------------------------------------
+def test_i1_an_event_is_given_back_once_and_after_what_needs_it(driver: Any) -> None:
+    before = len(driver._events)
+    event = Event.create(driver, HERE)
+    claim = event.handle.claim("somebody")
+    with pytest.raises(vram.BusyError, match="somebody"):
+        event.close(strict=True)
+    event.close()
+    assert len(driver._events) == before + 1
+    claim.release()
+    assert len(driver._events) == before
+
+
+def test_i2_a_forgotten_event_is_given_back_and_said(driver: Any) -> None:
+    before = len(driver._events)
+    with pytest.warns(LeakWarning, match="event on cuda:0 was not closed"):
+        Event.create(driver, HERE)
+        gc.collect()
+    assert len(driver._events) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_i7_in_a_forked_child_it_is_inert(driver: Any) -> None:
+    event, pool = Event.create(driver, HERE, interprocess=True), EventPool(driver, HERE)
+    pool.on()
+    with pool._lock:  # as if another thread had been in it
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                for use in (event.record, event.wait, event.synchronize, event.export, pool.on, lambda: event.is_done):
+                    with pytest.raises(ForkedError):
+                        use()
+                event.close()
+                pool.close()
+                code = 0
+            finally:
+                os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    event.record()
+    event.close()
+    pool.close()
+
+
+def test_i4_every_call_failing_in_turn() -> None:
+    """Once and for good; and a destroy that fails is said."""
+    driver = FaultyDriver(drivers.get(HERE))
+    before = drivers.get(HERE)._events.copy()
+    for forever, nth in itertools.product((False, True), range(1, 99)):
+        driver.clear()
+        with driver.inject(nth=nth, forever=forever) as fault:
+            try:
+                event = Event.create(driver, HERE, interprocess=True)
+                event.record()
+                event.export()
+                event.close()
+            except DriverError:
+                fault.remove()
+                event.close()
+            except UnboundLocalError:
+                raise
+            except ReleaseWarning:
+                pytest.fail("closing raised")
+        if not fault.fired:
+            assert nth > 3
+            break
+        if fault.fired[0] == "event_destroy":
+            break
+        assert drivers.get(HERE)._events == before, fault.fired
+
+
+# -- one for each stream --------------------------------------------------------------------------------------------
+def test_each_stream_has_an_event_of_its_own(driver: Any, deferred: standin.Standin, streams: list[int]) -> None:
+    with EventPool(driver, HERE, FEW) as pool:
+        given = [pool.on(stream) for stream in streams]
+        assert len(set(map(id, given))) == FEW == len(pool)
+        assert [pool.on(stream) for stream in streams] == given  # again, re-recorded
+        assert {event.is_interprocess for event in given if event} == {True}
+        assert pool.on() is None  # no more than that
+        assert pool.on(streams[0]) is given[0]
+        assert repr(pool) == "<EventPool cuda:0, 6 of 6 events>"
+    assert repr(pool) == "<EventPool cuda:0, closed>"
+    assert all(event.is_closed for event in given if event)
+    with pytest.raises(ClosedError):
+        pool.on()
+    pool.close()
+
+
+def test_it_is_recorded_again_and_only_waits_longer(
+    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.Region
+) -> None:
+    with EventPool(driver, HERE) as pool:
+        driver.fill_async(region.address, 7, 4096, streams[0])
+        event = pool.on(streams[0])
+        assert event is not None
+        assert not event.is_done
+        driver.fill_async(region.address, 8, 4096, streams[0])
+        assert pool.on(streams[0]) is event
+        event.synchronize()
+        found = bytearray(1)
+        driver.copy_out(memoryview(found), region.address)
+        assert found == b"\10"
+
+
+def test_the_number_of_a_stream_that_is_gone(
+    driver: Any, deferred: standin.Standin, streams: list[int], region: vram.Region
+) -> None:
+    """A new stream may have the old one's number: who was told of the old one's work still waits for that, too.
+
+    The stand-in does not give numbers again, so the pool is told that this stream is called like that one.
+    """
+    old, new, *_ = streams
+    with EventPool(driver, HERE) as pool:
+        driver.fill_async(region.address, 7, 4096, old)
+        event = pool.on(old)
+        assert event is not None
+        pool._events[new] = pool._events.pop(old)
+        assert pool.on(new) is event
+        event.synchronize()
+        found = bytearray(1)
+        driver.copy_async(_address_of(found), region.address, 1, new)
+        driver.stream_synchronize(new, HERE)
+        assert found == b"\7"
+
+
+def _address_of(buffer: bytearray) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(buffer, "u1").ctypes.data)
+
+
+def test_the_default_stream_has_two_names_and_one_event(driver: Any) -> None:
+    with EventPool(driver, HERE, 1) as pool:
+        assert pool.on(0) is pool.on(1) is pool.on() is not None
+        assert pool.on(2) is None  # of each thread: another one
+
+
+def test_when_the_driver_has_no_more_the_caller_synchronises(driver: Any, streams: list[int]) -> None:
+    faulty = FaultyDriver(driver)
+    with EventPool(faulty, HERE) as pool:
+        first = pool.on(streams[0])
+        with faulty.inject("event_create", error=lambda: OutOfMemoryError("cuEventCreate", 2, "OUT_OF_MEMORY")):
+            assert pool.on(streams[1]) is None
+            assert pool.on(streams[0]) is first
+        assert pool.on(streams[1]) is not None  # there may be some again
+
+
+def test_a_failure_leaves_nothing_and_disturbs_nobody(driver: Any, streams: list[int]) -> None:
+    faulty = FaultyDriver(driver)
+    before = driver._events.copy()
+    with EventPool(faulty, HERE) as pool:
+        for method in ("event_create", "event_record"):
+            with faulty.inject(method), pytest.raises(DriverError):
+                pool.on(streams[0])
+            assert len(pool) == 0
+            assert driver._events == before
+        first = pool.on(streams[0])
+        for method in ("stream_wait", "event_record"):
+            with faulty.inject(method), pytest.raises(DriverError):
+                pool.on(streams[0])
+        assert pool.on(streams[0]) is first
+        stream = driver.stream_create(THERE)
+        with pytest.raises(UsageError):
+            pool.on(stream)
+        driver.stream_destroy(stream)
+        assert len(pool) == 1
+    assert driver._events == before
+
+
+def test_threads_never_share_an_event_between_streams(driver: Any, streams: list[int]) -> None:
+    with EventPool(driver, HERE, FEW) as pool:
+        given: list[set[int]] = [set() for _ in streams]
+
+        def ask(index: int) -> None:
+            for _ in range(50):
+                event = pool.on(streams[index])
+                assert event is not None
+                given[index].add(event.driver_event)
+
+        threads = [threading.Thread(target=ask, args=(index % FEW,)) for index in range(2 * FEW)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert [len(numbers) for numbers in given] == [1] * FEW
+        assert len(set().union(*given)) == FEW
+
+
+def test_closed_by_another_thread_while_it_makes_one(driver: Any, streams: list[int]) -> None:
+    before = driver._events.copy()
+    faulty = FaultyDriver(driver)
+    pool = EventPool(faulty, HERE)
+    real = driver.event_record
+
+    def record(event: int, stream: int) -> None:
+        real(event, stream)
+        pool.close()
+
+    faulty.inner = _With(driver, event_record=record)
+    with pytest.raises(ClosedError):
+        pool.on(streams[0])
+    assert driver._events == before
+
+
+class _With:
+    """A driver with some of its methods done in another way."""
+
+    def __init__(self, inner: Any, **methods: Any) -> None:
+        self.__dict__.update(methods, inner=inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_a_forgotten_pool_of_events_is_silent(driver: Any) -> None:
+    before = driver._events.copy()
+    EventPool(driver, HERE).on()
+    gc.collect()
+    assert driver._events == before
+
+
+def test_limits_that_are_none(driver: Any) -> None:
+    for limit in (-1, "3", None, True):
+        with pytest.raises(UsageError, match="limit"):
+            EventPool(driver, HERE, limit)
+    with EventPool(driver, HERE, 0) as pool:
+        assert pool.on() is None
