@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from .memory import PhysicalAllocation as PhysicalAllocation
     from .memory import Pool as Pool
     from .memory import Region as Region
+    from .sharing.legacy_ipc import IpcMemHandle as IpcMemHandle
     from .spec import Access as Access
     from .spec import AllocationSpec as AllocationSpec
     from .spec import HandleKind as HandleKind
@@ -99,6 +100,7 @@ _HOMES = {
     "keeper.reports": "ArrayInfo EntryInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo",
     "keeper.session": "Keeper",
     "memory": "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool Region",
+    "sharing.legacy_ipc": "IpcMemHandle",
     "spec": "Access AllocationSpec HandleKind Location",
 }
 _EXPORTS = {

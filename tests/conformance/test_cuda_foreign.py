@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from strangers import CudaStranger
-
 from vram import driver as drivers
 from vram.driver.protocol import Driver
 from vram.spec import Location

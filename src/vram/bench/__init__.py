@@ -42,6 +42,7 @@ GPU_NAMES = {
     "grow": "an array grown in place; against bare calls, and what allocates anew and copies",
     "attach": "64 segments by name, mapped and readable; against bare import, map and set_access",
     "handover": "an array to another process and back; against a raw unix socket, and torch's tensors",
+    "share": "memory of any kind lent to another process; against bare calls of each route, torch, raw sockets",
     "weights": "a file of weights to the GPU; against the pinned copy rate, and reading it at all",
     "keeper": "a keeper full of GPU memory: its own size, and that it has no context",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,18 @@ class Bare:
         if outcome[0]:
             raise InternalError(f"a bare driver call failed: {outcome[0]!r}")
         return outcome[1] if len(outcome) > 1 else None
+
+    @staticmethod
+    def struct(kind: Any, data: bytes) -> Any:
+        """Return one of the driver's structs of 64 bytes, filled."""
+        made = kind()
+        ctypes.memmove(int(made.getPtr()), data, 64)
+        return made
+
+    @staticmethod
+    def bytes_of(struct: Any) -> bytes:
+        """Return the 64 bytes of one of the driver's structs."""
+        return ctypes.string_at(int(struct.getPtr()), 64)
 
     def free_bytes(self) -> int:
         """Return what ``cuMemGetInfo`` calls free."""

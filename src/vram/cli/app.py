@@ -246,3 +246,31 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 
 def _print(value: Any, as_json: bool, text: str) -> None:
     print(json.dumps(msgspec.to_builtins(value), indent=2) if as_json else text)
+
+
+@app.command()
+def route(
+    src: Annotated[str, typer.Argument(help='From where: "host" or "cuda:0".')],
+    dst: Annotated[str, typer.Argument(help="To where.")],
+    size: Annotated[str, typer.Option(help="The size of a transfer: latency decides for small ones.")] = "64MiB",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the ways to move bytes between two places, rank them, and say why. Exit status 1 if there is none."""
+    from .. import transports
+
+    found = transports.select(src, dst, nbytes=size)
+    usable = found.routes[0].is_available
+    if as_json:
+        routes = msgspec.to_builtins(found.routes)
+        best = found.routes[0].kind if usable else None
+        _print(
+            {"src": str(found.src), "dst": str(found.dst), "nbytes": found.nbytes, "best": best, "routes": routes},
+            True,
+            "",
+        )
+    else:
+        from .tables import route_table, show_table
+
+        show_table(route_table(found))
+    if not usable:
+        raise typer.Exit(1)

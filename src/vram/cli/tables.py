@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +15,10 @@ from ..exchange.weights import FILE_META
 from ..keeper.reports import EntryInfo, HolderInfo
 from ..spec import format_size
 
-__all__ = ["bench_tables", "detail_tables", "entry_table", "holder_table", "show_table"]
+if TYPE_CHECKING:
+    from ..transports import Selection
+
+__all__ = ["bench_tables", "detail_tables", "entry_table", "holder_table", "route_table", "show_table"]
 
 
 def show_table(table: Table) -> None:
@@ -151,3 +155,22 @@ def _notes(meta: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)  # nothing that a terminal would obey
+
+
+def route_table(selection: Selection) -> Table:
+    """One row a transport, the best first, with what was measured and why it is where it is."""
+    table = Table(
+        "", "transport", "bandwidth", "latency", f"{format_size(selection.nbytes)} in", "why",
+        title=f"{selection.src} to {selection.dst}", title_justify="left", box=None,
+    )  # fmt: skip
+    for place, route in enumerate(selection.routes, 1):
+        found = route.estimate
+        table.add_row(
+            str(place) if route.is_available else "-",
+            route.kind,
+            "-" if found is None else f"{found.bandwidth / 1e9:.2f} GB/s",
+            "-" if found is None else f"{found.latency * 1e6:.1f} us",
+            "-" if route.seconds is None else f"{route.seconds * 1e3:.3f} ms",
+            _printable(route.reason),
+        )
+    return table

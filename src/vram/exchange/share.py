@@ -261,6 +261,12 @@ def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
             HandleKind.NONE, "vram", device, nbytes, 0, offset, False,
             "it is a private copy: what was written to it is in no memory that another process could map", _COPY,
         )  # fmt: skip
+    if region.location != HOST and not isinstance(region.location.id, int):
+        return Route(
+            HandleKind.NONE, "vram", device, nbytes, 0, 0, False,
+            "memory of the host that NVIDIA's driver made is at no place that other processes know by name",
+            'Use device="host" for what is shared, or copy with vram.copy_in(..., device="host")',
+        )  # fmt: skip
     allocations, start = region.segments(offset, offset + nbytes)
     kinds = HandleKind.POSIX_FD
     for allocation in allocations:

@@ -284,7 +284,11 @@ def listen(path: str, label: str, key: Key, owner: object, tell: Callable[[Any],
         In a signal handler that interrupted this very function.
     """
     listening = Listening(key, owner, tell)
-    _thread.join(path, label, listening)
+    try:
+        _thread.join(path, label, listening)
+    except BaseException:  # interrupted, perhaps, when the keeper had agreed
+        listening.stop()
+        raise
     return listening
 
 

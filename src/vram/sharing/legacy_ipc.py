@@ -69,7 +69,8 @@ class IpcMemHandle:
     >>> channel.send((handle.to_bytes(), handle.offset, tensor.nbytes))  # doctest: +SKIP
 
     >>> data, offset, nbytes = channel.recv()  # doctest: +SKIP
-    >>> with vram.IpcMemHandle.from_bytes(data, offset=offset).open(nbytes, device="cuda:0") as memory:  # doctest: +SKIP
+    >>> handle = vram.IpcMemHandle.from_bytes(data, offset=offset)  # doctest: +SKIP
+    >>> with handle.open(nbytes, device="cuda:0") as memory:  # doctest: +SKIP
     ...     use(memory.address, memory.nbytes)
     """
 

@@ -10,7 +10,7 @@ from ..arrays import Array
 from ..errors import UnsupportedError
 from ..lifetime import Owned, own
 from ..spec import Location
-from .contract import Estimate, No, Statistics, Traffic, Yes
+from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
 from .places import name_place
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ class Endpoint(Owned, ABC):
     @abstractmethod
     def measure(cls, src: Location, dst: Location) -> Estimate:
         """Return what a transfer takes between two places that it is available for; measured once."""
+
+    @abstractmethod
+    def export(self, buffer: Array) -> ExportedBuffer:
+        """Return a handle to a buffer at the source; see the contract."""
+
+    @abstractmethod
+    def import_(self, handle: ExportedBuffer) -> Array:
+        """Return the array that a handle means, at the destination; see the contract."""
 
     def estimate(self) -> Estimate:
         """Return what a transfer takes: measured here between these two places, once, and remembered."""

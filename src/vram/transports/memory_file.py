@@ -37,8 +37,7 @@ _BYTES = _PAGE + 2 * _SLOTS * _SLOT
 
 
 class SharedMemoryExchange(ByteExchange):
-    """Over a file in memory. Nothing wakes who waits: it looks again, every 20 microseconds at first, later every 2 ms.
-    """
+    """Over a file in memory. Nothing wakes who waits: it looks again, after 20 us at first, later every 2 ms."""
 
     __slots__ = ("_end", "_fd", "_read", "_reading", "_sent", "_writing")
 
@@ -48,7 +47,8 @@ class SharedMemoryExchange(ByteExchange):
     def __init__(self, fd: int, end: int) -> None:
         self._fd, self._end = fd, end
         self._sent = self._read = 0
-        self._reading, self._writing = threading.Lock(), threading.Lock()  # nothing in a finalizer comes here
+        # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         self._own([fd])
 
     @classmethod
@@ -83,27 +83,44 @@ class SharedMemoryExchange(ByteExchange):
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
         """Send one message; see :class:`Exchange`."""
         self._check(payload, fds, self.most)
-        with self._writing:
-            wait_until(lambda: self._has_room() or None, timeout, "the other end read nothing")
-            number = self._sent + 1
-            head = _HEAD.pack(number, len(payload), _checksum(number, payload))
-            self._put(head + payload, self._slot(self._end, number))
-            self._sent = number
+        wait_until(lambda: self._write(payload), timeout, "the other end read nothing")
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
-        self.handle  # noqa: B018  (the check)
-        with self._reading:
-            payload = wait_until(self._arrived, timeout, "no message came")
-            self._read += 1
-            count = self._read.to_bytes(8, "little")
-            self._put(count + zlib.crc32(count).to_bytes(4, "little"), 64 * (1 + self._end))
-        return payload, []
+        return wait_until(self._take, timeout, "no message came"), []
+
+    def close(self, *, strict: bool = False) -> None:
+        """End it; see :class:`Exchange`."""
+        if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the locks
+            super().close(strict=strict)
+            return
+        with self._reading, self._writing:
+            super().close(strict=strict)
 
     def is_gone(self) -> bool:
         """Whether the other end is gone."""
         self.handle  # noqa: B018  (the check)
         return not _is_locked(self._fd, 1 - self._end)
+
+    def _write(self, payload: bytes) -> bool | None:
+        with self._writing:
+            self.handle  # noqa: B018  (closed meanwhile?)
+            if not self._has_room():
+                return None
+            number = self._sent + 1
+            head = _HEAD.pack(number, len(payload), _checksum(number, payload))
+            self._put(head + payload, self._slot(self._end, number))
+            self._sent = number
+            return True
+
+    def _take(self) -> bytes | None:
+        with self._reading:
+            payload = self._arrived()
+            if payload is not None:
+                self._read += 1
+                count = self._read.to_bytes(8, "little")
+                self._put(count + zlib.crc32(count).to_bytes(4, "little"), 64 * (1 + self._end))
+            return payload
 
     def _arrived(self) -> bytes | None:
         payload = self._look()
@@ -128,6 +145,7 @@ class SharedMemoryExchange(ByteExchange):
         if self.is_gone():
             raise PeerGoneError("the other end of the shared memory is gone")
         raw = self._get(_COUNT.size, 64 * (2 - self._end))
+        taken: int
         taken, checksum = _COUNT.unpack(raw)
         if taken and zlib.crc32(raw[:8]) != checksum:
             return False  # it is just being written
@@ -166,7 +184,8 @@ def _lock(fd: int, byte: int) -> None:
 def _is_locked(fd: int, byte: int) -> bool:
     """Whether another open file has locked a byte."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    kind: int = _LOCK.unpack(answer)[0]
+    return kind != fcntl.F_UNLCK
 
 
 def _ready(path: str) -> int | None:

@@ -23,7 +23,7 @@ __all__ = ["PipeExchange"]
 
 _LENGTH = struct.Struct("<I")
 _HELLO = b"vrampipe"
-_DAY = 86_400.0
+_SLICE = 0.1  # seconds between two looks at whether it was closed here
 
 
 class PipeExchange(ByteExchange):
@@ -32,7 +32,7 @@ class PipeExchange(ByteExchange):
     Messages are no longer than what the kernel writes to a pipe in one piece, so none is ever half there.
     """
 
-    __slots__ = ("_got", "_read_from", "_reading", "_write_to")
+    __slots__ = ("_got", "_read_from", "_reading", "_write_to", "_writing")
 
     way = "named pipes"
     most = select.PIPE_BUF - _LENGTH.size
@@ -40,7 +40,8 @@ class PipeExchange(ByteExchange):
     def __init__(self, read_from: int, write_to: int) -> None:
         self._read_from, self._write_to = read_from, write_to
         self._got = bytearray()
-        self._reading = threading.Lock()  # nothing in a finalizer comes here
+        # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
         self._own([read_from, write_to])
 
     @classmethod
@@ -99,40 +100,53 @@ class PipeExchange(ByteExchange):
         deadline = None if timeout is None else time.monotonic() + timeout
         message = _LENGTH.pack(len(payload)) + payload
         while True:
-            try:
-                os.write(self._write_to, message)  # all of it or nothing: see the class
-                return
-            except BrokenPipeError:
-                raise PeerGoneError("the other end of the pipes closed them") from None
-            except BlockingIOError:
-                _wait(self._write_to, select.POLLOUT, deadline, "the other end read nothing")
+            with self._writing:
+                self.handle  # noqa: B018  (closed meanwhile?)
+                try:
+                    os.write(self._write_to, message)  # all of it or nothing: see the class
+                    return
+                except BrokenPipeError:
+                    raise PeerGoneError("the other end of the pipes closed them") from None
+                except BlockingIOError:
+                    _wait(self._write_to, select.POLLOUT, deadline, "the other end read nothing")
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
         """Return the next message; see :class:`Exchange`."""
         self.handle  # noqa: B018  (the check)
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._reading:
-            while (payload := self._next()) is None:
+        while True:
+            with self._reading:
+                self.handle  # noqa: B018  (closed meanwhile?)
+                payload = self._next()
+                if payload is not None:
+                    return payload, []
                 _wait(self._read_from, select.POLLIN, deadline, "no message came")
                 with contextlib.suppress(BlockingIOError):
                     more = os.read(self._read_from, 1 << 16)
                     if not more:
                         raise PeerGoneError("the other end of the pipes closed them")
                     self._got += more
-        return payload, []
 
     def _next(self) -> bytes | None:
         if len(self._got) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._got)
         if not 0 < length <= self.most:
-            raise ProtocolError(f"a message of {length} bytes is said to come; over named pipes it has 1 to {self.most}")
+            raise ProtocolError(f"a message of {length} bytes is said to come; over pipes it has 1 to {self.most}")
         stop = _LENGTH.size + length
         if len(self._got) < stop:
             return None
         payload = bytes(self._got[_LENGTH.size : stop])
         del self._got[:stop]
         return payload
+
+    def close(self, *, strict: bool = False) -> None:
+        """End it; see :class:`Exchange`."""
+        if not self._claim.handle.is_open:  # or in a forked child, where nobody would ever let go of the locks
+            super().close(strict=strict)
+            return
+        with self._reading, self._writing:
+            super().close(strict=strict)
 
     def is_gone(self) -> bool:
         """Whether the other end is gone."""
@@ -161,8 +175,9 @@ def _reader(path: str) -> int | None:
 
 
 def _wait(fd: int, events: int, deadline: float | None, what: str) -> None:
-    left = _DAY if deadline is None else deadline - time.monotonic()
+    """Return when something can be done with a descriptor, or after a moment: the caller looks again."""
+    left = _SLICE if deadline is None else deadline - time.monotonic()
     poll = select.poll()
     poll.register(fd, events)
-    if not poll.poll(max(0.0, min(left, _DAY)) * 1000) and deadline is not None and time.monotonic() >= deadline:
+    if not poll.poll(max(0.0, min(left, _SLICE)) * 1000) and deadline is not None and time.monotonic() >= deadline:
         raise WaitTimeoutError(f"{what} in time")

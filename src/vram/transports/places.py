@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
@@ -13,9 +11,23 @@ from ..driver.protocol import Driver
 from ..errors import DriverError, RangeError, UnsupportedError, UsageError
 from ..exchange.mapping import visible
 from ..spec import HOST, Location
-from .contract import No
+from .contract import No, Yes
 
-__all__ = ["as_array", "check_fits", "check_place", "name_place", "on_gpus", "peers", "ready", "refusal", "shown_on"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "as_array",
+    "check_fits",
+    "check_place",
+    "name_place",
+    "on_gpus",
+    "peers",
+    "ready",
+    "refusal",
+    "shown_on",
+    "unless",
+]
 
 
 def name_place(place: Location | str) -> Location:
@@ -43,13 +55,19 @@ def refusal(*places: Location | str) -> No | None:
     return None
 
 
+def unless(refused: No | None) -> Yes | No:
+    """Return the answer to whether something is available. A No is false, so ``or`` would lose it."""
+    return Yes() if refused is None else refused
+
+
 def on_gpus(what: str, src: Location | str, dst: Location | str, instead: str) -> No | None:
     """Return why two places are not two GPUs, or one, that reach each other; `instead` is what reaches the host."""
     places = Location.parse(src), Location.parse(dst)
     for place in places:
         if place.kind != "cuda":
             return No(f"{what}, and {place} is none: {instead}")
-    return refusal(*places) or peers(visible(places[0]), visible(places[1]))
+    refused = refusal(*places)
+    return peers(visible(places[0]), visible(places[1])) if refused is None else refused
 
 
 def peers(src: Location, dst: Location) -> No | None:

@@ -19,7 +19,7 @@ from ..memory import Region
 from ..spec import HOST, Location, parse_size
 from .contract import No, Yes
 from .local import LocalTransport, Message
-from .places import refusal
+from .places import refusal, unless
 
 __all__ = ["PinnedRing", "StagedTransport"]
 
@@ -44,9 +44,7 @@ class StagedTransport(LocalTransport):
 
     kind = "staged"
 
-    def __init__(
-        self, src: Location | str, dst: Location | str, *, slots: int = SLOTS, slot: int | str = SLOT
-    ) -> None:
+    def __init__(self, src: Location | str, dst: Location | str, *, slots: int = SLOTS, slot: int | str = SLOT) -> None:
         size = parse_size(slot, what="slot")
         if slots < 2 or not size:
             raise UsageError(f"{slots} buffers of {size} bytes: it takes two or more, so that one fills as one empties")
@@ -61,7 +59,7 @@ class StagedTransport(LocalTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether this process sees both places; see the contract."""
-        return refusal(src, dst) or Yes()
+        return unless(refusal(src, dst))
 
     def _move(self, message: Message, array: Array) -> None:
         if self._ring is None:

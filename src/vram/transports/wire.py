@@ -72,7 +72,7 @@ class Forgotten(Struct, frozen=True, array_like=True, tag="x"):
 Message = Hello | Part | Allocation | Sent | Taken | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(payload: bytes) -> Message:

@@ -1,0 +1,323 @@
+"""Every source of memory against every way to another process, by doing it: the table of docs/sharing.md.
+
+``python -m vram.bench.sources cuda:0`` prints it. What a cell says was tried: the bytes were compared in the other
+process, or the reason is the error's own. A source that needs a setting of its own is tried in a process that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import vram
+
+from .. import driver as drivers
+from ..errors import InternalError, VramError
+from ..spec import Location
+from .children import DEADLINE, Child, child
+
+__all__ = ["main"]
+
+_COUNT = 1000
+_WAYS = ("lend and borrow", "channel", "publish", "queue", "64-byte handle")
+_Maker = Callable[[str, contextlib.ExitStack], Any]
+
+
+def _expected(dtype: str = "float32") -> np.ndarray[Any, Any]:
+    return np.arange(_COUNT, dtype=dtype)
+
+
+# -- the sources ------------------------------------------------------------------------------------------------
+def _vram(device: str, stage: contextlib.ExitStack) -> Any:
+    return stage.enter_context(vram.asarray(_expected(), device=device))
+
+
+def _host(device: str, stage: contextlib.ExitStack) -> Any:
+    return stage.enter_context(vram.asarray(_expected(), device="host"))
+
+
+def _numa(device: str, stage: contextlib.ExitStack) -> Any:
+    array = stage.enter_context(vram.empty(_COUNT, "float32", device="cuda:numa:0"))
+    array[...] = _expected()
+    return array
+
+
+def _pool(device: str, stage: contextlib.ExitStack) -> Any:
+    location = Location.parse(device)
+    pool = stage.enter_context(vram.Pool.create(drivers.get(location), location))
+    region = stage.enter_context(pool.allocate(4 * _COUNT))
+    region.driver.copy_in(region.address, memoryview(_expected().tobytes()))
+    return region.address, 4 * _COUNT, device
+
+
+def _torch(device: str, stage: contextlib.ExitStack) -> Any:
+    import torch
+
+    return torch.arange(_COUNT, dtype=torch.float32, device=device)
+
+
+def _torch_cpu(device: str, stage: contextlib.ExitStack) -> Any:
+    return _torch("cpu", stage)
+
+
+def _torch_pinned(device: str, stage: contextlib.ExitStack) -> Any:
+    return _torch("cpu", stage).pin_memory()
+
+
+def _torch_shared(device: str, stage: contextlib.ExitStack) -> Any:
+    return _torch("cpu", stage).share_memory_()
+
+
+def _cupy(device: str, stage: contextlib.ExitStack) -> Any:
+    import cupy
+
+    stage.enter_context(cupy.cuda.Device(int(device.rpartition(":")[2])))
+    return cupy.arange(_COUNT, dtype="float32")
+
+
+def _cupy_async(device: str, stage: contextlib.ExitStack) -> Any:
+    import cupy
+
+    stage.enter_context(cupy.cuda.using_allocator(cupy.cuda.MemoryAsyncPool().malloc))
+    return _cupy(device, stage)
+
+
+def _jax(device: str, stage: contextlib.ExitStack) -> Any:
+    import jax
+
+    return jax.device_put(_expected(), jax.devices("gpu")[int(device.rpartition(":")[2])])
+
+
+def _numba(device: str, stage: contextlib.ExitStack) -> Any:
+    from numba import cuda
+
+    stage.enter_context(cuda.gpus[int(device.rpartition(":")[2])])
+    return cuda.to_device(_expected())
+
+
+def _rmm(device: str, stage: contextlib.ExitStack) -> Any:
+    import rmm
+
+    return rmm.DeviceBuffer.to_device(_expected().tobytes())
+
+
+def _numpy(device: str, stage: contextlib.ExitStack) -> Any:
+    return _expected()
+
+
+def _numpy_view(device: str, stage: contextlib.ExitStack) -> Any:
+    return _host(device, stage).numpy()[10:]
+
+
+def _shared_memory(device: str, stage: contextlib.ExitStack) -> Any:
+    from multiprocessing import shared_memory
+
+    memory = shared_memory.SharedMemory(create=True, size=4 * _COUNT)
+    stage.callback(memory.unlink)
+    stage.callback(memory.close)
+    array: np.ndarray[Any, Any] = np.ndarray(_COUNT, "float32", memory.buf)
+    array[:] = _expected()
+    return array
+
+
+# what it is called, how it is made, what has to be installed, the environment that it needs
+_SOURCES: tuple[tuple[str, _Maker, str, dict[str, str]], ...] = (
+    ("vram array on a GPU", _vram, "", {}),
+    ("memory of vram.Pool", _pool, "", {}),
+    ("PyTorch, default allocator", _torch, "torch", {}),
+    ("PyTorch, expandable segments", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    (
+        "PyTorch, expandable segments without IPC", _torch, "torch",
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC": "0"},
+    ),
+    ("PyTorch, cudaMallocAsync", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}),
+    ("CuPy, default pool", _cupy, "cupy", {}),
+    ("CuPy, MemoryAsyncPool", _cupy_async, "cupy", {}),
+    ("JAX, default allocator", _jax, "jax", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+    ("JAX, platform allocator", _jax, "jax", {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}),
+    ("Numba device array", _numba, "numba", {}),
+    ("RMM buffer", _rmm, "rmm", {}),
+    ("vram array on cuda:numa:0", _numa, "", {}),
+    ("vram array on the host", _host, "", {}),
+    ("numpy view of a vram array", _numpy_view, "", {}),
+    ("numpy array", _numpy, "", {}),
+    ("multiprocessing.shared_memory", _shared_memory, "", {}),
+    ("PyTorch on the CPU", _torch_cpu, "torch", {}),
+    ("PyTorch on the CPU, share_memory_()", _torch_shared, "torch", {}),
+    ("PyTorch on the CPU, pinned", _torch_pinned, "torch", {}),
+)  # fmt: skip
+
+
+# -- the ways ---------------------------------------------------------------------------------------------------
+def _try(way: str, source: Any, folder: Path, other: Child, channel: vram.ArrayChannel, queue: Any) -> str:
+    """Do it, and say in a few words what came of it."""
+    wanted = _bytes_of(source)
+    try:
+        if way == "lend and borrow":
+            path = str(folder / "lent")
+            with vram.lend(source, at=path, writable=True):
+                found = other.ask(way, path)
+        elif way == "channel":
+            channel.send(vram.share(source))
+            found = other.ask(way)
+        elif way == "publish":
+            done = vram.publish("source", {"a": _shared_or_not(source)}, writable=True)
+            found = other.ask(way)
+            vram.remove("source")
+            if done.copied and found == wanted:
+                return "copied: " + done.copied["a"]
+        elif way == "queue":
+            queue.put(vram.share(source))
+            found = other.ask(way)
+        else:
+            found = _by_handle(source, other)
+    except VramError as error:
+        return f"no: {_short(error)}"
+    except Exception as error:  # noqa: BLE001  (a cell of a table, whatever it is)
+        return f"no: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+    return "works" if found == wanted else f"WRONG BYTES ({found[:16]!r})"
+
+
+def _by_handle(source: Any, other: Child) -> bytes:
+    array = vram.share(source)
+    handle = vram.IpcMemHandle.of(array.address)
+    array.region.synchronize()
+    found: bytes = other.ask("64-byte handle", handle.to_bytes(), handle.offset, array.nbytes, str(array.device))
+    return found
+
+
+def _shared_or_not(source: Any) -> Any:
+    try:
+        return vram.share(source)
+    except VramError:
+        return source
+
+
+def _bytes_of(source: Any) -> bytes:
+    if isinstance(source, vram.Array):
+        return source.to_host().tobytes()
+    if isinstance(source, tuple):
+        return vram.share(source).to_host().tobytes()
+    with vram.copy_in(source) as copy:
+        return copy.to_host().tobytes()
+
+
+def _short(error: VramError) -> str:
+    have = getattr(error, "have", "") or str(error)
+    return " ".join(str(have).replace("|", "/").split())[:160]
+
+
+def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: str) -> None:
+    """The other process: opens what came, and returns its bytes."""
+    pipe.send("ready")
+    while True:
+        what, *rest = pipe.recv()
+        try:
+            if what == "lend and borrow":
+                with vram.borrow(rest[0]) as lease:
+                    found = lease.array.to_host().tobytes()
+            elif what == "channel":
+                found = channel.recv(timeout=DEADLINE).to_host().tobytes()
+            elif what == "publish":
+                with vram.attach("source", keeper=keeper) as attached:
+                    found = attached["a"].to_host().tobytes()
+            elif what == "queue":
+                found = queue.get(timeout=DEADLINE).to_host().tobytes()
+            else:
+                data, offset, nbytes, device = rest
+                with vram.IpcMemHandle.from_bytes(data, offset=offset).open(nbytes, device=device) as memory:
+                    out = bytearray(nbytes)
+                    drivers.get(Location.parse(device)).copy_out(memoryview(out), memory.address)
+                    found = bytes(out)
+        except VramError as error:
+            found = f"{type(error).__name__}: {error}".encode()
+        gc.collect()
+        pipe.send(found)
+
+
+# -- the table --------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def _stage() -> Iterator[tuple[Path, Child, vram.ArrayChannel, Any]]:
+    context = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stage:
+        folder = Path(stage.enter_context(tempfile.TemporaryDirectory(prefix="vram-", dir="/tmp")))
+        keeper = stage.enter_context(vram.keeper())
+        near, far = vram.ArrayChannel.pair()
+        queue = context.SimpleQueue()
+        other = stage.enter_context(child(_receiver, far, _Reads(queue), keeper.path))
+        far.close()
+        stage.enter_context(near)
+        other.hear()
+        yield folder, other, near, queue
+
+
+class _Reads:
+    """A SimpleQueue with the one word that the other process uses."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def get(self, timeout: float) -> Any:
+        return self._queue.get()
+
+
+def _row(name: str, device: str) -> dict[str, str]:
+    make = next(made for called, made, *_ in _SOURCES if called == name)
+    with contextlib.ExitStack() as stage, _stage() as (folder, other, channel, queue):
+        source = make(device, stage)
+        row = {"source": name, "route": str(vram.explain(source)).partition(": ")[2]}
+        for way in _WAYS:
+            row[way] = _try(way, source, folder, other, channel, queue)
+        del source
+    return row
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table for a device, or (with a source's name as well) one row of it as JSON."""
+    device = arguments[0] if arguments else "cuda:0"
+    if len(arguments) > 1:
+        print(json.dumps(_row(arguments[1], device)))
+        return 0
+    rows: list[dict[str, str]] = []
+    for name, _, package, environment in _SOURCES:
+        if package and importlib.util.find_spec(package) is None:
+            rows.append({"source": name, "route": f"did not run: {package} is not installed here"})
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", "vram.bench.sources", device, name],
+            capture_output=True,
+            text=True,
+            timeout=2 * DEADLINE,
+            env={**os.environ, **environment},
+            check=False,
+        )
+        try:
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
+        except (IndexError, ValueError):
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            rows.append({"source": name, "route": f"did not run: {last[:160]}"})
+    print("| source | route | " + " | ".join(_WAYS) + " |")
+    print("|---" * (2 + len(_WAYS)) + "|")
+    for row in rows:
+        print("| " + " | ".join(row.get(column, "") for column in ("source", "route", *_WAYS)) + " |")
+    wrong = [row["source"] for row in rows if any("WRONG" in cell for cell in row.values())]
+    if wrong:
+        raise InternalError(f"wrong bytes arrived from {wrong}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

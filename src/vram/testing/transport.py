@@ -1,0 +1,298 @@
+"""The contract of transports, as a suite: run it on every implementation, and on every way its ends can be connected.
+
+A test class derives from :class:`TransportContract` and gives it ``ends``: somebody who sends what he is told to from
+the source, and the transport that receives it here. The sender may be in this process or in another.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ..arrays import Array
+from ..errors import ClosedError, RangeError, UsageError, WaitTimeoutError
+from ..exchange import empty
+from ..spec import Access, Location
+from ..transports import Estimate, ExportedBuffer, Transport, Yes
+
+__all__ = ["ARENA", "Ends", "LocalEnds", "TransportContract"]
+
+ARENA = 1 << 20  # bytes at the source that what is sent lies in
+SOON = 30.0
+POISON = 0xA5
+_ODD = ((1, 0), (3, 1), (255, 13), (4097, 7), (65_536, 65_531), (700_001, 300_007), (ARENA, 0), (ARENA - 1, 1))
+
+
+class Ends(ABC):
+    """A sender at the source, wherever that runs, and the transport that receives here.
+
+    Attributes
+    ----------
+    receiver : Transport
+        This process's end.
+    sender : Transport or None
+        The other end, if that is in this process too; may be the same.
+    elsewhere : Location or None
+        A place that is not the destination, if there is one.
+    """
+
+    receiver: Transport
+    sender: Transport | None = None
+    elsewhere: Location | None = None
+
+    @abstractmethod
+    def send(self, data: bytes, offset: int = 0) -> None:
+        """Put bytes at an offset of the arena at the source, and send an array on them."""
+
+    @abstractmethod
+    def export(self, data: bytes, offset: int = 0) -> ExportedBuffer:
+        """Put bytes at an offset of the arena at the source, and return a handle to an array on them."""
+
+    def close(self) -> None:
+        """End the sender and close what is here."""
+        self.receiver.close()
+
+
+class LocalEnds(Ends):
+    """Both ends in this process, with memory of vram at the source."""
+
+    def __init__(self, sender: Transport, receiver: Transport, elsewhere: Location | None = None) -> None:
+        self.sender, self.receiver, self.elsewhere = sender, receiver, elsewhere
+        self.arena = empty(ARENA, "uint8", device=sender.src)
+
+    def send(self, data: bytes, offset: int = 0) -> None:
+        """Send an array on the arena."""
+        assert self.sender is not None
+        with self._put(data, offset) as part:
+            self.sender.send(part)
+
+    def export(self, data: bytes, offset: int = 0) -> ExportedBuffer:
+        """Export an array on the arena."""
+        assert self.sender is not None
+        return self.sender.export(self._put(data, offset))
+
+    def _put(self, data: bytes, offset: int) -> Array:
+        part = self.arena[offset : offset + len(data)]
+        if data:
+            part[...] = np.frombuffer(data, np.uint8)
+        return part
+
+    def close(self) -> None:
+        """Close both ends and give the memory back."""
+        assert self.sender is not None
+        self.sender.close()
+        self.receiver.close()
+        self.arena.close()
+
+
+class TransportContract:
+    """Derive from it, and give it a fixture ``ends``."""
+
+    @pytest.fixture
+    def ends(self) -> Iterator[Ends]:
+        """Return the ends under test, and close them afterwards."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def noise(self, request: pytest.FixtureRequest) -> random.Random:
+        """Random bytes that are others in each run; the seed is shown where a test fails."""
+        seed = time.time_ns()
+        request.node.add_report_section("setup", "seed", str(seed))
+        return random.Random(seed)
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+    def test_bytes_of_odd_sizes_and_offsets_arrive(self, ends: Ends, noise: random.Random) -> None:
+        for nbytes, offset in _ODD:
+            data = noise.randbytes(nbytes)
+            ends.send(data, offset)
+            with ends.receiver.recv(timeout=SOON) as came:
+                assert (came.nbytes, came.dtype, came.shape) == (nbytes, np.dtype("uint8"), (nbytes,))
+                assert content(came) == data, f"{nbytes} bytes at {offset}"
+
+    def test_a_given_buffer_is_filled_and_nothing_around_it(self, ends: Ends, noise: random.Random) -> None:
+        with empty(ARENA + 64, "uint8", device=ends.receiver.dst) as around:
+            for nbytes, offset in _ODD:
+                around[...] = POISON
+                data = noise.randbytes(nbytes)
+                ends.send(data, offset)
+                with around[17 : 17 + nbytes] as buffer:
+                    came = ends.receiver.recv(buffer, timeout=SOON)
+                    assert came is buffer
+                    seen = content(around)
+                    assert seen[17 : 17 + nbytes] == data
+                    assert set(seen[:17] + seen[17 + nbytes :]) == {POISON}
+
+    def test_a_larger_buffer_is_filled_from_its_beginning(self, ends: Ends, noise: random.Random) -> None:
+        data = noise.randbytes(1001)
+        with empty((8, 512), "uint16", device=ends.receiver.dst) as buffer:
+            buffer[...] = 0xA5A5
+            ends.send(data, 5)
+            with ends.receiver.recv(buffer, timeout=SOON) as came:
+                assert (came.address, came.shape, came.dtype) == (buffer.address, (1001,), np.dtype("uint8"))
+                assert content(came) == data
+            seen = buffer.to_host().tobytes()
+            assert (seen[:1001], set(seen[1001:])) == (data, {POISON})
+
+    def test_zero_bytes_are_a_message_too(self, ends: Ends) -> None:
+        for offset in (0, 4096):
+            ends.send(b"", offset)
+            with ends.receiver.recv(timeout=SOON) as came:
+                assert (came.nbytes, came.shape) == (0, (0,))
+        with empty(16, "uint8", device=ends.receiver.dst) as buffer:
+            buffer[...] = POISON
+            ends.send(b"", 3)
+            with ends.receiver.recv(buffer, timeout=SOON) as came:
+                assert came.nbytes == 0
+            assert content(buffer) == bytes([POISON]) * 16
+
+    def test_messages_come_in_the_order_of_sending(self, ends: Ends, noise: random.Random) -> None:
+        parts = [noise.randbytes(noise.randrange(1, 4000)) for _ in range(20)]
+        for number, data in enumerate(parts):
+            ends.send(data, 4096 * number + number)
+        for data in parts:
+            with ends.receiver.recv(timeout=SOON) as came:
+                assert content(came) == data
+
+    def test_what_is_sent_again_is_seen_again_and_opened_once(self, ends: Ends, noise: random.Random) -> None:
+        imported = set()
+        with empty(3001, "uint8", device=ends.receiver.dst) as buffer:
+            for _ in range(30):
+                data = noise.randbytes(3001)
+                ends.send(data, 11)
+                ends.receiver.recv(buffer, timeout=SOON)
+                assert content(buffer) == data
+                imported.add(ends.receiver.statistics().imported)
+        assert len(imported) == 1
+        assert max(imported) <= 1
+
+    def test_what_came_outlives_the_transport(self, ends: Ends, noise: random.Random) -> None:
+        """I6: an array in use keeps its memory. The memory's maker still lives."""
+        data = noise.randbytes(5003)
+        ends.send(data, 3)
+        with ends.receiver.recv(timeout=SOON) as came:
+            ends.receiver.close()
+            assert content(came) == data
+
+    def test_a_handle_brought_by_hand(self, ends: Ends, noise: random.Random) -> None:
+        data = noise.randbytes(4099)
+        handle = ends.export(data, 21)
+        assert handle.kind == ends.receiver.kind
+        with ends.receiver.import_(handle) as came:
+            assert content(came) == data
+        with pytest.raises(UsageError, match="a handle of the other transport"):
+            ends.receiver.import_(ExportedBuffer("other", handle.payload, handle.fds, handle.keeps))
+
+    # -- refusals -----------------------------------------------------------------------------------------------
+    def test_a_buffer_that_is_too_small_is_refused_and_the_message_stays(
+        self, ends: Ends, noise: random.Random
+    ) -> None:
+        data = noise.randbytes(100)
+        ends.send(data, 1)
+        with empty(99, "uint8", device=ends.receiver.dst) as small, empty(100, "uint8", device=small.device) as right:
+            small[...] = POISON
+            with pytest.raises(RangeError, match=r"100 bytes.* 99"):
+                ends.receiver.recv(small, timeout=SOON)
+            assert content(small) == bytes([POISON]) * 99
+            assert content(ends.receiver.recv(right, timeout=SOON)) == data
+
+    def test_a_buffer_that_is_read_only_is_refused(self, ends: Ends) -> None:
+        ends.send(b"abc")
+        with empty(3, "uint8", device=ends.receiver.dst) as buffer:
+            buffer.region.freeze()
+            assert buffer.region.access is Access.READ
+            with pytest.raises(UsageError, match="read-only"):
+                ends.receiver.recv(buffer, timeout=SOON)
+        ends.receiver.recv(timeout=SOON).close()
+
+    def test_a_buffer_at_another_place_is_refused(self, ends: Ends) -> None:
+        if ends.elsewhere is None:
+            pytest.skip("there is one place only")
+        with empty(8, "uint8", device=ends.elsewhere) as wrong:
+            ends.send(b"abc")
+            with pytest.raises(UsageError, match=f"not on {ends.receiver.dst}"):
+                ends.receiver.recv(wrong, timeout=SOON)
+            ends.receiver.recv(timeout=SOON).close()
+            if ends.sender is not None and ends.sender.src != ends.elsewhere:
+                for use in (ends.sender.send, ends.sender.export):
+                    with pytest.raises(UsageError, match=f"not on {ends.sender.src}"):
+                        use(wrong)
+
+    def test_what_is_no_array_is_refused(self, ends: Ends) -> None:
+        odd: Any
+        for odd in (b"bytes", 5, np.zeros(3)):
+            for use in (ends.receiver.send, ends.receiver.export, ends.receiver.recv):
+                with pytest.raises(UsageError, match="vram arrays"):
+                    use(odd)
+
+    def test_nothing_sent_is_waited_for_and_no_longer(self, ends: Ends) -> None:
+        for timeout in (0, 0.02):
+            started = time.monotonic()
+            with pytest.raises(WaitTimeoutError):
+                ends.receiver.recv(timeout=timeout)
+            assert timeout <= time.monotonic() - started < SOON
+
+    def test_i2_a_closed_transport_says_so_and_closes_again(self, ends: Ends) -> None:
+        receiver = ends.receiver
+        ends.send(b"never received")
+        with empty(8, "uint8", device=receiver.dst) as buffer:
+            with receiver as same:
+                assert same is receiver
+            receiver.close()
+            uses: Any = (
+                lambda: receiver.send(buffer), receiver.recv, lambda: receiver.recv(buffer),
+                lambda: receiver.export(buffer), receiver.synchronize,
+                lambda: receiver.import_(ExportedBuffer(receiver.kind)),
+            )  # fmt: skip
+            for use in uses:
+                with pytest.raises(ClosedError):
+                    use()
+        assert receiver.statistics().received.messages == 0
+
+    # -- figures ------------------------------------------------------------------------------------------------
+    def test_statistics_count_up(self, ends: Ends) -> None:
+        before = ends.receiver.statistics()
+        assert (before.received.messages, before.received.nbytes, before.received.seconds) == (0, 0, 0.0)
+        with empty(2000, "uint8", device=ends.receiver.dst) as buffer:
+            for nbytes in (1000, 0, 2000):
+                ends.send(bytes(nbytes), 9)
+                ends.receiver.recv(buffer, timeout=SOON)
+        received = ends.receiver.statistics().received
+        assert (received.messages, received.nbytes) == (3, 3000)
+        assert 0 < received.seconds < SOON
+        if ends.sender is not None:
+            ends.sender.synchronize(timeout=SOON)
+            sent = ends.sender.statistics().sent
+            assert (sent.messages, sent.nbytes) == (3, 3000)
+            assert 0 < sent.seconds < SOON
+
+    def test_an_estimate_is_measured_once_and_remembered(self, ends: Ends) -> None:
+        found = ends.receiver.estimate()
+        assert isinstance(found, Estimate)
+        assert 1e6 < found.bandwidth < 1e14
+        assert 0 < found.latency < 1
+        assert found.seconds(0) == found.latency < found.seconds(1 << 20) < found.seconds(1 << 30)
+        assert ends.receiver.estimate() is found
+
+    def test_it_is_available_where_it_works(self, ends: Ends) -> None:
+        receiver = ends.receiver
+        assert isinstance(type(receiver).available(receiver.src, receiver.dst), Yes)
+        assert isinstance(type(receiver).available(str(receiver.src), str(receiver.dst)), Yes)
+        answer = type(receiver).available(receiver.src, "cuda:4095")
+        assert not answer
+        assert getattr(answer, "reason", "")
+        with pytest.raises(UsageError):
+            type(receiver).available(receiver.src, "nowhere")
+
+
+def content(array: Array) -> bytes:
+    """Return an array's bytes, read from where it is mapped."""
+    out = bytearray(array.nbytes)
+    with memoryview(out) as view:
+        array.region.driver.copy_out(view, array.address)
+    return bytes(out)

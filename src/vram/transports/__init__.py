@@ -1,0 +1,38 @@
+"""Moves bytes between places: GPUs and the host, within a process and between two, by measured speed.
+
+:func:`select` ranks what there is and makes the fastest; :mod:`.contract` says what all of them promise, and
+``vram.testing.transport`` checks it.
+"""
+
+from __future__ import annotations
+
+from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Transport, Yes
+from .exchanges import Exchange, SocketExchange
+from .ipc import IpcTransport
+from .memory_file import SharedMemoryExchange
+from .peer import PeerTransport
+from .pipes import PipeExchange
+from .selection import Route, Selection, select
+from .staged import StagedTransport
+from .vmm import VmmTransport
+
+__all__ = [
+    "Estimate",
+    "Exchange",
+    "ExportedBuffer",
+    "IpcTransport",
+    "No",
+    "PeerTransport",
+    "PipeExchange",
+    "Route",
+    "Selection",
+    "SharedMemoryExchange",
+    "SocketExchange",
+    "StagedTransport",
+    "Statistics",
+    "Traffic",
+    "Transport",
+    "VmmTransport",
+    "Yes",
+    "select",
+]

@@ -1,0 +1,189 @@
+"""Which transport to take between two places: what there is, ranked by what was measured, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UnsupportedError, UsageError, VramError
+from ..spec import Location, format_size, parse_size
+from .contract import Estimate, No, Transport
+from .exchanges import Exchange
+from .ipc import IpcTransport
+from .local import LocalTransport
+from .peer import PeerTransport
+from .places import name_place
+from .remote import RemoteTransport
+from .staged import StagedTransport
+from .vmm import VmmTransport
+
+__all__ = ["TRANSPORTS", "Route", "Selection", "select"]
+
+# Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
+TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
+    PeerTransport, StagedTransport, VmmTransport, IpcTransport,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One transport between two places, as it was judged.
+
+    Attributes
+    ----------
+    kind : str
+        Which transport.
+    is_available : bool
+        Whether it can be taken here and now.
+    reason : str
+        Why it is where it is in the ranking, or why it cannot be taken.
+    estimate : Estimate or None
+        What was measured; None if it works between these places in no way.
+    seconds : float or None
+        What the transfer asked about should take by that.
+    """
+
+    kind: str
+    is_available: bool
+    reason: str
+    estimate: Estimate | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The transports between two places, the fastest first, then those that cannot be taken. Made by :func:`select`.
+
+    Attributes
+    ----------
+    src, dst : Location
+        From where to where.
+    nbytes : int
+        The size of the transfer that was asked about.
+    routes : tuple of Route
+        All there are.
+    """
+
+    src: Location
+    dst: Location
+    nbytes: int
+    routes: tuple[Route, ...]
+    exchange: Exchange | None = None
+
+    @property
+    def best(self) -> Route:
+        """The fastest that is available.
+
+        Raises
+        ------
+        UnsupportedError
+            If there is none, with the reason of each: nothing else is taken silently.
+        """
+        first = self.routes[0]
+        if not first.is_available:
+            raise UnsupportedError(
+                f"moving bytes from {self.src} to {self.dst}", "a transport between the two",
+                "; ".join(f"{route.kind}: {route.reason}" for route in self.routes),
+            )  # fmt: skip
+        return first
+
+    def transport(self) -> Transport:
+        """Make the fastest. Close it; it takes over the exchange that was given to :func:`select`.
+
+        Raises
+        ------
+        UnsupportedError
+            As :attr:`best`.
+        """
+        kind = self.best.kind
+        cls = next(cls for cls in TRANSPORTS if cls.kind == kind)
+        if issubclass(cls, RemoteTransport):
+            if self.exchange is None:
+                raise UsageError(f"the {kind} transport takes an exchange")
+            return cls(self.src, self.dst, self.exchange)
+        return cls(self.src, self.dst)
+
+
+def select(
+    src: Location | str,
+    dst: Location | str,
+    *,
+    nbytes: int | str = "64MiB",
+    exchange: Exchange | None = None,
+    memory: Literal["vmm", "legacy"] = "vmm",
+) -> Selection:
+    """Rank the transports between two places by measured speed, and say of each why.
+
+    What was not measured before in this process is measured now, which takes memory of 64 MiB and some milliseconds.
+
+    Parameters
+    ----------
+    src, dst : Location or str
+        From where to where.
+    nbytes : int or str
+        The size of a transfer, in bytes: for small ones latency decides, for large ones bandwidth.
+    exchange : Exchange, optional
+        What leads to the other process, for a transport between two. Without one both places are in this process.
+    memory : {"vmm", "legacy"}
+        Between two processes: what made the memory. ``"vmm"`` is what vram makes, ``"legacy"`` that of cudaMalloc.
+
+    Raises
+    ------
+    UsageError
+        For text that names no place or no size.
+    """
+    size = parse_size(nbytes, what="nbytes")
+    if memory not in ("vmm", "legacy"):
+        raise UsageError(f'memory is "vmm" or "legacy", not {memory!r:.40}')
+    judged = [_judge(cls, src, dst, size, exchange, memory) for cls in TRANSPORTS]
+    usable = sorted((r for r in judged if r.is_available), key=lambda route: route.seconds or 0.0)
+    ranked = []
+    for route in usable:
+        times = (route.seconds or 0.0) / (usable[0].seconds or 1.0)
+        said = "the fastest" if route is usable[0] else f"slower: {times:.1f} times as long"
+        reason = f"{said} for {format_size(size)}, as measured here"
+        ranked.append(Route(route.kind, True, reason, route.estimate, route.seconds))
+    ranked += [route for route in judged if not route.is_available]
+    return Selection(_named(src), _named(dst), size, tuple(ranked), exchange)
+
+
+def _judge(
+    cls: type[LocalTransport | RemoteTransport],
+    src: Location | str,
+    dst: Location | str,
+    nbytes: int,
+    exchange: Exchange | None,
+    memory: str,
+) -> Route:
+    answer = cls.available(src, dst)
+    if isinstance(answer, No):
+        return Route(cls.kind, False, answer.reason)
+    try:
+        estimate = cls.measure(name_place(src), name_place(dst))
+    except VramError as error:
+        return Route(cls.kind, False, f"it could not be measured: {error}")
+    why_not = _unusable(cls, exchange, memory)
+    return Route(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
+
+
+def _unusable(cls: type[LocalTransport | RemoteTransport], exchange: Exchange | None, memory: str) -> str:
+    """Return why a transport that works between the places cannot be taken; empty if it can."""
+    if not issubclass(cls, RemoteTransport):
+        return "" if exchange is None else "it is within one process, and the exchange leads to another"
+    if exchange is None:
+        return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
+    if cls.needs_fds and not exchange.carries_fds:
+        return f"it needs file descriptors, and {type(exchange).__name__} carries bytes only: use SocketExchange"
+    wanted = "legacy" if cls is IpcTransport else "vmm"
+    if memory != wanted:
+        other = "cudaMalloc" if wanted == "legacy" else "virtual memory management, such as vram's own,"
+        return f"it carries memory of {other} only: select(..., memory={wanted!r})"
+    return ""
+
+
+def _named(place: Location | str) -> Location:
+    """The place as this process names it, or as it was written where that is nowhere."""
+    try:
+        return name_place(place)
+    except UnsupportedError:
+        return Location.parse(place)

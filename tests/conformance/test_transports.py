@@ -1,0 +1,106 @@
+"""Every transport whose ends can be in one process keeps the contract: on the host and on the stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.register_assert_rewrite("vram.testing.transport")
+
+from vram.spec import HOST, Location  # noqa: E402
+from vram.testing.transport import Ends, LocalEnds, TransportContract  # noqa: E402
+from vram.transports import PeerTransport, SocketExchange, StagedTransport, VmmTransport  # noqa: E402
+
+GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
+
+
+class TestPlainCopy(TransportContract):
+    @pytest.fixture
+    def ends(self) -> Iterator[Ends]:
+        transport = StagedTransport("host", "host")
+        ends = LocalEnds(transport, transport)
+        yield ends
+        ends.close()
+
+
+class TestDescriptorsOnTheHost(TransportContract):
+    @pytest.fixture
+    def ends(self) -> Iterator[Ends]:
+        one, other = SocketExchange.pair()
+        ends = LocalEnds(VmmTransport("host", "host", one), VmmTransport("host", "host", other))
+        yield ends
+        ends.close()
+
+
+class OnGpus(TransportContract):
+    @pytest.fixture(params=[(GPU, OTHER), (GPU, GPU)], ids=["two", "one"])
+    def places(self, request: pytest.FixtureRequest) -> tuple[Location, Location]:
+        found: tuple[Location, Location] = request.param
+        return found
+
+
+class Descriptors(OnGpus):
+    @pytest.fixture
+    def ends(self, places: tuple[Location, Location]) -> Iterator[Ends]:
+        one, other = SocketExchange.pair()
+        ends = LocalEnds(VmmTransport(*places, one), VmmTransport(*places, other), HOST)
+        yield ends
+        ends.close()
+
+
+class Peer(OnGpus):
+    @pytest.fixture
+    def ends(self, places: tuple[Location, Location]) -> Iterator[Ends]:
+        transport = PeerTransport(*places)
+        ends = LocalEnds(transport, transport, HOST)
+        yield ends
+        ends.close()
+
+
+class Staged(OnGpus):
+    """With few and small buffers, so that they are used again and again."""
+
+    @pytest.fixture(params=[(GPU, OTHER), (GPU, GPU), (HOST, GPU), (GPU, HOST)], ids=["two", "one", "up", "down"])
+    def places(self, request: pytest.FixtureRequest) -> tuple[Location, Location]:
+        found: tuple[Location, Location] = request.param
+        return found
+
+    @pytest.fixture(params=[(2, 4096), (3, 65_536), (4, "4MiB")], ids=["small", "middle", "large"])
+    def ends(self, places: tuple[Location, Location], request: pytest.FixtureRequest) -> Iterator[Ends]:
+        slots, slot = request.param
+        transport = StagedTransport(*places, slots=slots, slot=slot)
+        elsewhere = next(place for place in (HOST, OTHER, GPU) if place not in places)
+        ends = LocalEnds(transport, transport, elsewhere)
+        yield ends
+        ends.close()
+
+
+@pytest.mark.standin
+class TestDescriptorsOnTheStandin(Descriptors):
+    pass
+
+
+@pytest.mark.standin
+class TestPeerOnTheStandin(Peer):
+    pass
+
+
+@pytest.mark.standin
+class TestStagedOnTheStandin(Staged):
+    pass
+
+
+@pytest.mark.gpu
+class TestDescriptorsOnHardware(Descriptors):
+    pass
+
+
+@pytest.mark.gpu
+class TestPeerOnHardware(Peer):
+    pass
+
+
+@pytest.mark.gpu
+class TestStagedOnHardware(Staged):
+    pass

@@ -1,0 +1,305 @@
+"""Memory of others, pools and events with every call of NVIDIA's driver failing in turn, on the stand-in: nothing is
+left, and the first error is the one that is raised (I4).
+
+The other process makes what is opened here; its driver never fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import standin
+from faults.test_cuda_faults import CODES, attempt, current, pop_what_stuck
+from strangers import CudaStranger, Maker
+from vram import driver as drivers
+from vram import lifetime
+from vram.errors import DriverError, UsageError, VramError
+from vram.memory import Event, EventPool, Pool
+from vram.memory import foreign as memory_of_others
+from vram.memory.foreign import ForeignRegion, find_foreign, open_legacy
+from vram.spec import HandleKind, Location
+from vram.testing.faults import UNDO, FaultyDriver
+from vram.testing.other_process import OtherProcess
+
+pytestmark = pytest.mark.standin
+G = 2 << 20
+HERE = Location("cuda", 0)
+FD = HandleKind.POSIX_FD
+
+
+@dataclass
+class Scene:
+    """What there is before an operation, made without faults; what an operation makes is kept in `made`."""
+
+    driver: Any
+    neighbour: OtherProcess
+    stranger: CudaStranger
+    theirs: dict[str, Any]
+    legacy: int
+    mapped: int
+    pool: Pool
+    imported: Pool
+    opened: ForeignRegion
+    event: Event
+    events: EventPool
+    stream: int
+    made: list[Any] = field(default_factory=list)
+
+    def keep(self, thing: Any) -> None:
+        self.made.append(thing)
+
+    def tidy(self) -> None:
+        """Close what an operation made."""
+        while self.made:
+            self.made.pop().close()
+
+    def close(self) -> None:
+        self.tidy()
+        for thing in (self.opened, self.pool, self.imported, self.event, self.events):
+            thing.close()
+        self.driver.stream_destroy(self.stream)
+
+
+@pytest.fixture(scope="module")
+def neighbour() -> Iterator[OtherProcess]:
+    with OtherProcess(Maker) as other:
+        yield other
+
+
+@pytest.fixture
+def theirs(neighbour: OtherProcess) -> Iterator[dict[str, Any]]:
+    """What the other process made for us to open."""
+    base = neighbour.call("legacy", G)
+    pool = neighbour.call("pool_create", HERE, FD)
+    pointers = [neighbour.call("pool_allocate", pool, G, 1) for _ in range(2)]
+    event = neighbour.call("event_create", HERE, interprocess=True)
+    number = neighbour.call("pool_export", pool, FD)
+    fd = neighbour.take_fd(number)
+    neighbour.close_fd(number)
+    yield {
+        "legacy": neighbour.call("ipc_export", base),
+        "fd": fd,
+        "tokens": [neighbour.call("pool_export_pointer", pointer) for pointer in pointers],
+        "event": neighbour.call("event_export", event),
+    }
+    os.close(fd)
+    for pointer in pointers:
+        neighbour.call("pool_free", pointer, 1)
+    neighbour.call("pool_destroy", pool)
+    neighbour.call("event_destroy", event)
+    neighbour.call("free", base)
+
+
+@pytest.fixture
+def make(neighbour: OtherProcess, theirs: dict[str, Any]) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+    with CudaStranger() as stranger:
+
+        def build(driver: Any = None) -> Scene:
+            driver = driver or drivers.get(HERE)
+            imported = Pool.import_(driver, theirs["fd"], HERE)
+            events = EventPool(driver, HERE)
+            stream = driver.stream_create(HERE)
+            events.on(stream)
+            made = Scene(
+                driver, neighbour, stranger, theirs, stranger.legacy(G), stranger.mapped((G, G), FD),
+                Pool.create(driver, HERE), imported, imported.open(theirs["tokens"][1], G),
+                Event.create(driver, HERE, interprocess=True), events, stream,
+            )  # fmt: skip
+            scenes.append(made)
+            return made
+
+        yield build
+        for one in scenes:
+            one.close()
+
+
+def adopt(s: Scene) -> None:
+    with find_foreign(s.driver, s.mapped, 2 * G)[0] as region:
+        held, _ = region.segments(G, G + 5)
+        s.made.extend(held)
+
+
+def closing(thing: Any) -> None:
+    thing.close()
+
+
+OPERATIONS: dict[str, Callable[[Scene], object]] = {
+    "open a legacy handle": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
+    "open and close it": lambda s: closing(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
+    "open a pointer": lambda s: s.keep(s.imported.open(s.theirs["tokens"][0], G)),
+    "open and close a pointer": lambda s: closing(s.imported.open(s.theirs["tokens"][0], G)),
+    "open a pointer again": lambda s: s.keep(s.imported.open(s.theirs["tokens"][1], G)),
+    "find foreign memory": lambda s: s.keep(find_foreign(s.driver, s.legacy + 7, 9)[0]),
+    "find mapped memory": lambda s: s.keep(find_foreign(s.driver, s.mapped + G - 1, 9)[0]),
+    "adopt": adopt,
+    "create a pool": lambda s: s.keep(Pool.create(s.driver, HERE)),
+    "import a pool": lambda s: s.keep(Pool.import_(s.driver, s.theirs["fd"], HERE)),
+    "export a pool": lambda s: s.pool.export(),
+    "allocate": lambda s: s.keep(s.pool.allocate(1000)),
+    "allocate on a stream and free": lambda s: closing(s.pool.allocate("1MiB", s.stream)),
+    "create an event": lambda s: s.keep(Event.create(s.driver, HERE, interprocess=True)),
+    "import an event": lambda s: s.keep(Event.import_(s.driver, s.theirs["event"], HERE)),
+    "open and close an event": lambda s: closing(Event.import_(s.driver, s.theirs["event"], HERE)),
+    "export an event": lambda s: s.event.export(),
+    "record": lambda s: s.event.record(s.stream),
+    "wait": lambda s: s.event.wait(s.stream),
+    "is done": lambda s: s.event.is_done,
+    "synchronize": lambda s: s.event.synchronize(),
+    "an event on a stream": lambda s: s.events.on(s.stream),
+}
+KEEPS = {"export a pool": 1, "export an event": 0}  # descriptors that stay, with what they are of
+
+
+def state(s: Scene) -> object:
+    """Everything that an operation which failed must leave as it was; contexts stay, by design."""
+    counts = {kind: n for kind, n in standin.Standin().live().items() if not kind.startswith("context")}
+    driver = drivers.get(HERE)
+    return (
+        counts,
+        driver.live(),
+        sorted((w.address, w.nbytes, w.kind) for w in driver._windows.values()),
+        [sorted(books) for books in (driver._pools, driver._pointers, driver._events, driver._streams)],
+        sorted(handle.label for handle in lifetime.live()),
+        len(os.listdir("/proc/self/fd")),
+    )
+
+
+def take_back_what_is_stuck() -> int:
+    """Undo what the faults kept from being undone, as lifetimes would have; return how many there were."""
+    count = 0
+    while lifetime._stuck:
+        handle = lifetime._stuck.pop(0)
+        with contextlib.suppress(UsageError):  # it is gone, and only the context could not be popped after it
+            handle._undo()  # type: ignore[misc]
+        handle._state = lifetime._CLOSED
+        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
+        handle._depends = {}
+        lifetime._settle()
+        count += 1
+    return count
+
+
+def take_back_what_is_noted(windows: set[int], books: dict[str, set[int]]) -> int:
+    """Take back what the driver could not while it unwound, and said so; return how many there were."""
+    driver: Any = drivers.get(HERE)
+    extra = [window for number, window in tuple(driver._windows.items()) if number not in windows]
+    for window in extra:
+        if window.kind == "ipc":
+            driver.ipc_close(window.address)
+        elif window.kind == "pool":
+            driver.pool_free(window.address, 1)
+        elif window.kind == "pool pointer":
+            driver.pool_close_pointer(window.address)
+        else:
+            pytest.fail("a window is closed without the driver")
+    count = len(extra)
+    for name, undo in (("_pools", "pool_destroy"), ("_events", "event_destroy"), ("_streams", "stream_destroy")):
+        for number in set(getattr(driver, name)) - books[name]:
+            getattr(driver, undo)(number)
+            count += 1
+    for handle in set(driver._books.handles) - books["handles"]:
+        driver.mem_release(handle)
+        count += 1
+    return count
+
+
+def books() -> dict[str, set[int]]:
+    driver: Any = drivers.get(HERE)
+    found = {name: set(getattr(driver, name)) for name in ("_pools", "_events", "_streams")}
+    return {**found, "handles": set(driver._books.handles)}
+
+
+def forget_looks() -> None:
+    """Ask as many questions as the first time."""
+    memory_of_others._known.infos.clear()
+
+
+@pytest.mark.parametrize(("code", "forever"), [*((code, False) for code in CODES), (2, True)])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_failed_call_leaves_nothing_i4(make: Callable[..., Scene], operation: str, code: int, forever: bool) -> None:
+    act, here = OPERATIONS[operation], make()
+    failed = 0
+    for nth in itertools.count(1):
+        if nth > 60:
+            pytest.fail("it does not come to an end")
+        forget_looks()
+        before, context, known, windows = state(here), current(), books(), set(here.driver._windows)
+        came = attempt(act, here, nth, code, forever)
+        gc.collect()
+        pop_what_stuck(context)
+        stuck = take_back_what_is_stuck()
+        assert sum("could not take back" in text for text in [*came.notes, *came.warned]) == stuck, came.said
+        if came.raised is not None:
+            failed += 1
+            assert came.played
+            assert isinstance(came.raised, VramError), came.said
+            assert not here.made
+            noted = take_back_what_is_noted(windows, known)
+            assert noted <= 1 + forever, came.said
+            assert forever or noted == 0 or came.is_of_undo, came.said
+        here.tidy()
+        gc.collect()
+        if came.raised is None and operation in KEEPS:
+            return
+        assert state(here) == before, f"call {nth} of {operation}: {came.said}"
+        if not came.played:
+            assert came.raised is None, came.said
+            assert not came.warned
+            break
+    assert failed or operation == "open a pointer again"  # which asks the driver nothing
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_our_own_driver_failing_leaves_nothing_i4(make: Callable[..., Scene], operation: str) -> None:
+    """The same a floor higher: each call of the driver's contract fails, once and for good; undo calls never."""
+    driver = FaultyDriver(drivers.get(HERE))
+    act, here = OPERATIONS[operation], make(driver)
+    methods = {name for name in dir(type(driver)) if not name.startswith("_")} - UNDO
+    methods &= {name for name in dir(driver.inner) if callable(getattr(driver.inner, name, None))}
+    methods -= {"live", "inject", "clear", "count", "synchronize", "support"}
+    for forever in (False, True):
+        for nth in itertools.count(1):
+            forget_looks()
+            before = state(here)
+            with driver.inject(methods, nth, forever=forever) as fault:
+                try:
+                    act(here)
+                except DriverError as error:
+                    assert "injected" in str(error)  # noqa: PT017
+                    assert not here.made
+            here.tidy()
+            gc.collect()
+            if not fault.fired:
+                break
+            assert state(here) == before, (fault.fired, forever)
+
+
+@pytest.mark.parametrize("undo", ["ipc_close", "pool_close_pointer", "pool_free", "window_close", "event_destroy"])
+def test_i1_what_cannot_be_taken_back_is_said_and_keeps_what_it_needs(make: Callable[..., Scene], undo: str) -> None:
+    driver = FaultyDriver(drivers.get(HERE))
+    here = make(driver)
+    before = state(here)
+    act = {
+        "ipc_close": "open a legacy handle",
+        "pool_close_pointer": "open a pointer",
+        "pool_free": "allocate",
+        "window_close": "find foreign memory",
+        "event_destroy": "create an event",
+    }[undo]
+    OPERATIONS[act](here)
+    with driver.inject(undo), pytest.warns(lifetime.ReleaseWarning, match="could not take back"):
+        here.tidy()
+    (handle,) = lifetime.stuck()
+    for other in handle._depends.values():
+        assert other.is_open
+    assert take_back_what_is_stuck() == 1
+    assert state(here) == before
