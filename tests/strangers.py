@@ -15,15 +15,16 @@ _MADE = ("legacy", "mapped", "pooled", "pinned", "free")
 
 
 class CudaStranger(Stranger):
-    """Makes memory on the first GPU."""
+    """Makes memory on one GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, ordinal: int = 0) -> None:
         from cuda.bindings import driver as api
 
         self.api = api
+        self.ordinal = ordinal
         self._frees: dict[int, list[Callable[[], Any]]] = {}
         self.ok("cuInit", 0)
-        self.ok("cuCtxPushCurrent", self.ok("cuDevicePrimaryCtxRetain", 0))
+        self.ok("cuCtxPushCurrent", self.ok("cuDevicePrimaryCtxRetain", ordinal))
 
     def ok(self, name: str, *arguments: Any) -> Any:
         status, *found = getattr(self.api, name)(*arguments)
@@ -38,7 +39,7 @@ class CudaStranger(Stranger):
     def mapped(self, sizes: tuple[int, ...], kinds: HandleKind, access: Access = Access.READ_WRITE) -> int:
         prop, where = self.api.CUmemAllocationProp(), self.api.CUmemLocation()
         where.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        where.id = 0
+        where.id = self.ordinal
         prop.type = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location = where
         prop.requestedHandleTypes = self.api.CUmemAllocationHandleType(int(kinds))
@@ -64,7 +65,7 @@ class CudaStranger(Stranger):
     def pooled(self, nbytes: int, *, shareable: bool) -> tuple[int, int]:
         prop, where = self.api.CUmemPoolProps(), self.api.CUmemLocation()
         where.type = self.api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        where.id = 0
+        where.id = self.ordinal
         prop.allocType = self.api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location = where
         prop.handleTypes = self.api.CUmemAllocationHandleType(int(shareable))
@@ -93,7 +94,7 @@ class CudaStranger(Stranger):
         for address in tuple(self._frees):
             self.free(address)
         self.ok("cuCtxPopCurrent")
-        self.ok("cuDevicePrimaryCtxRelease", 0)
+        self.ok("cuDevicePrimaryCtxRelease", self.ordinal)
 
 
 class Maker:

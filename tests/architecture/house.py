@@ -48,11 +48,11 @@ def undocumented(root: Path) -> list[str]:
 
     A method of a driver may leave its words to the contract it implements, of the same name.
     """
-    contract = root / "src/vram/driver/protocol.py"
     promised = set()
-    if contract.exists():
-        classes = [node for node in ast.parse(contract.read_text()).body if isinstance(node, ast.ClassDef)]
-        promised = {member.name for cls in classes for member in cls.body if isinstance(member, ast.FunctionDef)}
+    for contract in (root / "src/vram/driver/protocol.py", root / "src/vram/driver/foreign.py"):
+        if contract.exists():
+            classes = [node for node in ast.parse(contract.read_text()).body if isinstance(node, ast.ClassDef)]
+            promised |= {member.name for cls in classes for member in cls.body if isinstance(member, ast.FunctionDef)}
     found = []
     for name, path in modules(root):
         tree = ast.parse(path.read_text())

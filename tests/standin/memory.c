@@ -197,9 +197,10 @@ static bool without_access(const Span *span) { // a VMM mapping that no place ha
     return !access;
 }
 
-// Measured: the allocation, or for VMM memory the mapping, that an address lies in, once it is accessible.
+// Measured: the allocation, or for VMM memory the mapping, that an address lies in, once it is accessible; and it wants
+// a current context, which the attributes do not.
 static CUresult f_cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr address) {
-    ENTER;
+    ENTER_CONTEXT;
     const Span *span = (Span *)ranges_at(&spans, address);
     NEED(span && !without_access(span), CUDA_ERROR_NOT_FOUND);
     if (base) *base = span->range.base;

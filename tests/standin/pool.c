@@ -12,7 +12,10 @@ typedef struct Pool {
     uint64_t handle; // 0 once destroyed: it lives on until its last allocation is freed
     int device;
     unsigned handle_types;
-    bool is_default, imported;
+    bool is_default, imported, exported;
+    int imports;          // how often it was imported: it is one pool, and as often destroyed
+    ino_t inode;          // of an imported one
+    struct Pool *next;    // of those that are imported
     Arena own, *arena;
     long live;
     size_t used, used_high, reserved_high;
@@ -20,6 +23,8 @@ typedef struct Pool {
     int reuse[3];
     unsigned char access[MAX_DEVICES];
 } Pool;
+
+static Pool *imported_pools;
 
 uint64_t pool_handle(const Pool *pool) { return pool->handle; }
 unsigned pool_handle_types(const Pool *pool) { return pool->imported ? 0 : pool->handle_types; } // measured
@@ -88,7 +93,16 @@ static CUresult f_cuMemPoolDestroy(CUmemoryPool handle) {
     ENTER_CONTEXT;
     Pool *pool = find_pool(handle);
     NEED(pool && !pool->is_default, CUDA_ERROR_INVALID_VALUE);
+    if (pool->imports > 1) {
+        pool->imports--;
+        return CUDA_SUCCESS;
+    }
     NEED(!pool->imported || !pool->live, CUDA_ERROR_INVALID_VALUE); // measured: pointers imported from it are out
+    for (Pool **at = &imported_pools; *at; at = &(*at)->next) {
+        if (*at != pool) continue;
+        *at = pool->next;
+        break;
+    }
     if (devices[pool->device].pool == pool) devices[pool->device].pool = devices[pool->device].default_pool;
     handle_drop(POOL, pool->handle);
     pool->handle = 0;
@@ -265,10 +279,11 @@ static CUresult f_cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
 static CUresult f_cuMemPoolExportToShareableHandle(void *out, CUmemoryPool handle, CUmemAllocationHandleType type,
         unsigned long long flags) {
     ENTER_CONTEXT;
-    const Pool *pool = find_pool(handle);
+    Pool *pool = find_pool(handle);
     NEED(out && pool && !pool->imported && !flags && type == FD && pool->handle_types & FD, CUDA_ERROR_INVALID_VALUE);
     int fd = fcntl(pool->own.fd, F_DUPFD_CLOEXEC, 0);
     NEED(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
+    pool->exported = true;
     *(int *)out = fd;
     return CUDA_SUCCESS;
 }
@@ -283,8 +298,18 @@ static CUresult f_cuMemPoolImportFromShareableHandle(CUmemoryPool *out, void *ha
     NEED(label.kind == 'p', CUDA_ERROR_INVALID_VALUE);
     int device = device_of_number(label.device);
     NEED(device >= 0, CUDA_ERROR_INVALID_DEVICE);
+    struct stat about;
+    NEED(!fstat(fd, &about), CUDA_ERROR_INVALID_VALUE);
+    for (Pool *known = imported_pools; known; known = known->next) {
+        if (known->inode != about.st_ino) continue;
+        known->imports++; // measured: imported again it is the same pool
+        *out = (CUmemoryPool)known->handle;
+        return CUDA_SUCCESS;
+    }
     Pool *pool = new_pool(device);
     pool->imported = true;
+    pool->imports = 1;
+    pool->inode = about.st_ino;
     pool->handle_types = label.handle_types;
     if (!arena_open(&pool->own, fcntl(fd, F_DUPFD_CLOEXEC, 0), label.size, true)) {
         arena_close(&pool->own);
@@ -293,6 +318,8 @@ static CUresult f_cuMemPoolImportFromShareableHandle(CUmemoryPool *out, void *ha
     }
     pool->arena = &pool->own;
     pool->handle = handle_new(POOL, pool);
+    pool->next = imported_pools;
+    imported_pools = pool;
     *out = (CUmemoryPool)pool->handle;
     return CUDA_SUCCESS;
 }
@@ -301,7 +328,8 @@ static CUresult f_cuMemPoolExportPointer(CUmemPoolPtrExportData *out, CUdevicept
     ENTER_CONTEXT;
     const Span *span = (Span *)ranges_at(&spans, address);
     NEED(out && span && span->kind == POOL_ALLOCATION && span->pool->handle_types, CUDA_ERROR_INVALID_VALUE);
-    NEED(span->range.base == address, CUDA_ERROR_INVALID_VALUE); // measured: no interior pointers
+    // Measured: no interior pointers, and none before the pool itself was exported.
+    NEED(span->range.base == address && span->pool->exported, CUDA_ERROR_INVALID_VALUE);
     Token token;
     token_make(&token, 'q', span->pool->own.fd, span->offset, span->range.size, devices[span->device].number);
     memset(out, 0, sizeof *out);

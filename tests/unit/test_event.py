@@ -153,7 +153,12 @@ def test_mistakes_are_refused(driver: Any, streams: list[int]) -> None:
         there = driver.stream_create(THERE)
         with pytest.raises(UsageError, match="no stream"):
             event.record(there)
+        event.wait(there)  # which any stream can
+        event.wait(1, THERE)
         driver.stream_destroy(there)
+        for use in (event.record, event.wait):
+            with pytest.raises(UsageError, match="no stream"):
+                use(there)
     with Event.create(driver, HERE, interprocess=True) as event, pytest.raises(UsageError, match="this very process"):
         Event.import_(driver, event.export(), HERE)
     for place in ("host", "cuda:99", "cuda:host"):

@@ -16,14 +16,17 @@ import standin
 import vram
 from strangers import Maker
 from vram import driver as drivers
+from vram import lifetime
 from vram.arrays import Array
 from vram.errors import (
+    AccessDeniedError,
     BusyError,
     ClosedError,
     ForkedError,
     LeakWarning,
     OutOfMemoryError,
     ProtocolError,
+    ReleaseWarning,
     UnsupportedError,
     UsageError,
 )
@@ -279,7 +282,7 @@ def test_an_allocation_is_never_opened_twice(driver: Any, theirs: Theirs, import
     del second
     third.close()
     fourth = imported.open(theirs.tokens[0], SIZE)  # the array has it open
-    with pytest.raises(UsageError, match="READ"):  # one object's word is not the other's
+    with pytest.raises(AccessDeniedError, match="read-only"):  # one object's word is not the other's
         array.fill(5)
     driver.fill(fourth.address, 5, 4)
     assert array.to_host().tolist() == [5, 5, 5, 5]
@@ -356,6 +359,25 @@ def test_opened_while_another_thread_closes_it(driver: Any, theirs: Theirs) -> N
         assert len(found) == len(driver._pointers) == 1
         seen(driver, found[0].address, 1)
         found[0].close()
+
+
+def test_what_could_not_be_closed_is_not_opened_again(
+    driver: Any, theirs: Theirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vram.memory.pool._PATIENCE", 0.05)
+    faulty = FaultyDriver(driver)
+    with Pool.import_(faulty, theirs.fd, HERE) as imported:
+        region = imported.open(theirs.tokens[0], SIZE)
+        with faulty.inject("pool_close_pointer"), pytest.warns(ReleaseWarning, match="could not take back"):
+            region.close()
+        with pytest.raises(BusyError, match="does not come to an end"):
+            imported.open(theirs.tokens[0], SIZE)
+        (handle,) = lifetime.stuck()
+        lifetime._stuck.clear()
+        handle._undo()  # type: ignore[misc]
+        lifetime._released.extend((other, serial) for serial, other in reversed(handle._depends.items()))
+        lifetime._settle()
+        imported.open(theirs.tokens[0], SIZE).close()
 
 
 def _waits(pool: Pool) -> bool:

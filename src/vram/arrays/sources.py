@@ -21,7 +21,7 @@ __all__ = ["CudaSource", "Source", "as_source", "find"]
 _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)  # a traceback must not read memory that may be gone
 class Source:
     """Memory of the host that holds an array.
 

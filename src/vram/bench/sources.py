@@ -168,13 +168,13 @@ def _try(way: str, source: Any, folder: Path, other: Child, channel: vram.ArrayC
     try:
         if way == "lend and borrow":
             path = str(folder / "lent")
-            with vram.lend(source, at=path, writable=True):
+            with vram.lend(source, at=path, writable=_is_ours(source)):
                 found = other.ask(way, path)
         elif way == "channel":
             channel.send(vram.share(source))
             found = other.ask(way)
         elif way == "publish":
-            done = vram.publish("source", {"a": _shared_or_not(source)}, writable=True)
+            done = vram.publish("source", {"a": _shared_or_not(source)}, writable=_is_ours(source))
             found = other.ask(way)
             vram.remove("source")
             if done.copied and found == wanted:
@@ -197,6 +197,11 @@ def _by_handle(source: Any, other: Child) -> bytes:
     array.region.synchronize()
     found: bytes = other.ask("64-byte handle", handle.to_bytes(), handle.offset, array.nbytes, str(array.device))
     return found
+
+
+def _is_ours(source: Any) -> bool:
+    """Whether lending it read-only would freeze it, for the ways that come after."""
+    return isinstance(source, (vram.Array, np.ndarray))
 
 
 def _shared_or_not(source: Any) -> Any:

@@ -21,8 +21,11 @@ from typing import Protocol, runtime_checkable
 
 from ..spec import Access, HandleKind, Location
 
-__all__ = ["HANDLE_BYTES", "Foreign", "InterprocessEvents", "LegacyIpc", "PointerInfo", "Pools"]
+__all__ = ["HANDLE_BYTES", "MAX_POOL_ALLOCATION", "Foreign", "InterprocessEvents", "LegacyIpc", "PointerInfo", "Pools"]
 
+# Bytes of one allocation of a pool, at most, that another process opens. Measured with driver 580 on an H100: 5 GiB
+# works, and 8 GiB ends the process that opens it with SIGSEGV, inside the driver.
+MAX_POOL_ALLOCATION = 5 << 30
 HANDLE_BYTES = 64  # of CUipcMemHandle, CUipcEventHandle and CUmemPoolPtrExportData
 
 
@@ -38,9 +41,9 @@ class PointerInfo:
         Where it is.
     kinds : HandleKind
         How it can leave the process; NONE if in no way.
-    made_by : {"vmm", "legacy", "pool", "host"}
-        The family of calls that made it: ``cuMemCreate``, ``cuMemAlloc``, a pool, or memory of the host that the
-        driver knows.
+    made_by : {"vmm", "legacy", "pool", "host", "managed", "opened"}
+        The family of calls that made it: ``cuMemCreate``, ``cuMemAlloc``, a pool, memory of the host that the driver
+        knows, or ``cuMemAllocManaged``; or that opened another process's ``cuMemAlloc`` memory.
     identity : int
         A number that no other allocation of this process has, or had (``CU_POINTER_ATTRIBUTE_BUFFER_ID``).
     access : Access
@@ -147,7 +150,13 @@ class InterprocessEvents(Protocol):
     """A driver whose events another process can wait for."""
 
     def event_export(self, event: int) -> bytes:
-        """Return the 64 bytes for an event of ``event_create(interprocess=True)``."""
+        """Return the 64 bytes for an event of ``event_create(interprocess=True)``.
+
+        Raises
+        ------
+        UsageError
+            If it was not made so, or by another process.
+        """
 
     def event_import(self, handle: bytes, location: Location) -> int:
         """Return another process's event, of the GPU at `location`; ``event_destroy`` gives it back.
@@ -198,6 +207,8 @@ class Pools(Protocol):
         ------
         ProtocolError
             If it is no descriptor of a pool.
+        UsageError
+            If it is no open descriptor at all.
         """
 
     def pool_set_access(self, pool: int, access: Access, locations: Sequence[Location]) -> None:
@@ -210,6 +221,8 @@ class Pools(Protocol):
         ------
         OutOfMemoryError
             If there is not enough.
+        UsageError
+            If the pool was imported, or that is no stream of its GPU.
         """
 
     def pool_free(self, address: int, stream: int) -> None:
@@ -219,12 +232,12 @@ class Pools(Protocol):
         """
 
     def pool_export_pointer(self, address: int) -> bytes:
-        """Return the 64 bytes for an allocation of a pool, by its base.
+        """Return the 64 bytes for an allocation of a pool, by its base, once the pool itself was exported.
 
         Raises
         ------
         UsageError
-            If it is no such base, or the pool cannot leave the process.
+            If it is no such base, or the pool cannot leave the process, or was not exported before (measured).
         """
 
     def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
@@ -233,7 +246,9 @@ class Pools(Protocol):
         Raises
         ------
         ProtocolError
-            If the bytes are none of that pool, or what they name has not `nbytes`.
+            If the bytes are none of that pool, or what they name has not `nbytes` or is on another GPU than was said.
+        UsageError
+            If it is open already.
         """
 
     def pool_close_pointer(self, address: int) -> None:

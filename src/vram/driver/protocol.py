@@ -304,7 +304,7 @@ class StreamOrdered(Protocol):
         """Return when a stream is done with what was put on it so far."""
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
-        """Have a stream wait, on the device, until what an event recorded is done."""
+        """Have a stream wait, on the device, until what an event recorded is done. UsageError if it is no stream."""
 
     def event_create(self, location: Location, *, interprocess: bool = False) -> int:
         """Return a new event without timing; the caller destroys it. `interprocess`: its handle may be shared."""

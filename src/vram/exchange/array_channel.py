@@ -60,6 +60,7 @@ class _Failure:
         self.error = error
 
 
+_HEARD = tuple(bytes([0x90 + fields, 0xA1]) + tag for fields, tag in ((2, b"d"), (2, b"f")))  # Dropped, Forget
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
 
@@ -94,7 +95,7 @@ class ArrayChannel(Owned):
         "_is_fresh",
         "_kept",
         "_last",
-        "_last_memory",
+        "_last_keep",
         "_last_message",
         "_last_state",
         "_lender",
@@ -124,7 +125,7 @@ class ArrayChannel(Owned):
         self._last: Callable[[], Array | None] = nothing
         self._last_state: tuple[object, ...] = ()
         self._last_message = b""
-        self._last_memory = 0
+        self._last_keep = 0
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._unanswered = 0  # parts of memory that the other end has not asked to go on from; the sender's
@@ -186,6 +187,8 @@ class ArrayChannel(Owned):
             If the time passed.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
+        if self._kept:
+            self._hear()
         try:
             with self._sending:
                 self._is_fresh = False
@@ -271,9 +274,8 @@ class ArrayChannel(Owned):
             event = self._record(region, stream, timeout)
         # The same array again is what channels are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access)
-        if not event and self._last() is array and all(map(operator.is_, state, self._last_state)):
-            if self._last_memory:
-                self._kept.keep(array, self._last_memory)
+        is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
+        if is_last and (not self._last_keep or self._kept.again(self._last_keep)):
             return self._last_message
         message = self._introduce(array, event, timeout)
         if not event:
@@ -288,7 +290,7 @@ class ArrayChannel(Owned):
         return number
 
     def _introduce(self, array: Array, event: int, timeout: float | None) -> bytes:
-        self._last, self._last_memory = nothing, 0
+        self._last, self._last_keep = nothing, 0
         number = self._borrower.number_of(array)
         if number is not None:
             return encode(Returned(refer(number, 0, array)))
@@ -306,7 +308,8 @@ class ArrayChannel(Owned):
                 kept.release()
         keep = 0
         if lent.data:
-            keep, self._last_memory, self._warm = self._kept.keep(array, lent.id), lent.id, array
+            self._last_keep = keep = self._kept.keep(array, lent.id)
+            self._warm = array
         return encode(Shared(refer(lent.id, lent.sent, array), keep, event))
 
     def _wait_until_taken(self, timeout: float | None) -> None:
@@ -372,6 +375,23 @@ class ArrayChannel(Owned):
                 self._retired.popleft()
         return True
 
+    def _hear(self) -> None:
+        """Hear what the other end is done with: who only sends would keep all that it ever sent.
+
+        Nothing that is for :meth:`recv` is taken: somebody may wait for the descriptor to become readable.
+        """
+        if not self._receiving.acquire(blocking=False):
+            return  # whoever receives hears it
+        try:
+            while self._channel.peek(3) in _HEARD:
+                self._take(0)
+        except WaitTimeoutError:
+            pass
+        except VramError as error:
+            self._inbox.append(_Failure(error))
+        finally:
+            self._receiving.release()
+
     # -- receiving ----------------------------------------------------------------------------------------------
     def _take(self, timeout: float | None) -> None:
         """Take one message off the socket. Called with the receiving lock."""
@@ -420,7 +440,8 @@ class ArrayChannel(Owned):
 def _is_shareable(value: object) -> bool:
     """Whether a value is somebody's array rather than something to be written down."""
     kind = type(value)
-    return hasattr(kind, "__dlpack__") or hasattr(kind, "__cuda_array_interface__")
+    words = ("__dlpack__", "__cuda_array_interface__")
+    return any(hasattr(kind, word) for word in words) or words[1] in getattr(value, "__dict__", ())
 
 
 def _later(channel: ArrayChannel) -> Callable[[int, int], None]:

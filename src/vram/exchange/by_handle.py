@@ -6,10 +6,12 @@ and 64 bytes. Both live as long as their maker, so they are lent and never kept.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -17,14 +19,22 @@ from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
 from ..driver.protocol import Driver
 from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
-from ..lifetime import Handle, own
+from ..lifetime import Claim, Handle, own
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
 from ..spec import Access, HandleKind, Location
 from .mapping import device_name, location_of
 
-__all__ = ["Imports", "PoolDescriptors", "describe_by_handle", "goes_by_handle", "handle_bytes", "imports_of"]
+__all__ = [
+    "Imports",
+    "LentPools",
+    "PoolDescriptors",
+    "describe_by_handle",
+    "goes_by_handle",
+    "handle_bytes",
+    "imports_of",
+]
 
 BY_HANDLE = HandleKind.LEGACY_IPC | HandleKind.POOL
 
@@ -42,7 +52,11 @@ def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescripto
 
 
 def handle_bytes(region: Region) -> bytes:
-    """Return the 64 bytes by which such a region's allocation is opened elsewhere."""
+    """Return the 64 bytes by which such a region's allocation is opened elsewhere.
+
+    Of a pool's memory only after the pool was exported, see :class:`PoolDescriptors`: before that the driver refuses
+    (INVALID_VALUE, measured).
+    """
     found = _foreign(region)
     driver = region.driver
     if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, LegacyIpc):
@@ -90,6 +104,40 @@ class PoolDescriptors:
         self._claim.release()
 
 
+class LentPools:
+    """The pools that something is lent of over one connection: numbered, each with a descriptor while it is needed.
+
+    No number is used again: the driver gives the number of a pool that is gone to a new one.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._known: dict[int, tuple[int, Handle, list[int]]] = {}
+
+    def of(self, region: Region) -> tuple[int, Claim, list[int]]:
+        """Return the number of a region's pool, what keeps its descriptor, and the descriptor, which is lent."""
+        pool, driver = _foreign(region).infos[0].pool, region.driver
+        known = self._known.get(pool)
+        if known is not None:
+            with suppress(ClosedError):
+                return known[0], known[1].claim("lent memory"), known[2]
+        if not isinstance(driver, Pools):
+            raise InternalError(f"{region!r} is said to be of a pool")
+        for old, (_, handle, _) in tuple(self._known.items()):
+            if not handle.is_open:
+                del self._known[old]
+        fds: list[int] = []
+        claim = own("descriptor of a pool that is lent", partial(_close, fds))
+        try:
+            fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
+        except BaseException:
+            claim.release()
+            raise
+        number = next(self._numbers)
+        self._known[pool] = number, claim.handle, fds
+        return number, claim, fds
+
+
 def _close(fds: list[int]) -> None:
     while fds:
         os.close(fds.pop())
@@ -99,21 +147,19 @@ class Imports:
     """What was opened over one connection, by what its other end calls it (S6): each once, and counted.
 
     A second lease on the same memory gets a region of its own over the same opened memory, which is closed with the
-    last of them. That is more than thrift: the driver does not count pointers of pools, and the first free of one that
-    was opened twice takes it away from both.
+    last of them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
         self._opened: dict[Hashable, Opened] = {}
-        self._pools: dict[Hashable, tuple[Handle, _ImportedPool]] = {}
 
     def open(
         self,
         key: Hashable,
         memory: MemoryDescriptor,
         entry: HandleEntry,
-        pool: tuple[Hashable, int] | None,
+        pool_fd: int | None,
         *,
         access: Access,
         depends: Sequence[Handle],
@@ -127,8 +173,8 @@ class Imports:
             What the other end's id for it is; the same for all that name the same allocation.
         memory, entry : MemoryDescriptor and HandleEntry
             Checked already.
-        pool : tuple of hashable and int, or None
-            What the other end's id for its pool is, and the pool's descriptor, which is lent.
+        pool_fd : int or None
+            The descriptor of its pool; lent.
         depends : sequence of Handle
             What must outlive it, such as a lease.
         user : Location, optional
@@ -145,66 +191,100 @@ class Imports:
         where = home if user is None else user
         driver = drivers.get(where)
         (segment,) = memory.segments
-        with self._lock:
-            self._tidy()
-            found = self._opened.get((key, where))
-            if found is not None:
-                with suppress(ClosedError):  # the last one that used it went in this moment
-                    return found.region(access, depends)
-            try:
-                if entry.pool < 0:
-                    root = open_legacy(driver, entry.data, segment.nbytes, where)
-                else:
-                    if pool is None:
-                        raise ProtocolError("memory of a pool came without the pool's descriptor")
-                    root = self._open_of_pool(pool, driver, entry, segment.nbytes, home)
-            except UsageError as error:
-                raise UnsupportedError(
-                    "borrowing memory in the process that made it", "another process", str(error),
-                    "Use the array as it is here",
-                ) from None  # fmt: skip
-            try:
-                opened = self._opened[key, where] = root.opened
-                return opened.region(access, depends)
-            finally:
-                root.close()  # from here on the regions alone keep it
+        try:
+            if entry.pool >= 0:
+                if pool_fd is None:
+                    raise ProtocolError("memory of a pool came without the pool's descriptor")
+                return _pointers.open(driver, pool_fd, entry.data, segment.nbytes, home, access, depends)
+            with self._lock:
+                return _again(
+                    self._opened, (key, where), segment.nbytes, access, depends,
+                    lambda: open_legacy(driver, entry.data, segment.nbytes, where),
+                )  # fmt: skip
+        except UsageError as error:
+            raise UnsupportedError(
+                "borrowing memory in the process that made it", "another process", str(error),
+                "Use the array as it is here",
+            ) from None  # fmt: skip
 
-    def _open_of_pool(
-        self, pool: tuple[Hashable, int], driver: Driver, entry: HandleEntry, nbytes: int, home: Location
+
+def _again(
+    known: dict[Hashable, Opened],
+    key: Hashable,
+    nbytes: int,
+    access: Access,
+    depends: Sequence[Handle],
+    enter: Callable[[], ForeignRegion],
+) -> ForeignRegion:
+    """Return a region over what is open under a key, or over what `enter` opens."""
+    for old, opened in tuple(known.items()):
+        if not opened.handle.is_open and old != key:
+            del known[old]
+    found = known.get(key)
+    if found is not None:
+        if found.infos[0].nbytes != nbytes:
+            raise ProtocolError(f"{nbytes} bytes were said to be in an allocation of {found.infos[0].nbytes}")
+        with suppress(ClosedError):  # the last one that used it went in this moment
+            return found.region(access, depends)
+        for one in depends:
+            one.check()  # it was none of these that is closed
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            root = enter()
+            break
+        except UsageError:
+            # Another thread is just closing it: seldom, and soon over.
+            if found is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.001)
+    try:
+        opened = known[key] = root.opened
+        return opened.region(access, depends)
+    finally:
+        root.close()  # from here on the regions alone keep it
+
+
+class _Pointers:
+    """The memory of other processes' pools that is open here: by the driver's word for the pool, whoever sent it.
+
+    The driver says of a pool that is imported again that it is the same one (measured), but does not count pointers:
+    the first free of one that was opened twice takes it away from both. So these are known to the whole process, not to
+    one connection: the same pool may be lent at two paths.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never taken by a finalizer
+        self._opened: dict[Hashable, Opened] = {}
+
+    def open(
+        self,
+        driver: Driver,
+        pool_fd: int,
+        data: bytes,
+        nbytes: int,
+        home: Location,
+        access: Access,
+        depends: Sequence[Handle],
     ) -> ForeignRegion:
+        """Return a region over an allocation of the pool behind a descriptor."""
         if not isinstance(driver, Pools):
             raise ProtocolError("memory of a pool on a place that has none")
-        whose, fd = pool
-        handle, imported = self._pools.get(whose, (None, _ImportedPool(driver)))
-        claim = None
-        if handle is not None:
-            with suppress(ClosedError):
-                claim = handle.claim("opening a pointer")
-        if claim is None:
-            imported = _ImportedPool(driver)
-            claim = own("pool of another process", imported)
-            try:
-                imported.number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
-            except BaseException:
-                claim.release()
-                raise
-            self._pools[whose] = claim.handle, imported
+        imported = _ImportedPool(driver)
+        claim = own("pool of another process", imported)
         try:
-            return open_pointer(driver, imported.number or 0, entry.data, nbytes, home, depends=(claim.handle,))
+            number = imported.number = driver.pool_import(pool_fd, HandleKind.POSIX_FD, home)
+            with self._lock:
+                return _again(
+                    self._opened, (driver.name, number, data), nbytes, access, depends,
+                    lambda: open_pointer(driver, number, data, nbytes, home, depends=(claim.handle,)),
+                )  # fmt: skip
         finally:
-            claim.release()
-
-    def _tidy(self) -> None:
-        for key, opened in tuple(self._opened.items()):
-            if not opened.handle.is_open:
-                del self._opened[key]
-        for whose, (handle, _) in tuple(self._pools.items()):
-            if not handle.is_open:
-                del self._pools[whose]
+            claim.release()  # what was opened keeps its own
 
 
 class _ImportedPool:
-    """The undo of a pool that was imported."""
+    """The undo of a pool that was imported: the driver counts how often it was."""
 
     def __init__(self, driver: Pools) -> None:
         self.driver = driver
@@ -215,6 +295,8 @@ class _ImportedPool:
             self.driver.pool_destroy(self.number)
 
 
+_PATIENCE = 10.0  # seconds to wait for what another thread is just closing
+_pointers = _Pointers()
 _imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()
 _imports_lock = threading.Lock()
 
@@ -226,8 +308,9 @@ def imports_of(connection: object) -> Imports:
 
 
 def _after_fork_in_child() -> None:
-    global _imports, _imports_lock
+    global _imports, _imports_lock, _pointers
     _imports, _imports_lock = weakref.WeakKeyDictionary(), threading.Lock()
+    _pointers = _Pointers()
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,8 +23,8 @@ from ..lifetime import Claim, Handle, own
 from ..memory import Pin, Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor
-from ..spec import Access
-from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
+from ..spec import Access, HandleKind
+from .by_handle import LentPools, describe_by_handle, goes_by_handle, handle_bytes
 from .keeping import Kept
 from .mapping import describe
 from .wire import MemoryPart, Reference
@@ -64,7 +64,7 @@ class Lent:
         "writable",
     )
 
-    def __init__(self, number: int, region: Region, handle: Handle, pools: PoolDescriptors | None) -> None:
+    def __init__(self, number: int, region: Region, handle: Handle, pools: LentPools | None) -> None:
         self.id = number
         self.pools = pools
         self.region = weakref.ref(region)
@@ -81,9 +81,11 @@ class Lent:
         self.layout = region.layout
         self.data, self.pool = b"", -1
         if self.pools is not None and goes_by_handle(region):
-            self.descriptor, self.data = describe_by_handle(region, 0, region.nbytes), handle_bytes(region)
-            self.pool = self.pools.number(region)
-            self.fds = [] if self.pool < 0 else [self.pools.fds[self.pool]]
+            self.descriptor, self.fds = describe_by_handle(region, 0, region.nbytes), list[int]()
+            if self.descriptor.segments[0].kind == HandleKind.POOL:
+                self.pool, claim, self.fds = self.pools.of(region)  # first: see handle_bytes
+                self.handle.adopt(claim)
+            self.data = handle_bytes(region)
         else:
             self.descriptor, self.fds = describe(region, 0, region.nbytes)
 
@@ -192,7 +194,7 @@ class Lender:
     """
 
     def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False) -> None:
-        self._pools = PoolDescriptors() if by_handle else None
+        self._pools = LentPools() if by_handle else None
         self._retired: Callable[[int], None] | None = retired
         self._ids = itertools.count(1)
         self._by_region: dict[Handle, Lent] = {}
@@ -210,7 +212,7 @@ class Lender:
         if self._pools is None and goes_by_handle(region):
             raise UnsupportedError(
                 "queueing memory that lives only as long as its maker", "memory that a descriptor stands for",
-                f"{region.handle.label}",
+                f"memory that its owner may free, {region.handle.label}",
                 "Copy it into memory of vram: vram.copy_in(...); or hand it over directly, with vram.lend or a channel",
             )  # fmt: skip
         handle = region.handle
@@ -247,8 +249,6 @@ class Lender:
         self._retired = None
         for handle, lent in tuple(self._by_region.items()):
             handle.forgo(lent.handle)
-        if self._pools is not None:
-            self._pools.close()
 
     def _forget(self, handle: Handle, number: int) -> None:
         lent = self._by_id.pop(number, None)

@@ -7,13 +7,14 @@ lets go once the other end has told as often that it is done.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
 
 from ..arrays import Array
-from ..errors import ProtocolError
-from ..memory import Pin
+from ..errors import ClosedError, ProtocolError
+from ..memory import Pin, Region
 
 __all__ = ["Kept", "Token"]
 
@@ -26,7 +27,8 @@ class Kept:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # for a few dictionary operations; never taken by a finalizer
-        self._by_number: dict[int, tuple[_Span, Pin]] = {}
+        # With the region object: as long as it is there, what is shared anew is the memory that the other end knows.
+        self._by_number: dict[int, tuple[_Span, Pin, Region]] = {}
         self._by_span: dict[_Span, int] = {}
         self._counts: dict[int, int] = {}
 
@@ -44,18 +46,36 @@ class Kept:
         pin = array.pin
         if pin is None:
             raise ProtocolError("memory of others is never an array's own to resize")
+        region = array.region
         kept = pin.again(array.offset, array.offset + array.nbytes, "sent to another process")
         with self._lock:
             number = next(self._numbers)
-            self._by_number[number], self._by_span[span], self._counts[number] = (span, kept), number, 1
+            self._by_number[number], self._by_span[span], self._counts[number] = (span, kept, region), number, 1
         return number
 
-    def find(self, memory: int, offset: int, nbytes: int) -> Pin | None:
-        """Return what keeps a part of a memory, so that an array that comes back is kept as it was."""
+    def again(self, number: int) -> bool:
+        """Count what is out under a number once more; False if the other end is done with all of that."""
         with self._lock:
-            for (number, start, size), pin in self._by_number.values():
-                if number == memory and start <= offset and offset + nbytes <= start + size:
-                    return pin
+            if number not in self._counts:
+                return False
+            self._counts[number] += 1
+            return True
+
+    def find(self, memory: int, offset: int, nbytes: int) -> Pin | None:
+        """Return a pin of its own on a part of a memory, so that an array that comes back is kept as it was."""
+        with self._lock:
+            found = next(
+                (
+                    pin
+                    for (number, start, size), pin, _ in self._by_number.values()
+                    if number == memory and start <= offset and offset + nbytes <= start + size
+                ),
+                None,
+            )
+        if found is None:
+            return None
+        with contextlib.suppress(ClosedError):  # its last array was given back in this moment
+            return found.again(offset, offset + nbytes, "came back from another process")
         return None
 
     def dropped(self, number: int, times: int) -> None:
@@ -74,18 +94,19 @@ class Kept:
                 self._counts[number] = left
                 return
             del self._counts[number]
-            span, pin = self._by_number.pop(number)
+            span, pin, region = self._by_number.pop(number)
             del self._by_span[span]
         pin.release()
+        del region  # not under the lock
 
     def close(self) -> None:
         """Let go of everything: the other end is gone, or told to look after itself."""
         with self._lock:
-            pins = [pin for _, pin in self._by_number.values()]
+            kept = list(self._by_number.values())
             self._by_number.clear()
             self._by_span.clear()
             self._counts.clear()
-        for pin in pins:
+        for _, pin, _ in kept:
             pin.release()
 
 

@@ -81,7 +81,7 @@ class Lease(Owned, Mapping[str, Array]):
                     regions.append(map_memory(memory, fds[at : at + count], access=access, depends=depends, user=user))
                     at += count
                 else:
-                    fd = -1 if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
+                    fd = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
                     key = (attachment.name, attachment.version)
                     regions.append(_open(client, key, memory, entry, fd, access, depends, user))
         except BaseException as error:
@@ -116,6 +116,11 @@ class Lease(Owned, Mapping[str, Array]):
     def nbytes(self) -> int:
         """Bytes of memory mapped under this lease."""
         return sum(region.mapped for region in self._regions)
+
+    def keep_with_memory(self, handle: Handle) -> None:
+        """Have something stay until the memory is unmapped, and the work on it waited for."""
+        for region in self._regions:
+            region.handle.depend(handle)
 
     # -- Mapping ------------------------------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
@@ -362,7 +367,7 @@ def _open(
     key: tuple[str, int],
     memory: MemoryDescriptor,
     entry: HandleEntry,
-    pool_fd: int,
+    pool_fd: int | None,
     access: str,
     depends: tuple[Handle, ...],
     user: Location | None,
@@ -374,9 +379,8 @@ def _open(
             "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
             'Borrow it with access="r" and copy: vram.copy_in(...)',
         )  # fmt: skip
-    pool = None if pool_fd < 0 else ((*key, "pool", entry.pool), pool_fd)
     return imports_of(client).open(
-        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
+        (*key, entry.memory), memory, entry, pool_fd, access=ACCESS[access], depends=depends, user=user
     )
 
 

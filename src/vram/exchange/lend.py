@@ -6,7 +6,9 @@ import contextlib
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Mapping
+from functools import partial
 
 from .. import driver as drivers
 from ..arrays.cuda import as_stream
@@ -20,16 +22,16 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..keeper.client import client
+from ..keeper.client import KeeperClient, client
 from ..keeper.lender import LENT, LenderServer
 from ..keeper.reports import HolderInfo, RevokeInfo
-from ..keeper.rules import MAX_MANIFEST
+from ..keeper.rules import MAX_MANIFEST, check_meta
 from ..lifetime import Owned, own, unwinding
 from ..memory import Event
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
 from ..spec import HOST, Location
 from .attach import check_access, user_of
-from .keepers import check_flag, check_seconds
+from .keepers import as_notes, check_flag, check_seconds
 from .lease import Lease, wire_access
 from .mapping import device_name, location_of, sealed_copy
 from .placement import Placement
@@ -64,7 +66,10 @@ class Lending(Owned):
         self.manifest = manifest
         self.path = server.path
         self.patience = patience
-        self._claim = own(f"what is lent at {server.path}", self._end, at_exit=True)
+        # Not a method of this object, which would never be collected then. Finalizers come there: nothing waits. What
+        # may not be freed is kept until the last lease is over.
+        undo = partial(server.end, when_idle=self._by_handle)
+        self._claim = own(f"what is lent at {server.path}", undo, at_exit=True)
 
     def holders(self) -> list[HolderInfo]:
         """Return who has a lease: pid and user as the kernel says, the label as they claim.
@@ -142,10 +147,6 @@ class Lending(Owned):
                     stacklevel=3,
                 )
 
-    def _end(self) -> None:
-        # Finalizers come here: nothing waits. What may not be freed is kept until the last lease is over.
-        self._server.end(when_idle=self._by_handle)
-
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{len(self.manifest.arrays)} arrays, {self.nbytes} bytes"
         return f"<Lending at {self.path}, {state}>"
@@ -158,10 +159,14 @@ class _Kept:
         self.plan = plan
         self.events = events
 
-    def __del__(self) -> None:
+    def let_go(self) -> None:
+        """Let go now. Idempotent."""
         for event in self.events:
             event.close()
         self.plan.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        self.let_go()
 
 
 def lend(
@@ -221,19 +226,23 @@ def lend(
     seconds = check_seconds(patience)
     if seconds is None:
         raise UsageError("patience is a number of seconds")
+    notes = check_meta(as_notes(meta))
+    if type(mode) is not int or not 0 <= mode <= 0o777:
+        raise UsageError(f"mode {mode!r:.40} is no permissions of a file, such as 0o600")
+    server = LenderServer(as_path(at), mode=mode, group=group)
     plan = Placement(arrays, check_flag(writable, "writable"), None, False, lends=True)
     events: list[Event] = []
     kept = _Kept(plan, events)
-    server = LenderServer(os.fspath(at), mode=mode, group=group)
-    plan.copy()
-    manifest, segments = plan.manifest()
-    manifest = _with_events(manifest, plan, waits, events)
-    if not writable:
-        plan.freeze()
-    data = encode_manifest(manifest)
-    sealed = sealed_copy(data) if len(data) > MAX_MANIFEST else None
-    server.start()
+    sealed = None
     try:
+        plan.copy()
+        manifest, segments = plan.manifest()
+        manifest = _with_events(manifest, plan, waits, events)
+        data = encode_manifest(manifest)
+        sealed = sealed_copy(data) if len(data) > MAX_MANIFEST else None
+        server.start()
+        if not writable:
+            plan.freeze()  # last, since it cannot be taken back (I4); who connects before has to wait
         server.lend(
             segments,
             plan.descriptors(),
@@ -241,13 +250,14 @@ def lend(
             None if sealed is None else sealed.export(),
             nbytes=plan.nbytes,
             writable=writable,
-            meta=dict(meta or {}),
+            meta=notes,
             keeps=kept,
         )
         return Lending(server, manifest, plan.nbytes, seconds)
     except BaseException as error:
         with unwinding(error):
             server.end(when_idle=False)
+            kept.let_go()  # now, not once the traceback is gone
         raise
     finally:
         if sealed is not None:
@@ -327,12 +337,12 @@ def borrow(
     user = user_of(device)
     waits = None if stream is None else as_stream(stream)
     seconds = check_seconds(timeout)
-    path = os.fspath(at)
+    path = as_path(at)
     deadline = None if seconds is None else time.monotonic() + seconds
     pause = _FIRST_LOOK
     while True:
         try:
-            connection = client(path)
+            connection = _connect(path)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             attachment = connection.attach(LENT, access=wire_access(access), timeout=left)
             break
@@ -343,7 +353,7 @@ def borrow(
         pause = min(pause * 1.5, _LAST_LOOK)
     lease = Lease(connection, attachment, access, user=user, is_lent=True)
     try:
-        _wait_for_events(lease.manifest, waits)
+        _wait_for_events(lease, waits)
     except BaseException as error:
         with unwinding(error):
             lease.close()
@@ -351,8 +361,23 @@ def borrow(
     return lease
 
 
-def _wait_for_events(manifest: Manifest, stream: int | None) -> None:
-    for entry in manifest.events:
+_connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
+
+
+def _connect(path: str) -> KeeperClient:
+    """Return the connection to a lender: one for each path, as long as anybody lends there."""
+    connection = client(path)
+    if connection not in _connections:
+        for other in list(_connections):
+            if not other.is_usable:  # each lender has a path of its own: nobody would ever look at it again
+                other._fail()
+                _connections.discard(other)
+        _connections.add(connection)
+    return connection
+
+
+def _wait_for_events(lease: Lease, stream: int | None) -> None:
+    for entry in lease.manifest.events:
         place = location_of(entry.device)
         try:
             event = Event.import_(drivers.get(place), entry.data, place)
@@ -366,6 +391,19 @@ def _wait_for_events(manifest: Manifest, stream: int | None) -> None:
                 event.wait(stream)
             except UsageError:  # a stream of another GPU
                 event.synchronize()
+                continue
+            lease.keep_with_memory(event.handle)  # what is waited for stays until the memory is unmapped
+
+
+def as_path(at: object) -> str:
+    """Return the path of a socket as a string."""
+    try:
+        path = os.fspath(at)  # type: ignore[call-overload]
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"{at!r:.80} is no path of a socket: a str or os.PathLike is")
+    return path
 
 
 def _who(holder: HolderInfo) -> str:

@@ -155,7 +155,8 @@ class Placement:
         for number, span in enumerate(self.spans.values()):
             if goes_by_handle(span.region):
                 self.pools = self.pools or PoolDescriptors()
-                handles.append(HandleEntry(number, handle_bytes(span.region), self.pools.number(span.region)))
+                pool = self.pools.number(span.region)  # first: see handle_bytes
+                handles.append(HandleEntry(number, handle_bytes(span.region), pool))
                 memories.append(describe_by_handle(span.region, span.start, span.stop))
             else:
                 memories.append(describe(span.region, span.start, span.stop)[0])
@@ -183,8 +184,10 @@ class Placement:
             region.synchronize()
 
     def freeze(self) -> None:
-        """Seal everything."""
+        """Seal everything. Of what is lent only memory of the host: work on a GPU may be about to write there (S8)."""
         for region in self._regions():
+            if self._lends and region.location != HOST:
+                continue
             region.freeze()
             Home.of(region).freeze_views()
 

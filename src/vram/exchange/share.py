@@ -12,7 +12,7 @@ from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import as_dtype
 from ..arrays.sources import CudaSource, Source, as_source, find
-from ..driver.foreign import PointerInfo
+from ..driver.foreign import MAX_POOL_ALLOCATION, PointerInfo
 from ..errors import UnsupportedError, UsageError, VramError
 from ..memory.foreign import ForeignRegion, find_foreign, look_up
 from ..spec import HOST, Access, HandleKind, Location, format_size, parse_size
@@ -166,11 +166,14 @@ def copy_in(obj: object, *, device: str | Location | None = None) -> Array:
         If there is not enough.
     """
     if isinstance(obj, tuple) and _is_span(obj):
-        obj = _span(obj)
-    if isinstance(obj, CudaSource):
-        place: Location | str = Location("cuda", obj.gpu)
-    elif isinstance(obj, Array):
-        place = obj.device
+        span = _span(obj)
+        if isinstance(span, Source):
+            obj = span.view
+        else:
+            _check_place(look_up(drivers.get(_place(span)), span.address, span.nbytes), span)
+            obj = _OnGpu(span)
+    if isinstance(obj, Array):
+        place: Location | str = obj.device
     else:
         place = _place(as_source(obj)) if not isinstance(obj, (list, tuple, int, float)) else HOST
     wanted = visible(Location.parse(place if device is None else device))
@@ -204,6 +207,7 @@ def route_of(source: Source | CudaSource, obj: object = None) -> Route:
         return _host_route(source, str(place))
     try:
         infos = look_up(drivers.get(place), source.address, max(source.nbytes if source.contiguous else 1, 1))
+        _check_place(infos, source)
     except UsageError as error:
         return Route(HandleKind.NONE, "other", str(place), source.nbytes, 0, 0, False, str(error), _COPY)
     return _foreign_route(infos, source, obj)
@@ -217,7 +221,10 @@ def _foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: obje
     ways = (HandleKind.POSIX_FD, HandleKind.LEGACY_IPC, HandleKind.POOL)
     kind = next((way for way in ways if way in kinds), HandleKind.NONE)
     reason = remedy = ""
-    if kind is HandleKind.NONE:
+    if kind is HandleKind.POOL and first.nbytes > MAX_POOL_ALLOCATION:
+        kind, remedy = HandleKind.NONE, _COPY
+        reason = f"the driver crashes whoever opens more than {format_size(MAX_POOL_ALLOCATION)} of a pool at once"
+    elif kind is HandleKind.NONE:
         reason, remedy = _why_none(first, kinds, obj)
     return Route(
         kind, first.made_by, str(first.location), source.nbytes, len(infos), source.address - first.base,
@@ -299,8 +306,9 @@ def _mapped_file(address: int) -> str:
                 span, rights, _, _, inode, *path = line.split(None, 5)
                 start, _, stop = span.partition(b"-")
                 if int(start, 16) <= address < int(stop, 16):
-                    shared = rights[3:4] == b"s" and int(inode) and path
-                    return os.fsdecode(path[0].strip()) if shared else ""
+                    named = os.fsdecode(path[0].strip()) if path else ""
+                    shared = rights[3:4] == b"s" and int(inode) and not named.startswith("/dev/zero")
+                    return named if shared else ""
     except (OSError, ValueError):
         pass
     return ""
@@ -310,8 +318,11 @@ def _foreign(source: CudaSource, obj: object) -> tuple[ForeignRegion, int]:
     driver = drivers.get(Location("cuda", source.gpu))
     access = Access.READ if source.readonly else Access.READ_WRITE
     region, offset = find_foreign(driver, source.address, source.nbytes, access=access)
-    if not region.kinds:
-        raise _refusal(_foreign_route(region.infos, source, obj))
+    _check_place(region.infos, source)
+    if not region.kinds or region.infos[0].nbytes > MAX_POOL_ALLOCATION:  # seldom: then it is asked what it is
+        route = _foreign_route(region.infos, source, obj)
+        if not route:
+            raise _refusal(route)
     return region, offset
 
 
@@ -329,6 +340,13 @@ def _check_dense(source: Source | CudaSource, obj: object) -> None:
             f"or copy it: vram.copy_in(...) (on a GPU, after .contiguous())"
         )
     as_dtype(source.dtype)
+
+
+def _check_place(infos: tuple[PointerInfo, ...], source: CudaSource) -> None:
+    """Raise UsageError for memory of another GPU than it was said to be on; what is on none is for others to refuse."""
+    where = infos[0].location
+    if isinstance(where.id, int) and where.id != source.gpu:
+        raise UsageError(f"the memory at {source.address:#x} is on {where}, not on {_place(source)}")
 
 
 def _place(source: Source | CudaSource) -> Location:
@@ -356,6 +374,14 @@ def _span(obj: Any) -> Source | CudaSource:
     if nbytes and find(address, nbytes) is None:
         raise _refusal(Route(HandleKind.NONE, "other", "host", nbytes, 0, 0, False, "no vram memory is there", _COPY))
     return Source(np.asarray(_At(address, nbytes)) if nbytes else np.empty(0, np.uint8))
+
+
+class _OnGpu:
+    """Memory of a GPU by its address, for those who take arrays."""
+
+    def __init__(self, span: CudaSource) -> None:
+        data = (span.address, True)
+        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": span.shape, "typestr": "|u1"}
 
 
 class _At:

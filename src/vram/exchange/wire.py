@@ -60,7 +60,7 @@ class MemoryPart(Struct, frozen=True, array_like=True):
     writable: bool
     descriptor: MemoryDescriptor
     handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES)] = b""
-    pool: Annotated[int, Meta(ge=-1, lt=MAX_SEGMENTS)] = -1
+    pool: Annotated[int, Meta(ge=-1, le=2**62)] = -1
 
 
 class Part(Struct, frozen=True, array_like=True, tag="m"):

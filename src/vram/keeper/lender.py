@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
@@ -81,6 +81,7 @@ class LenderServer(KeeperServer):
         self._version: Any = None
         self._freed = threading.Event()
         self._keeps: object = None
+        self._asked: set[Future[Any]] = set()
         self._thread: threading.Thread | None = None
         self._ends_when_idle = False
 
@@ -149,7 +150,7 @@ class LenderServer(KeeperServer):
             self._owner, LENT, nbytes=nbytes, handles=len(fds), writable=writable, meta=meta, least=0
         )
         held = Held(list(fds), nbytes, self._returned)
-        version, _ = self.catalogue.commit(publication, held, self.now())
+        version, effects = self.catalogue.commit(publication, held, self.now())
         version.body = msgspec.Raw(
             m.encode(
                 m.Entry(
@@ -160,6 +161,7 @@ class LenderServer(KeeperServer):
         )  # fmt: skip
         self._version = version
         fds.clear()
+        self.service.carry_out(effects)  # those who came between the socket and this
 
     # -- what its process asks ------------------------------------------------------------------------------------
     def holders(self) -> list[HolderInfo]:
@@ -219,12 +221,16 @@ class LenderServer(KeeperServer):
             self.stop()
 
     def _shut_down(self) -> None:
-        super()._shut_down()
+        super()._shut_down()  # closes the loop: whoever asks from here on is told so
         self._keeps = None
+        for done in list(self._asked):
+            with contextlib.suppress(InvalidStateError):
+                done.set_exception(ClosedError(f"what was lent at {self.path} is not lent any more"))
 
     def _do(self, what: Callable[[], _T]) -> _T:
         """Have the thread do something, and return what comes of it."""
         done: Future[_T] = Future()
+        self._asked.add(done)
 
         def run() -> None:
             try:
@@ -233,9 +239,9 @@ class LenderServer(KeeperServer):
                 done.set_exception(error)
 
         thread = self._thread
-        if thread is None or not thread.is_alive():
-            raise ClosedError(f"what was lent at {self.path} is not lent any more")
         try:
+            if thread is None or not thread.is_alive():
+                raise ClosedError(f"what was lent at {self.path} is not lent any more")
             self.loop.call_soon_threadsafe(run)
             return done.result(_ANSWER)
         except RuntimeError:
@@ -244,6 +250,8 @@ class LenderServer(KeeperServer):
             raise WaitTimeoutError(
                 f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s"
             ) from None
+        finally:
+            self._asked.discard(done)
 
     def let_go_in_child(self) -> None:
         """In the child of a fork: let go of the parent's sockets, or borrowers would not see the parent's end."""

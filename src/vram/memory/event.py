@@ -18,7 +18,7 @@ from ..errors import OutOfMemoryError, UsageError
 from ..lifetime import Claim, Owned, own, unwinding
 from ..spec import Location
 from . import checks
-from .foreign import events, interprocess
+from .abilities import events, interprocess
 
 if TYPE_CHECKING:
     from typing import Self
@@ -176,16 +176,24 @@ class Event(Owned):
         number = stream_number(stream)
         self._use("record", lambda event: events(self.driver).event_record(event, number))
 
-    def wait(self, stream: int = LEGACY_STREAM) -> None:
+    def wait(self, stream: int = LEGACY_STREAM, location: Location | str | None = None) -> None:
         """Have a stream wait, on the GPU, until what was recorded is done. Returns at once.
 
         Parameters
         ----------
         stream : int
             The driver's number of it.
+        location : Location or str, optional
+            The stream's GPU, by default the event's own. It decides which default stream 1 is, and nothing else.
+
+        Raises
+        ------
+        UsageError
+            If that is no stream.
         """
         number = stream_number(stream)
-        self._use("wait", lambda event: events(self.driver).stream_wait(number, event, self.location))
+        place = self.location if location is None else checks.place(self.driver, location)
+        self._use("wait", lambda event: events(self.driver).stream_wait(number, event, place))
 
     def synchronize(self) -> None:
         """Return when what was recorded is done. However long that takes: the driver knows no deadline."""

@@ -14,19 +14,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import NamedTuple, NoReturn
 
-from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, PointerInfo, Pools
-from ..driver.protocol import Driver, StreamOrdered
-from ..errors import ClosedError, DeviceLostError, UnsupportedError, UsageError
+from ..driver.foreign import Foreign, PointerInfo
+from ..driver.protocol import Driver
+from ..errors import ClosedError, DeviceLostError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size
+from .abilities import foreign, legacy, pools
 from .allocation import Memory, adopt_memory
 from .chunks import Chunk, Chunks
 from .region import Region
 from .reservation import AddressRange, Unmap
 
-__all__ = ["ForeignRegion", "Opened", "find_foreign", "look_up", "open_legacy", "open_pointer"]
+__all__ = ["ForeignRegion", "Opened", "find_foreign", "foreign", "legacy", "look_up", "open_legacy", "open_pointer"]
 
 _MOST_KNOWN = 4096  # allocations of others whose looks are remembered
 
@@ -384,44 +385,6 @@ def _opened(
         with unwinding(error):
             claim.release()
         raise
-
-
-# -- what a driver can ------------------------------------------------------------------------------------------
-def foreign(driver: Driver) -> Foreign:
-    """Return the driver as one that knows memory of others."""
-    return cast("Foreign", _able(driver, Foreign, "memory that others made"))
-
-
-def legacy(driver: Driver) -> LegacyIpc:
-    """Return the driver as one with 64-byte handles of allocations."""
-    return cast("LegacyIpc", _able(driver, LegacyIpc, "64-byte handles of cudaMalloc memory"))
-
-
-def pools(driver: Driver) -> Pools:
-    """Return the driver as one with stream-ordered pools."""
-    return cast("Pools", _able(driver, Pools, "stream-ordered pools"))
-
-
-def events(driver: Driver) -> StreamOrdered:
-    """Return the driver as one with streams and events."""
-    return cast("StreamOrdered", _able(driver, StreamOrdered, "events", "Its work is done when the call returns"))
-
-
-def interprocess(driver: Driver) -> InterprocessEvents:
-    """Return the driver as one whose events other processes can wait for."""
-    remedy = "Wait for the work, then say so: synchronize()"
-    return cast("InterprocessEvents", _able(driver, InterprocessEvents, "events between processes", remedy))
-
-
-def _able(driver: Driver, capability: Any, what: str, remedy: str = "Copy it: vram.copy_in()") -> Driver:
-    if not _has(type(driver), capability):
-        raise UnsupportedError(what, "a driver of GPUs", f"the {driver.name} driver, which has none", remedy)
-    return driver
-
-
-@functools.lru_cache(maxsize=64)  # the question takes microseconds, and there are few drivers
-def _has(kind: type, capability: Any) -> bool:
-    return issubclass(kind, capability)
 
 
 def _after_fork_in_child() -> None:

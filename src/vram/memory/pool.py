@@ -19,8 +19,9 @@ from ..errors import BusyError, ClosedError, ProtocolError, UsageError
 from ..lifetime import Claim, Handle, Owned, own, unwinding
 from ..spec import Access, HandleKind, Location
 from . import checks
+from .abilities import pools
 from .event import LEGACY_STREAM, stream_number
-from .foreign import ForeignRegion, Opened, allocate_pointer, open_pointer, pools
+from .foreign import ForeignRegion, Opened, allocate_pointer, open_pointer
 
 if TYPE_CHECKING:
     from typing import Self

@@ -60,6 +60,7 @@ MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
 # As plain ints: the flags of the socket module are enums, and their | costs a microsecond in every message.
 _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_PEEK = int(getattr(socket, "MSG_PEEK", 0))
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
@@ -293,6 +294,14 @@ class Channel(lifetime.Owned):
         poll = select.poll()
         poll.register(self._sock, 0)  # hang-up and errors are always told
         return bool(poll.poll(0))
+
+    def peek(self, count: int) -> bytes:
+        """Return the first bytes of the next message, which stays there; none if there is no message now."""
+        self._check()
+        try:
+            return self._sock.recv(count, _DONTWAIT | _PEEK)
+        except OSError:  # whoever receives it hears what is wrong
+            return b""
 
     def give_away(self) -> int:
         """Lend the descriptor for another process to take this end over. Closing this object then ends nothing."""

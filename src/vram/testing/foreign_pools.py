@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ..driver.foreign import HANDLE_BYTES, Pools
+from ..driver.foreign import HANDLE_BYTES, MAX_POOL_ALLOCATION, Pools
 from ..errors import OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
 from ..spec import Access, HandleKind, Location
 from .foreign_scene import KIB, ForeignSuite, refused_there
@@ -90,7 +90,7 @@ class PoolRules(ForeignSuite):
     def test_a_pool_in_another_process(self, scene: Scene, other: OtherProcess) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
             scene.write(address + 3, b"from here")
-            token = pools.pool_export_pointer(address)
+            token = _token(pools, pool, address)
             assert isinstance(token, bytes)
             assert len(token) == HANDLE_BYTES
             with _there(scene, pools, pool, other) as imported:
@@ -136,7 +136,7 @@ class PoolRules(ForeignSuite):
         with self.window(scene, address, SIZE):
             scene.write(address, b"a stranger's")
         with _there(scene, pools, pool, other) as imported:
-            there = other.call("pool_open_pointer", imported, pools.pool_export_pointer(address), SIZE)
+            there = other.call("pool_open_pointer", imported, _token(pools, pool, address), SIZE)
             assert other.read(there, 12) == b"a stranger's"
             other.call("pool_close_pointer", there)
         pool, address = stranger.pooled(SIZE, shareable=False)
@@ -151,10 +151,26 @@ class PoolRules(ForeignSuite):
                 with scene.refused(UsageError):
                     pools.pool_export_pointer(other)
 
+    def test_no_pointer_leaves_before_its_pool(self, scene: Scene) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            with scene.refused(UsageError):
+                pools.pool_export_pointer(address)
+            assert len(_token(pools, pool, address)) == HANDLE_BYTES
+
+    def test_a_pool_imported_twice_is_one_pool_and_counted(self, scene: Scene, other: OtherProcess) -> None:
+        with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
+            token = _token(pools, pool, address)
+            with _there(scene, pools, pool, other) as first:
+                with _there(scene, pools, pool, other) as second:
+                    assert second == first
+                there = other.call("pool_open_pointer", first, token, SIZE)
+                assert other.read(there, 1) == scene.read(address, 1)
+                other.call("pool_close_pointer", there)
+
     def test_no_pointer_is_open_twice(self, scene: Scene, other: OtherProcess) -> None:
         """The driver does not count: the first to be freed would be taken away from both."""
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
-            token = pools.pool_export_pointer(address)
+            token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 there = other.call("pool_open_pointer", imported, token, SIZE)
                 for nbytes, error in ((SIZE, UsageError), (SIZE // 2, UsageError), (2 * SIZE, UsageError)):
@@ -166,16 +182,19 @@ class PoolRules(ForeignSuite):
 
     def test_a_size_that_pool_memory_has_not(self, scene: Scene, other: OtherProcess) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
-            token = pools.pool_export_pointer(address)
+            token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
-                for nbytes in (1 << 40, 64 * SIZE, 0, -1):
+                for nbytes in (64 * SIZE, 0, -1):
                     with refused_there(other, ProtocolError):
+                        other.call("pool_open_pointer", imported, token, nbytes)
+                for nbytes in (MAX_POOL_ALLOCATION + 1, 1 << 40):  # the driver would end the process
+                    with refused_there(other, UnsupportedError):
                         other.call("pool_open_pointer", imported, token, nbytes)
                 other.call("pool_close_pointer", other.call("pool_open_pointer", imported, token, SIZE))
 
     def test_bytes_that_are_none_of_the_pool(self, scene: Scene, other: OtherProcess) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address, self._pool(scene) as (_, second):
-            token = pools.pool_export_pointer(address)
+            token = _token(pools, pool, address)
             with _there(scene, pools, pool, other) as imported:
                 for data in (b"", token[:-1], token + b"\0", bytes(HANDLE_BYTES), b"\xa5" * HANDLE_BYTES):
                     with refused_there(other, ProtocolError):
@@ -186,7 +205,7 @@ class PoolRules(ForeignSuite):
     def test_what_only_the_maker_of_a_pool_does(self, scene: Scene, other: OtherProcess) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
             with _there(scene, pools, pool, other) as imported:
-                there = other.call("pool_open_pointer", imported, pools.pool_export_pointer(address), SIZE)
+                there = other.call("pool_open_pointer", imported, _token(pools, pool, address), SIZE)
                 for method, arguments in (
                     ("pool_allocate", (imported, SIZE, DEFAULT)),
                     ("pool_export", (imported, FD)),
@@ -228,7 +247,7 @@ class PoolRules(ForeignSuite):
         wrong = Location(scene.location.kind, 1)
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
             with _there(scene, pools, pool, other, wrong) as imported, refused_there(other, ProtocolError):
-                other.call("pool_open_pointer", imported, pools.pool_export_pointer(address), SIZE)
+                other.call("pool_open_pointer", imported, _token(pools, pool, address), SIZE)
 
     @contextmanager
     def _pool(self, scene: Scene, kinds: HandleKind = FD) -> Iterator[tuple[Any, int]]:
@@ -249,6 +268,14 @@ def _allocated(pools: Any, pool: int) -> Iterator[int]:
         yield address
     finally:
         pools.pool_free(address, DEFAULT)
+
+
+def _token(pools: Any, pool: int, address: int) -> bytes:
+    """Export a pointer: only after its pool was, which the driver wants so."""
+    with _exported(pools, pool):
+        pass
+    token: bytes = pools.pool_export_pointer(address)
+    return token
 
 
 @contextmanager

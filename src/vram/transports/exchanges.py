@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +113,7 @@ class SocketExchange(Owned):
         WaitTimeoutError
             If nobody came.
         """
+        check_system("a unix socket")
         check_path(path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
@@ -139,6 +141,8 @@ class SocketExchange(Owned):
         WaitTimeoutError
             If nobody does.
         """
+
+        check_system("a unix socket")
 
         def attempt() -> Channel | None:
             with contextlib.suppress(PeerGoneError):
@@ -232,6 +236,12 @@ def close_all(fds: list[int]) -> None:
     """Close descriptors; each once."""
     while fds:
         os.close(fds.pop())
+
+
+def check_system(way: str) -> None:
+    """Raise where there is no such thing."""
+    if sys.platform != "linux":
+        raise UnsupportedError(f"an exchange over {way}", "Linux", sys.platform)
 
 
 def _taken(path: str, error: OSError) -> Exception:

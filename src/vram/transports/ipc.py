@@ -6,8 +6,10 @@ whatever comes from a sender that is gone is refused, although the driver may st
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -16,16 +18,17 @@ from msgspec import Meta, Struct
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
-from ..errors import PeerGoneError, ProtocolError, UsageError
+from ..errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..exchange.mapping import device_name
 from ..exchange.wire import Part
 from ..lifetime import Claim, Handle, own
 from ..memory import Region
-from ..memory.foreign import ForeignRegion, legacy
+from ..memory.abilities import legacy
+from ..memory.foreign import ForeignRegion
 from ..sharing.legacy_ipc import IpcMemHandle, open_counted
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Yes
-from .exchanges import Exchange, SocketExchange
+from .exchanges import Exchange, SocketExchange, wait_until
 from .local import fit_with
 from .measure import measured
 from .places import as_array, check_place, on_gpus, ready, unless
@@ -34,6 +37,8 @@ from .vmm import VmmTransport
 from .wire import Allocation
 
 __all__ = ["IpcTransport"]
+
+_MOMENT = 0.2  # seconds
 
 
 class _Exported(Struct, frozen=True, array_like=True):
@@ -56,7 +61,7 @@ class IpcTransport(RemoteTransport):
     :meth:`synchronize` has returned and, where the other end received it without a buffer, until that end is closed.
     """
 
-    __slots__ = ("_numbers", "_told")
+    __slots__ = ("_numbers", "_openings", "_told")
 
     kind = "ipc"
     needs_fds = False
@@ -67,6 +72,7 @@ class IpcTransport(RemoteTransport):
         super().__init__(src, dst, exchange, timeout=timeout)
         self._numbers = itertools.count(1)
         self._told: dict[Handle, tuple[int, Handle]] = {}
+        self._openings: dict[int, Claim] = {}
 
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
@@ -109,14 +115,13 @@ class IpcTransport(RemoteTransport):
         if known is not None:
             return known[0]
         number = next(self._numbers)
-        allocation = self._allocation(region, number)
+        self._say(self._allocation(region, number))  # first: what was not said must not be referred to
         claim = own(f"memory {number} lent to another process", _Retire(weakref.ref(self), handle, number))
         try:
             handle.depend(claim.handle)
             self._told[handle] = number, claim.handle
         finally:
             claim.release()  # from here on the region alone keeps it
-        self._say(allocation)
         return number
 
     def _allocation(self, region: ForeignRegion, number: int) -> Allocation:
@@ -147,8 +152,25 @@ class IpcTransport(RemoteTransport):
             raise ProtocolError("memory came by file descriptor on a transport of 64-byte handles")
         if message.memory in self._memories:
             raise ProtocolError(f"memory {message.memory} was described twice")
-        region, claim = self._opened(message)
-        self._memories[message.memory] = region, claim.release
+        try:
+            region, claim = self._opened(message)
+        except ProtocolError as error:
+            # The memory goes with its maker, and a moment later the connection does.
+            with contextlib.suppress(WaitTimeoutError):
+                wait_until(lambda: self._exchange.is_gone() or None, _MOMENT, "")
+                raise PeerGoneError(
+                    f"the process that made the memory is gone, and the memory with it: {error}"
+                ) from None
+            raise
+        self._openings[message.memory] = claim
+        self._memories[message.memory] = region, partial(self._let_go, message.memory)
+
+    def _keep_open(self, array: Array, number: int) -> None:
+        if array.pin is not None:
+            array.pin.keeps = self._openings[number].handle.claim("received array")  # and so does every view
+
+    def _let_go(self, number: int) -> None:
+        self._openings.pop(number).release()
 
     def _opened(self, allocation: Allocation) -> tuple[Region, Claim]:
         if allocation.device != device_name(self.src):

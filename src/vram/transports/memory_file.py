@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import struct
@@ -21,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError
-from .exchanges import ByteExchange, _taken, closing_on_error, wait_until
+from .exchanges import ByteExchange, _taken, check_system, closing_on_error, wait_until
 
 if TYPE_CHECKING:
     from typing import Self
@@ -54,6 +53,7 @@ class SharedMemoryExchange(ByteExchange):
     @classmethod
     def listen(cls, path: str, timeout: float | None = None) -> Self:
         """Make the file and wait for the other end; see :class:`SocketExchange`."""
+        check_system(cls.way)
         fds: list[int] = []
         try:
             fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -73,6 +73,7 @@ class SharedMemoryExchange(ByteExchange):
     @classmethod
     def connect(cls, path: str, timeout: float | None = None) -> Self:
         """Open the file of who waits there, or will; see :class:`SocketExchange`."""
+        check_system(cls.way)
         fds: list[int] = []
         with closing_on_error(fds):
             fd = wait_until(lambda: _ready(path), timeout, f"nobody listens at {path}")
@@ -115,6 +116,7 @@ class SharedMemoryExchange(ByteExchange):
 
     def _take(self) -> bytes | None:
         with self._reading:
+            self.handle  # noqa: B018  (closed meanwhile?)
             payload = self._arrived()
             if payload is not None:
                 self._read += 1
@@ -173,6 +175,8 @@ def _checksum(number: int, payload: bytes) -> int:
 
 
 def _lock(fd: int, byte: int) -> None:
+    import fcntl  # not on every system where this module is imported
+
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
@@ -183,6 +187,8 @@ def _lock(fd: int, byte: int) -> None:
 
 def _is_locked(fd: int, byte: int) -> bool:
     """Whether another open file has locked a byte."""
+    import fcntl
+
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     kind: int = _LOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK

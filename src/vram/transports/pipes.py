@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from .exchanges import ByteExchange, _taken, closing_on_error, wait_until
+from .exchanges import ByteExchange, _taken, check_system, closing_on_error, wait_until
 
 if TYPE_CHECKING:
     from typing import Self
@@ -35,7 +35,7 @@ class PipeExchange(ByteExchange):
     __slots__ = ("_got", "_read_from", "_reading", "_write_to", "_writing")
 
     way = "named pipes"
-    most = select.PIPE_BUF - _LENGTH.size
+    most = getattr(select, "PIPE_BUF", 512) - _LENGTH.size  # POSIX promises that much
 
     def __init__(self, read_from: int, write_to: int) -> None:
         self._read_from, self._write_to = read_from, write_to
@@ -47,6 +47,7 @@ class PipeExchange(ByteExchange):
     @classmethod
     def listen(cls, path: str, timeout: float | None = None) -> Self:
         """Make the pipes and wait for the other end; see :class:`SocketExchange`."""
+        check_system(cls.way)
         there, back = f"{path}.there", f"{path}.back"
         made: list[str] = []
         fds: list[int] = []
@@ -69,6 +70,7 @@ class PipeExchange(ByteExchange):
     @classmethod
     def connect(cls, path: str, timeout: float | None = None) -> Self:
         """Open the pipes of who waits there, or will; see :class:`SocketExchange`."""
+        check_system(cls.way)
         fds: list[int] = []
         what = f"nobody listens at {path}"
         with closing_on_error(fds):

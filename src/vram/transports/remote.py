@@ -30,7 +30,7 @@ from ..spec import Location
 from .endpoint import Endpoint
 from .exchanges import Exchange
 from .places import as_array, check_fits, check_place, ready, shown_on
-from .wire import MAX_FORGOTTEN, VERSION, WINDOW, Allocation, Forgotten, Hello, Sent, Taken, decode, encode
+from .wire import MAX_FORGOTTEN, VERSION, WINDOW, Allocation, Forgotten, GoOn, Hello, Sent, Taken, decode, encode
 
 __all__ = ["RemoteTransport"]
 
@@ -56,8 +56,8 @@ class RemoteTransport(Endpoint):
     """
 
     __slots__ = (
-        "_acking", "_exchange", "_greeted", "_inbox", "_memories", "_number", "_reading", "_received_count", "_retired",
-        "_sending", "_sent_count", "_taken", "_taking", "timeout",
+        "_acking", "_awaited", "_exchange", "_greeted", "_inbox", "_memories", "_reading", "_received_count",
+        "_retired", "_sending", "_sent_count", "_taken", "_taking", "timeout",
     )  # fmt: skip
 
     needs_fds: ClassVar[bool]
@@ -73,6 +73,7 @@ class RemoteTransport(Endpoint):
         self._memories: dict[int, tuple[Region, Callable[[], object]]] = {}
         self._retired: deque[int] = deque()  # finalizers append to it
         self._sent_count = self._taken = self._received_count = 0
+        self._awaited = 0  # parts of memory that the other end has not taken yet
         # None of them is ever taken by a finalizer. Reading and receipts have locks of their own: a sender that waits
         # for the other end must not keep another thread from telling it what was received.
         self._reading, self._taking, self._sending, self._acking = (threading.Lock() for _ in range(4))
@@ -96,6 +97,9 @@ class RemoteTransport(Endpoint):
     @abstractmethod
     def _learn(self, message: Part | Allocation, fds: list[int]) -> None:
         """Open memory that the other end described. `fds` are lent."""
+
+    def _keep_open(self, array: Array, number: int) -> None:
+        """Have an array keep what it lies on open, if its own pin does not."""
 
     def _check_alive(self) -> None:
         """Raise if what was received cannot be used, since its sender is gone."""
@@ -233,6 +237,10 @@ class RemoteTransport(Endpoint):
                 if not self._taken <= message.count <= self._sent_count:
                     raise ProtocolError(f"{message.count} messages are said to be received of {self._sent_count}")
                 self._taken = message.count
+            elif isinstance(message, GoOn):
+                if not self._awaited:
+                    raise ProtocolError("the other end says that it took a part of memory; none was sent")
+                self._awaited -= 1
             elif isinstance(message, Forgotten):
                 for number in message.memories:
                     self._forget(number)
@@ -240,6 +248,9 @@ class RemoteTransport(Endpoint):
                 raise ProtocolError(f"the other end described more than {MAX_MEMORIES} memories")
             else:
                 self._learn(message, fds)
+                if isinstance(message, Part) and not message.part.last:
+                    with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
+                        self._say(GoOn())
         finally:
             close_fds(fds)
 
@@ -256,7 +267,9 @@ class RemoteTransport(Endpoint):
         region, _ = self._memories.get(sent.memory, (None, None))
         if region is None:
             raise ProtocolError(f"an array came on memory {sent.memory}, which was not described")
-        return array_on(region, sent.dtype, sent.shape, sent.offset, sent.nbytes)
+        array = array_on(region, sent.dtype, sent.shape, sent.offset, sent.nbytes)
+        self._keep_open(array, sent.memory)
+        return array
 
     def _forget(self, number: int) -> None:
         region, drop = self._memories.pop(number, (None, None))

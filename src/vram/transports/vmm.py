@@ -15,11 +15,12 @@ from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..arrays.views import let_go
-from ..errors import ProtocolError, VramError
+from ..errors import ProtocolError, UsageError, VramError
 from ..exchange.handover import Lender
 from ..exchange.mapping import describe, device_name, extend_memory, map_memory
 from ..exchange.wire import Part
 from ..memory import Region
+from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import MemoryDescriptor
 from ..spec import HOST, Access, HandleKind, Location
 from .contract import Estimate, ExportedBuffer, No, Yes
@@ -49,7 +50,8 @@ class VmmTransport(RemoteTransport):
     """Hands over memory that file descriptors stand for: what vram makes, and PyTorch's expandable segments.
 
     See :class:`~vram.transports.remote.RemoteTransport` for the parameters. What is received without a buffer is the
-    sender's memory: writable here if the sender could write to it.
+    sender's memory: writable here if the sender could write to it. Memory of more than 253 segments is described in
+    parts, each after the other end has taken the one before: it has to be receiving meanwhile.
     """
 
     __slots__ = ("_lender",)
@@ -100,6 +102,7 @@ class VmmTransport(RemoteTransport):
         self.handle  # noqa: B018  (the check)
         array = as_array(buffer)
         check_place("the buffer", array, self.src)
+        _check_way(array)
         ready(array, None)
         region, start = array.region, array.offset
         kept = region.pin(start, start + array.nbytes, "exported")
@@ -109,13 +112,17 @@ class VmmTransport(RemoteTransport):
         return ExportedBuffer(self.kind, msgspec.msgpack.encode(said), tuple(fds), kept)
 
     def _introduce(self, array: Array) -> int:
+        _check_way(array)
         lent = self._lender.lend(array)
         if lent.sent < len(lent.fds) or lent.sent < 0:
             kept = lent.keep()
             try:
                 for part, fds in lent.parts(max(lent.sent, 0)):
+                    # One part on its way at a time: descriptors that nobody reads are limited, for all of this user.
+                    self._until(lambda: not self._awaited, self.timeout, "the other end takes no descriptors")
                     self._say(Part(part), fds)
                     lent.sent = part.first + len(fds)
+                    self._awaited += not part.last
             finally:
                 kept.release()
         return lent.id
@@ -162,3 +169,13 @@ class VmmTransport(RemoteTransport):
         super().close(strict=strict)
         if was_open:
             self._lender.close()
+
+
+def _check_way(array: Array) -> None:
+    """Say which way memory travels that no descriptor stands for."""
+    region = array.region
+    if isinstance(region, ForeignRegion) and region.made_by != "vmm":
+        way = {"legacy": "it travels by its 64 bytes, with the ipc transport"}.get(
+            region.made_by, "copy it into memory of your own first"
+        )
+        raise UsageError(f"{array!r} is memory of another kind ({region.made_by}), which has no descriptor: {way}")

@@ -16,6 +16,7 @@ __all__ = [
     "WINDOW",
     "Allocation",
     "Forgotten",
+    "GoOn",
     "Hello",
     "Sent",
     "Taken",
@@ -63,13 +64,17 @@ class Taken(Struct, frozen=True, array_like=True, tag="t"):
     count: _Size
 
 
+class GoOn(Struct, frozen=True, array_like=True, tag="g"):
+    """Answers a part of a memory that is not the last: its descriptors were taken, the next part may come (S4)."""
+
+
 class Forgotten(Struct, frozen=True, array_like=True, tag="x"):
     """Memory that is unmapped where it was described: let go of it."""
 
     memories: Annotated[tuple[_Id, ...], Meta(max_length=MAX_FORGOTTEN)]
 
 
-Message = Hello | Part | Allocation | Sent | Taken | Forgotten
+Message = Hello | Part | Allocation | GoOn | Sent | Taken | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

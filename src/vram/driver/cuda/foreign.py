@@ -63,10 +63,12 @@ class ForeignCalls(WorkCalls):
             raise UsageError(f"{address:#x} is no address")
         found = self._call("cuPointerGetAttributes", len(self._asked), self._asked, address)
         ordinal, memory_type, identity, legacy, kinds, pool, context, managed = map(_number, found)
-        if ordinal < 0 and not memory_type:
+        if not identity or (ordinal < 0 and not memory_type):
             raise UsageError(f"{address:#x} is no address that the driver knows")
+        used = (device.ordinal for device in self._devices.all if device.is_used)
         try:
-            base, nbytes = self._call("cuMemGetAddressRange", address)
+            with self._contexts[ordinal if ordinal >= 0 else next(used, 0)]:  # unlike the attributes it wants one
+                base, nbytes = self._call("cuMemGetAddressRange", address)
         except DriverError as error:
             if error.code not in (NOT_FOUND, INVALID_VALUE):
                 raise

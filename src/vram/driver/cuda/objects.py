@@ -9,7 +9,7 @@ from typing import Any
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
-__all__ = ["UNCLAIMED", "CudaMapping", "CudaMemory", "Place", "Window"]
+__all__ = ["UNCLAIMED", "Counted", "CudaMapping", "CudaMemory", "Place", "Window"]
 
 Place = tuple[int, int]  # CUmemLocationType and id
 UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's yet
@@ -71,6 +71,8 @@ class Window:
 
     __slots__ = ("address", "kind", "nbytes", "rights")
 
+    memory = None  # none that the books know
+
     def __init__(self, address: int, nbytes: int, rights: dict[Place, Access], kind: str = "") -> None:
         self.address = address
         self.nbytes = nbytes
@@ -81,6 +83,38 @@ class Window:
     def access(self) -> Access:
         """The most that any place may do there."""
         return max(self.rights.values())
+
+
+class Counted(dict[int, int]):
+    """Books of what the driver may give out several times under one number: a pool, imported again.
+
+    Every step is one operation of a dictionary or list, which Python makes atomic: no undo waits here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._out: dict[int, list[int]] = {}
+
+    def __setitem__(self, number: int, ordinal: int) -> None:
+        self._out.setdefault(number, []).append(ordinal)
+        super().__setitem__(number, ordinal)
+
+    def take(self, number: int) -> int | None:
+        """Take one of them out; None if all are."""
+        out = self._out.get(number)
+        try:
+            ordinal = out.pop() if out else None
+        except IndexError:
+            return None
+        if not out:
+            super().pop(number, None)
+            if out:  # another thread was given it in between
+                super().__setitem__(number, out[-1])
+        return ordinal
+
+    def all(self) -> list[int]:
+        """Return the numbers that are out, each as often as it is."""
+        return [number for number, out in tuple(self._out.items()) for _ in tuple(out)]
 
 
 _NOBODY = Ticket()

@@ -9,13 +9,14 @@ from typing import Any
 
 from ...errors import DriverError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
 from ...spec import Access, HandleKind, Location
+from ..foreign import MAX_POOL_ALLOCATION
 from ..protocol import LiveObjects
 from .arguments import check_kinds
 from .bindings import UINT32, Bindings, write
 from .devices import DEVICE, Devices
 from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
 from .foreign import ForeignCalls, bytes_of
-from .objects import Window
+from .objects import Counted, Window
 
 __all__ = ["PoolCalls"]
 
@@ -30,12 +31,12 @@ class PoolCalls(ForeignCalls):
 
     def __init__(self, bindings: Bindings, devices: Devices) -> None:
         super().__init__(bindings, devices)
-        self._pools: dict[int, int] = {}  # to the ordinal of the GPU
+        self._pools = Counted()  # to the ordinal of the GPU
         self._pointers: dict[int, Window] = {}  # memory of imported pools, by its address here
 
     def live(self) -> LiveObjects:
         known = super().live()
-        return LiveObjects(known.reservations, known.handles + len(self._pools), known.mappings, known.nbytes)
+        return LiveObjects(known.reservations, known.handles + len(self._pools.all()), known.mappings, known.nbytes)
 
     # -- pools --------------------------------------------------------------------------------------------------
     def pool_create(self, location: Location, handle_kinds: HandleKind) -> int:
@@ -57,7 +58,7 @@ class PoolCalls(ForeignCalls):
             ) from None  # fmt: skip
 
     def pool_destroy(self, pool: int) -> None:
-        ordinal = self._pools.pop(pool, None)
+        ordinal = self._pools.take(pool)
         if ordinal is None:
             raise UsageError(f"pool_destroy({pool:#x}): no pool of this driver")
         self._take_back(self._pools, ordinal, "cuMemPoolDestroy", pool)
@@ -138,12 +139,17 @@ class PoolCalls(ForeignCalls):
                 raise
             raise UsageError(
                 f"pool_export_pointer({address:#x}): not the base of memory of a pool that was created to leave the "
-                f"process ({error.name})"
+                f"process, and exported before its first pointer ({error.name})"
             ) from None
 
     def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
         if nbytes <= 0:
             raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
+        if nbytes > MAX_POOL_ALLOCATION:
+            raise UnsupportedError(
+                f"opening {nbytes} bytes of a pool", f"at most {MAX_POOL_ALLOCATION} in one allocation",
+                "a driver that larger ones crash the opening process with", "Copy it: vram.copy_in()",
+            )  # fmt: skip
         wanted = self._struct("CUmemPoolPtrExportData", handle)
         device = self._devices.all[self._ordinal(pool)]
         call = "cuMemPoolImportPointer"

@@ -159,7 +159,12 @@ class WorkCalls(SharingCalls):
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
         with self._on(self._devices.device(location)):
-            self._call("cuStreamWaitEvent", stream, event, 0)
+            try:
+                self._call("cuStreamWaitEvent", stream, event, 0)
+            except DriverError as error:
+                if error.code != INVALID_HANDLE:
+                    raise
+                raise UsageError(f"stream_wait: {stream:#x} is no stream (any more), or {event:#x} no event") from None
 
     def event_create(self, location: Location, *, interprocess: bool = False) -> int:
         device = self._devices.device(location)

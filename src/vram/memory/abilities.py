@@ -1,0 +1,49 @@
+"""A driver as one that can more than every driver must, or the word that this one cannot."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
+from ..driver.protocol import Driver, StreamOrdered
+from ..errors import UnsupportedError
+
+__all__ = ["events", "foreign", "interprocess", "legacy", "pools"]
+
+
+def foreign(driver: Driver) -> Foreign:
+    """Return the driver as one that knows memory of others."""
+    return cast("Foreign", _able(driver, Foreign, "memory that others made"))
+
+
+def legacy(driver: Driver) -> LegacyIpc:
+    """Return the driver as one with 64-byte handles of allocations."""
+    return cast("LegacyIpc", _able(driver, LegacyIpc, "64-byte handles of cudaMalloc memory"))
+
+
+def pools(driver: Driver) -> Pools:
+    """Return the driver as one with stream-ordered pools."""
+    return cast("Pools", _able(driver, Pools, "stream-ordered pools"))
+
+
+def events(driver: Driver) -> StreamOrdered:
+    """Return the driver as one with streams and events."""
+    return cast("StreamOrdered", _able(driver, StreamOrdered, "events", "Its work is done when the call returns"))
+
+
+def interprocess(driver: Driver) -> InterprocessEvents:
+    """Return the driver as one whose events other processes can wait for."""
+    remedy = "Wait for the work, then say so: synchronize()"
+    return cast("InterprocessEvents", _able(driver, InterprocessEvents, "events between processes", remedy))
+
+
+def _able(driver: Driver, capability: Any, what: str, remedy: str = "Copy it: vram.copy_in()") -> Driver:
+    if not _has(type(driver), capability):
+        raise UnsupportedError(what, "a driver of GPUs", f"the {driver.name} driver, which has none", remedy)
+    return driver
+
+
+@functools.lru_cache(maxsize=64)  # the question takes microseconds, and there are few drivers
+def _has(kind: type, capability: Any) -> bool:
+    return issubclass(kind, capability)

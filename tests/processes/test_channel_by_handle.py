@@ -1,0 +1,450 @@
+"""Channels that carry memory which lives only as long as its maker: kept, counted, opened once, in order (S6, S10)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+from tests.processes.channel_children import serve
+from tests.processes.lend_children import COUNT, START, Interface, Sources, numbers
+
+import standin
+import vram
+from vram import driver as drivers
+from vram import lifetime
+from vram.errors import PeerGoneError, UnsupportedError
+from vram.spec import Location
+from vram.testing.keeper import until
+
+pytestmark = pytest.mark.standin
+SOON = 20.0
+GPU = Location("cuda", 0)
+BY_HANDLE = ("legacy", "pool")
+SPAWN = multiprocessing.get_context("spawn")
+
+resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
+
+
+class Peer:
+    """The other end, in another process; it does what it is told over the channel itself."""
+
+    def __init__(self) -> None:
+        self.channel, theirs = vram.ArrayChannel.pair()
+        self.process = SPAWN.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, *words: Any) -> Any:
+        """Have it do something, and return what it says."""
+        self.channel.send(list(words), timeout=SOON)
+        return self.channel.recv(timeout=SOON)
+
+    def give(self, value: Any, key: str = "", **options: Any) -> None:
+        """Send it an array, which it keeps under `key`."""
+        assert self.tell("take", key, bool(options.pop("there", False))) == "go on"
+        self.channel.send(value, timeout=SOON, **options)
+        assert self.channel.recv(timeout=SOON) == "taken"
+
+    def end(self) -> None:
+        with contextlib.suppress(vram.VramError):
+            self.channel.send(None, timeout=1)
+        self.channel.close()
+        self.process.join(5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+
+
+@pytest.fixture(scope="module")
+def running_peer() -> Iterator[Peer]:
+    peer = Peer()
+    peer.tell("warm up")
+    yield peer
+    peer.end()
+
+
+@pytest.fixture
+def peer(running_peer: Peer) -> Iterator[Peer]:
+    """The other process; a test that leaves anything in it, or kept for it, fails."""
+    before = running_peer.tell("books")
+    yield running_peer
+    running_peer.tell("drop")
+    running_peer.channel._warm = None
+    gc.collect()
+    until(lambda: running_peer.tell("books") == before, seconds=5, what=f"{before} in the other process")
+    assert len(running_peer.channel._kept) == 0
+
+
+@pytest.fixture
+def sources() -> Iterator[Sources]:
+    with Sources() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def forget(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What was sent last stays with the channel, by design."""
+    yield
+    if "peer" in request.fixturenames:
+        request.getfixturevalue("running_peer").channel._warm = None
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_it_is_the_same_memory(kind: str, peer: Peer, sources: Sources) -> None:
+    x = sources.make(kind)
+    peer.give(x)
+    assert peer.tell("read", "") == numbers().tolist()
+    peer.tell("fill", "", 5)
+    with vram.share(x) as here:
+        assert (here.to_host() == 5).all()
+    address, offset = sources.addresses[kind], START
+    assert vram.share(x).address == address + offset
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+@pytest.mark.parametrize("drops", [False, True])
+def test_s6_a_thousand_times_is_opened_once_and_nothing_grows(
+    kind: str, drops: bool, peer: Peer, sources: Sources
+) -> None:
+    """Whether the receiver keeps what it got, or drops each before the next."""
+    x = vram.share(sources.make(kind))
+    channel = peer.channel
+    peer.tell("clear calls")
+
+    def counts() -> tuple[Any, ...]:
+        return (
+            len(os.listdir("/proc/self/fd")), len(lifetime.live()), drivers.get(GPU).live(), len(channel._kept),
+            peer.tell("books"),
+        )  # fmt: skip
+
+    for number in range(1003):
+        assert peer.tell("take", "", False) == "go on"
+        channel.send(x, timeout=SOON)
+        assert channel.recv(timeout=SOON) == "taken"
+        if drops:
+            peer.tell("drop")
+        if number == 2:
+            before = counts()
+    assert counts() == before
+    assert peer.tell("calls", {"legacy": "cuIpcOpenMemHandle", "pool": "cuMemPoolImportPointer"}[kind]) == 1
+    x.close()
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_the_owner_is_freed_once_the_receiver_has_dropped_it(kind: str, peer: Peer, sources: Sources) -> None:
+    x, other = sources.make(kind), sources.make("legacy")
+    gone = weakref.ref(x)
+    peer.give(x)
+    del x
+    peer.give(other, "other")  # what was sent last is kept warm
+    gc.collect()
+    assert gone() is not None
+    assert peer.tell("read", "") == numbers().tolist()
+    peer.tell("drop", "")
+    gc.collect()
+    assert gone() is None
+    peer.tell("drop", "other")
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_what_is_shared_anew_while_it_is_out_is_not_opened_again(kind: str, peer: Peer, sources: Sources) -> None:
+    """The sender let go of its array, not of the memory; the receiver still has what it got first."""
+    x, other = sources.make(kind), sources.make("legacy")
+    peer.tell("clear calls")
+    array = vram.share(x)
+    peer.give(array, "first")
+    array.close()
+    del array
+    peer.give(other, "other")
+    gc.collect()
+    again = vram.share(x)
+    peer.give(again, "second")
+    assert peer.tell("read", "first") == peer.tell("read", "second") == numbers().tolist()
+    assert peer.tell("addresses", "first") == peer.tell("addresses", "second")
+    again.close()
+    opened = peer.tell("calls", {"legacy": "cuIpcOpenMemHandle", "pool": "cuMemPoolImportPointer"}[kind])
+    assert opened == (2 if kind == "legacy" else 1), "of two allocations, or of one"
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_what_comes_back_home(kind: str, peer: Peer, sources: Sources) -> None:
+    """The same object where it is still there; else one whose owner is kept as before."""
+    x = sources.make(kind)
+    array = vram.share(x)
+    peer.give(array)
+    assert peer.tell("give back", "") is array
+    part = array[10:20]
+    peer.give(part, "part")
+    assert peer.tell("give back", "part") is part
+    back = peer.tell("give part", "", 100, 200)
+    assert (back.to_host() == numbers()[100:200]).all()
+    back.close()
+    gone = weakref.ref(x)
+    array.close()
+    part.close()
+    del x, array, part, back
+    peer.channel._warm = None
+    gc.collect()
+    assert gone() is not None
+    home = peer.tell("give back", "")
+    assert (home.to_host() == numbers()).all()
+    peer.tell("drop")
+    gc.collect()
+    assert gone() is not None, "the array that came home keeps it"
+    assert (home.to_host() == numbers()).all()
+    home.close()
+    del home
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_slices_are_kept_each_and_dropped_each(kind: str, peer: Peer, sources: Sources) -> None:
+    array = vram.share(sources.make(kind))
+    for number in range(4):
+        with array[100 * number : 100 * number + 50] as part:
+            peer.give(part, str(number))
+    assert len(peer.channel._kept) == 4
+    assert len(set(peer.tell("addresses", "0", "1", "2", "3"))) == 4
+    for number in (2, 0, 3, 1):
+        assert peer.tell("read", str(number)) == list(range(100 * number, 100 * number + 50))
+        peer.tell("drop", str(number))
+    assert len(peer.channel._kept) == 0
+    array.close()
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_views_that_outlive_the_received_array_keep_the_owner(kind: str, peer: Peer, sources: Sources) -> None:
+    x = sources.make(kind)
+    gone = weakref.ref(x)
+    peer.give(x)
+    del x
+    peer.tell("slice", "", "part")
+    peer.tell("drop", "")
+    peer.channel._warm = None
+    gc.collect()
+    assert gone() is not None
+    assert peer.tell("read", "part") == list(range(10, 20))
+    peer.tell("drop", "part")
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_i3_the_receiver_may_drop_it_in_a_collected_cycle(kind: str, peer: Peer, sources: Sources) -> None:
+    peer.give(sources.make(kind))
+    peer.tell("tie", "")
+    assert len(peer.channel._kept) == 1
+    peer.tell("collect")
+    peer.tell("nothing")
+    assert len(peer.channel._kept) == 0
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_who_only_sends_hears_what_was_dropped(kind: str, sources: Sources) -> None:
+    """Or what it sent would be kept for ever."""
+    peer = Peer()
+    try:
+        channel = peer.channel
+        x = vram.share(sources.make(kind))
+        assert peer.tell("take and drop", 300) == "go on"
+        for number in range(300):
+            with x[number : number + 1] as part:
+                channel.send(part, timeout=SOON)
+        until(lambda: settled(channel, x), seconds=10, what="the return of what was sent")
+        x.close()
+    finally:
+        peer.end()
+
+
+def settled(channel: vram.ArrayChannel, x: vram.Array) -> bool:
+    """Send once more, and say whether little is kept."""
+    channel.send(0, timeout=SOON)
+    return len(channel._kept) <= 2
+
+
+# -- the end of a channel -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", BY_HANDLE)
+@pytest.mark.parametrize("who", ["sender", "receiver", "killed receiver"])
+def test_either_end_may_go_first(kind: str, who: str, sources: Sources) -> None:
+    peer = Peer()
+    x = sources.make(kind)
+    gone = weakref.ref(x)
+    try:
+        peer.give(x)
+        peer.give(vram.share(x)[5:10], "part")
+        if who == "sender":
+            peer.channel.close()
+        elif who == "receiver":
+            assert peer.tell("close") == "closing"
+            with pytest.raises(PeerGoneError):
+                peer.channel.recv(timeout=SOON)
+            peer.channel.close()
+        else:
+            os.kill(peer.process.pid, signal.SIGKILL)
+            started = time.monotonic()
+            with pytest.raises(PeerGoneError):
+                peer.channel.recv(timeout=SOON)
+            assert time.monotonic() - started < 1
+            with pytest.raises(PeerGoneError):
+                peer.channel.send(x)
+            peer.channel.close()
+        del x
+        gc.collect()
+        assert gone() is None
+        assert drivers.get(GPU).live().mappings == 0
+    finally:
+        peer.end()
+
+
+# -- other ways -----------------------------------------------------------------------------------------------------
+def return_it(kind: str) -> vram.Array:
+    """What a worker must not do."""
+    with Sources() as sources:
+        return vram.share(sources.make(kind))
+
+
+@pytest.mark.usefixtures("hand_over")
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s3_pickles_are_refused_and_name_the_copy(kind: str, sources: Sources) -> None:
+    with vram.share(sources.make(kind)) as x, pytest.raises(UnsupportedError, match="copy_in"):
+        ForkingPickler.dumps(x)
+
+
+@pytest.mark.usefixtures("hand_over")
+def test_s3_a_worker_that_returns_memory_which_dies_with_it_is_told() -> None:
+    with SPAWN.Pool(1) as pool:
+        with pytest.raises(Exception, match="copy_in"):
+            pool.apply_async(return_it, ("legacy",)).get(SOON)
+        pool.terminate()
+        pool.join()
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def own_peer() -> Iterator[Peer]:
+    """Another process whose channel ends with the test: it keeps its events as long as it is there, by design."""
+    peer = Peer()
+    yield peer
+    peer.end()
+
+
+@pytest.fixture
+def deferred(own_peer: Peer) -> Iterator[standin.Standin]:
+    """Asynchronous work stays undone until something waits for it, here and there."""
+    control = standin.Standin()
+    control.clear()
+    control.defer()
+    own_peer.tell("defer", True)
+    yield control
+    control.defer(False)
+    own_peer.tell("defer", False)
+    assert control.illegal() == 0
+
+
+@pytest.fixture
+def stream() -> Iterator[int]:
+    driver: Any = drivers.get(GPU)
+    made = driver.stream_create(GPU)
+    yield made
+    driver.stream_destroy(made)
+
+
+@pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])
+def test_s10_without_a_stream_the_sender_waits(
+    kind: str, own_peer: Peer, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    driver: Any = drivers.get(GPU)
+    with vram.share(sources.make(kind)) as x:
+        for value in (3, 4):  # anew each time, also where only an id travels
+            driver.fill_async(x.address, value, x.nbytes, stream)
+            own_peer.give(x)
+            assert own_peer.tell("read", "") == [value * 0x01010101] * COUNT
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["the receiver", "its stream"])
+@pytest.mark.parametrize("kind", ["cuda:0", "pool"])
+def test_s10_with_a_stream_the_other_end_waits(
+    kind: str, there: bool, own_peer: Peer, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    driver: Any = drivers.get(GPU)
+    with vram.share(sources.make(kind)) as x:
+        for value in (3, 4, 5):
+            driver.fill_async(x.address, value, x.nbytes, stream)
+            assert own_peer.tell("take", "", there) == "go on"
+            own_peer.channel.send(x, stream=stream, timeout=SOON)
+            assert deferred.live()["pending"] > 0, "sending waited"
+            timer = threading.Timer(0.05, lambda: driver.stream_synchronize(stream, GPU))
+            timer.start()
+            assert own_peer.channel.recv(timeout=SOON) == "taken"
+            found = own_peer.tell("copy on stream" if there else "read", "")
+            timer.join()
+            assert found == [value * 0x01010101] * COUNT
+    assert deferred.live()["events"] == 1, "one for the stream, however often"
+
+
+def test_s10_more_streams_than_events_are_waited_for(
+    own_peer: Peer, sources: Sources, deferred: standin.Standin
+) -> None:
+    driver: Any = drivers.get(GPU)
+    streams = [driver.stream_create(GPU) for _ in range(35)]
+    with vram.share(sources.make("cuda:0")) as x:
+        for number, one in enumerate(streams):
+            driver.fill_async(x.address, number, x.nbytes, one)
+            assert own_peer.tell("take", "", False) == "go on"
+            own_peer.channel.send(x, stream=one, timeout=SOON)
+            if number < 32:
+                driver.stream_synchronize(one, GPU)
+            assert own_peer.channel.recv(timeout=SOON) == "taken"
+            assert own_peer.tell("read", "")[0] == number * 0x01010101
+    for one in streams:
+        driver.stream_destroy(one)
+
+
+def test_s10_where_the_driver_has_no_event_left_the_sender_waits(
+    own_peer: Peer, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    driver: Any = drivers.get(GPU)
+    with vram.share(sources.make("cuda:0")) as x:
+        driver.fill_async(x.address, 6, x.nbytes, stream)
+        deferred.fail("cuEventCreate", 1, 2, forever=True)
+        own_peer.give(x, stream=stream)
+        assert own_peer.tell("read", "") == [0x06060606] * COUNT
+        deferred.clear()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "s", 1 << 64, object()])
+def test_i10_what_is_no_stream_is_refused(wrong: object, peer: Peer, sources: Sources) -> None:
+    with vram.share(sources.make("cuda:0")) as x, pytest.raises(vram.UsageError):
+        peer.channel.send(x, stream=wrong)
+    assert peer.tell("nothing") == "nothing"
+
+
+def test_a_stream_of_another_gpu_is_refused(own_peer: Peer, sources: Sources) -> None:
+    driver: Any = drivers.get(GPU)
+    other = driver.stream_create(Location("cuda", 1))
+    with vram.share(sources.make("legacy")) as x, pytest.raises(vram.UsageError, match="stream"):
+        own_peer.channel.send(x, stream=other)
+    driver.stream_destroy(other)
+    assert own_peer.tell("nothing") == "nothing"
+
+
+def test_what_is_no_array_of_ours_is_shared_on_the_way(peer: Peer, sources: Sources) -> None:
+    peer.give(sources.make("vmm"))
+    assert peer.tell("read", "") == numbers().tolist()
+    base = sources.stranger.pooled(4096, shareable=False)[1]
+    with pytest.raises(UnsupportedError, match="copy_in"):
+        peer.channel.send(Interface(base, 10))
+    assert peer.tell("nothing") == "nothing"

@@ -1,0 +1,865 @@
+"""lend and borrow: directly between two processes, leases whole, orderly ends and others (S1 to S6, S10)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes.lend_children import COUNT, START, Hand, Interface, Sources, numbers
+from tests.processes.other_users import OTHER, as_user
+
+import standin
+import vram
+from vram import driver as drivers
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    ClosedError,
+    ForkedError,
+    NotFoundError,
+    PeerGoneError,
+    ReleaseWarning,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment, client, close_clients
+from vram.keeper.lender import LENT
+from vram.keeper.private import short_directory
+from vram.spec import Location
+from vram.testing.keeper import READ_ONLY, make_memfd, until
+from vram.testing.other_process import OtherProcess
+
+SOON = 20.0
+GRANULE = 2 << 20
+GPU = Location("cuda", 0)
+BY_HANDLE = ("legacy", "pool")
+KINDS = ["host", *(pytest.param(kind, marks=pytest.mark.standin) for kind in ("cuda:0", "vmm", *BY_HANDLE))]
+
+resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as directory:
+        yield f"{directory}/lent"
+        assert os.listdir(directory) == [], "the path outlives what was lent there"
+    close_clients()
+
+
+@pytest.fixture(scope="module")
+def running_hand() -> Iterator[OtherProcess]:
+    with OtherProcess(Hand) as other:
+        other.call("warm_up")
+        yield other
+
+
+@pytest.fixture
+def hand(running_hand: OtherProcess) -> Iterator[OtherProcess]:
+    """Another process; a test that leaves anything in it fails."""
+    before = running_hand.call("books")
+    yield running_hand
+    until(lambda: running_hand.call("books")[:2] == before[:2], seconds=5, what=f"{before[:2]} in the other process")
+    after = running_hand.call("books")
+    assert after == before
+
+
+@pytest.fixture
+def sources() -> Iterator[Sources]:
+    with Sources() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def another() -> Iterator[OtherProcess]:
+    """A process of one's own, that may be killed."""
+    with OtherProcess(Hand) as other:
+        yield other
+
+
+# -- what is there --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_s2_what_is_borrowed_is_the_same_memory(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    """Interior pointers included: what another library made is shown from byte 4,096 of its allocation on."""
+    x = sources.make(kind)
+    device = "host" if kind == "host" else "cuda:0"
+    with vram.lend(x, at=path, writable=True) as lending:
+        assert (lending.nbytes, lending.path) == (4 * COUNT, path)
+        assert hand.call("borrow", path, access="rw") == {"array": (device, (COUNT,), "int32", False)}
+        assert (hand.call("read") == numbers()).all()
+        with vram.share(x) as here:
+            here[...] = numbers(7)
+            assert (hand.call("read") == numbers(7)).all()
+            assert hand.call("write", 5) == ""
+            assert (here.to_host() == 5).all()
+        hand.call("close")
+        until(lambda: lending.holders() == [], seconds=5, what="the end of the lease")
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_s8_what_is_lent_read_only_is_not_written(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make(kind), at=path):
+        assert hand.call("try_borrow", path, access="rw")[0] == "AccessDeniedError"
+        assert hand.call("borrow", path)["array"][3] is True
+        assert hand.call("write", 1) in ("AccessDeniedError", "ValueError")
+        assert (hand.call("read") == numbers()).all()
+        hand.call("close")
+
+
+@pytest.mark.standin
+def test_a_mapping_of_every_kind_at_once(path: str, hand: OtherProcess, sources: Sources) -> None:
+    kinds = ("host", "cuda:0", "vmm", "legacy", "pool")
+    given = {kind: sources.make(kind, first) for first, kind in enumerate(kinds)}
+    given["empty"] = np.empty((0, 3), "f4")
+    given["part"] = vram.share(given["legacy"])[10:20]
+    with vram.lend(given, at=path, meta={"step": "5"}) as lending:
+        found = hand.call("borrow", path)
+        assert list(found) == list(given)
+        assert found["empty"][1:3] == ((0, 3), "float32")
+        for first, kind in enumerate(kinds):
+            assert (hand.call("read", "", kind) == numbers(first)).all(), kind
+        assert (hand.call("read", "", "part") == numbers(3)[10:20]).all()
+        assert hand.call("address", "", "part") == hand.call("address", "", "legacy") + 40
+        with pytest.raises(UsageError, match="ask by name"):
+            hand.call("read")
+        assert [holder.pid for holder in lending.holders()] == [hand.call("pid")]
+        hand.call("close")
+    given["part"].close()
+
+
+@pytest.mark.parametrize("kind", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+def test_copy_on_write(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    x = sources.make(kind)
+    with vram.lend(x, at=path):
+        if kind == "host":
+            hand.call("borrow", path, access="cow")
+            assert hand.call("write", 5) == ""
+            assert hand.call("read").tolist() == [5] * COUNT
+            assert (x.to_host() == numbers()).all()
+            hand.call("close")
+        else:
+            assert hand.call("try_borrow", path, access="cow")[0] == "UnsupportedError"
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_memory_by_handle_has_no_copy_on_write(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make(kind), at=path) as lending:
+        name, said = hand.call("try_borrow", path, access="cow")
+        assert name == "UnsupportedError"
+        assert "copy_in" in said
+        until(lambda: lending.holders() == [], what="the end of the refused lease")
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s6_memory_that_is_borrowed_twice_is_opened_once(
+    kind: str, path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    """Measured: the first free of pool memory that was opened twice takes it away from both."""
+    call = {"legacy": "cuIpcOpenMemHandle", "pool": "cuMemPoolImportPointer"}[kind]
+    with vram.lend(sources.make(kind), at=path) as lending:
+        hand.call("clear_calls")
+        for key in "abc":
+            hand.call("borrow", path, key)
+        assert hand.call("calls", call) == 1
+        assert hand.call("calls", "cuMemPoolImportFromShareableHandle") == (kind == "pool")
+        assert len({hand.call("address", key) for key in "abc"}) == 1
+        assert len(lending.holders()) == 3
+        for key in "ba":
+            hand.call("close", key)
+            assert (hand.call("read", "c") == numbers()).all()
+        hand.call("close", "c")
+        assert hand.call("standin_live").get("ipc_opens", 0) == 0
+        hand.call("borrow", path, "d")  # opened anew
+        assert hand.call("calls", call) == 2
+        assert (hand.call("read", "d") == numbers()).all()
+        hand.call("close", "d")
+
+
+@pytest.mark.standin
+def test_s6_one_allocation_of_a_pool_under_two_names_is_opened_once(
+    path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    """Also where one of them is read-only, which makes two regions of it here."""
+    x = sources.make("pool")
+    base = sources.addresses["pool"]
+    given = {"x": x, "ro": Interface(base, 10, readonly=True), "more": Interface(base + START + 400, 10)}
+    with vram.lend(given, at=path):
+        hand.call("clear_calls")
+        hand.call("borrow", path)
+        assert (hand.call("read", "", "x") == numbers()).all()
+        assert hand.call("read", "", "more").tolist() == list(range(100, 110))
+        assert hand.call("calls", "cuMemPoolImportPointer") == 1
+        hand.call("close")
+
+
+@pytest.mark.standin
+def test_several_allocations_of_several_pools(path: str, hand: OtherProcess, sources: Sources) -> None:
+    driver: Any = drivers.get(GPU)
+    with vram.Pool.create(driver, GPU) as one, vram.Pool.create(driver, GPU) as other:
+        regions = [pool.allocate(GRANULE // 2) for pool in (one, one, other)]
+        arrays = {str(n): vram.Array(region, "int32", 10, offset=64) for n, region in enumerate(regions)}
+        for n, array in arrays.items():
+            array[...] = int(n)
+        with vram.lend(arrays, at=path):
+            hand.call("clear_calls")
+            hand.call("borrow", path)
+            assert [hand.call("read", "", n)[0] for n in "012"] == [0, 1, 2]
+            assert hand.call("calls", "cuMemPoolImportFromShareableHandle") == 2
+            hand.call("close")
+        for array in arrays.values():
+            array.close()
+        for region in regions:
+            region.close()
+
+
+def test_many_borrowers(path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make("host"), at=path) as lending, another() as second:
+        for other in (hand, second):
+            other.call("borrow", path)
+        held = lending.holders()
+        assert {one.pid for one in held} == {hand.call("pid"), second.call("pid")}
+        assert {one.uid for one in held} == {os.geteuid()}
+        assert {(one.access, one.name) for one in held} == {("r", LENT)}
+        second.call("pid")
+        second._process.kill()
+        until(lambda: len(lending.holders()) == 1, seconds=5, what="the end of the killed borrower's lease")
+        hand.call("close")
+
+
+def test_a_large_manifest_travels_as_memory(path: str, hand: OtherProcess, sources: Sources) -> None:
+    x = sources.make("host")
+    with vram.lend({f"array {n:04}" + "x" * 60: x[n : n + 1] for n in range(600)}, at=path):
+        assert len(hand.call("borrow", path)) == 600
+        hand.call("close")
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+def test_borrowing_waits_for_a_lender(path: str, hand: OtherProcess) -> None:
+    started = time.monotonic()
+    with pytest.raises(WaitTimeoutError, match="nobody lent"):
+        vram.borrow(path, timeout=0.2)
+    assert 0.2 <= time.monotonic() - started < 5
+    found: list[Any] = []
+
+    def wait() -> None:
+        with vram.borrow(path, timeout=SOON) as lease:
+            found.append(lease.array.to_host().tolist())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    hand.call("lend", path, "host")
+    thread.join(SOON)
+    assert found == [numbers().tolist()]
+    close_clients()
+    hand.call("end", path)
+
+
+def test_i10_wrong_paths_are_typed_errors(path: str, sources: Sources) -> None:
+    x = sources.make("host")
+    plain = Path(path)
+    plain.write_text("no socket")
+    for wrong, kind in (
+        (path, UsageError),
+        (f"{path}.d/none", UsageError),
+        ("/" + "x" * 200, UsageError),
+        (5, UsageError),
+        (None, UsageError),
+        (path.encode(), UsageError),
+        ("", UsageError),
+        (f"{path}\0", UsageError),
+    ):
+        with pytest.raises(kind):
+            vram.lend(x, at=wrong)  # type: ignore[arg-type]
+    x[...] = 1  # and nothing was frozen for it
+    plain.unlink()
+    for wrong in (5, None, "", b"/x", "/" + "x" * 200):
+        with pytest.raises(UsageError):
+            vram.borrow(wrong, timeout=0)  # type: ignore[arg-type]
+    with pytest.raises(WaitTimeoutError):
+        vram.borrow(f"{path}.d/none", timeout=0)
+    for options in ({"access": "w"}, {"timeout": -1}, {"timeout": "5"}, {"device": "cuda:99"}, {"stream": 0}):
+        with pytest.raises((UsageError, UnsupportedError)):
+            vram.borrow(path, **options)  # type: ignore[arg-type]
+    for options in (
+        {"writable": 1}, {"stream": "x"}, {"mode": "rw"}, {"group": "no such group"}, {"meta": {"a": 1}}, {"meta": 5},
+        {"patience": None}, {"patience": -1},
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            vram.lend(x, at=path, **options)  # type: ignore[arg-type]
+        assert not os.path.exists(path)
+    x[...] = 2
+
+
+def test_s3_what_cannot_be_lent_says_why(path: str, sources: Sources) -> None:
+    x = sources.make("host")
+    for obj, kind, words in (
+        (np.zeros(5), UnsupportedError, "copy_in"),
+        ({"x": x, "y": np.zeros(5)}, UnsupportedError, "copy_in"),
+        ({}, UsageError, "nothing to lend"),
+        ({5: x}, UsageError, "array names"),
+        ("text", UsageError, "no array"),
+        (x.numpy()[::2], UsageError, "copy_in"),
+    ):
+        with pytest.raises(kind, match=words):
+            vram.lend(obj, at=path)
+        assert not os.path.exists(path)
+    x[...] = 1
+
+
+def test_i4_a_path_where_somebody_listens_is_busy_and_nothing_is_frozen(path: str, sources: Sources) -> None:
+    x, y = sources.make("host"), sources.make("host")
+    with vram.lend(x, at=path) as lending:
+        with pytest.raises(BusyError, match="already"):
+            vram.lend(y, at=path)
+        y[...] = 1
+        until(lambda: lending.holders() == [], seconds=5, what="the end of the lease")
+        with vram.borrow(path) as lease:
+            assert (lease.array.to_host() == numbers()).all()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(path)
+        other.listen()
+        with pytest.raises(BusyError):
+            vram.lend(y, at=path)
+        with pytest.raises(VramError):
+            vram.borrow(path, timeout=0.1)
+    vram.lend(y, at=path).close()  # what somebody left there is replaced
+
+
+def test_a_keeper_is_no_lender(kept: vram.Keeper, path: str) -> None:
+    with pytest.raises(WaitTimeoutError):
+        vram.borrow(kept.path, timeout=0.1)
+
+
+def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
+    """Publishing, removing, claiming and taking over are refused; looking is not."""
+    with vram.lend(sources.make("host"), at=path) as lending, vram.zeros(4, device="host") as y:
+        connection = client(path)
+        fd = make_memfd(4096, seals=READ_ONLY)
+        for act in (
+            lambda: vram.publish("n", {"y": y}, keeper=path),
+            lambda: vram.publish(LENT, {"y": y}, keeper=path),
+            lambda: connection.publish("n", [Segment(4096)], [fd]),
+            lambda: connection.remove(LENT),
+            lambda: connection.remove(LENT, 1, revoke=True),
+            lambda: connection.offer("n", 4096),
+            lambda: connection.attach_or_claim("n", timeout=0),
+            lambda: connection.attach_or_claim(LENT, timeout=0),
+            lambda: connection.abandon(1),
+            lambda: connection._be(m.Done, connection._ask(m.Takeover(77), 77)),
+        ):
+            with pytest.raises(AccessDeniedError, match="lender"):
+                act()
+        os.close(fd)
+        assert [row.name for row in connection.list()] == [LENT]
+        with vram.borrow(path) as lease:
+            assert len(lease) == 1
+            assert [holder.pid for holder in vram.holders(LENT, keeper=path)] == [os.getpid()]
+        until(lambda: lending.holders() == [], seconds=5, what="the end of the lease")
+
+
+def test_a_takeover_of_a_lender_is_refused(path: str, sources: Sources) -> None:
+    with vram.lend(sources.make("host"), at=path) as lending:
+        done = subprocess.run(
+            [sys.executable, "-m", "vram.keeper", "--socket", path, "--takeover"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert "lender" in done.stderr
+        with vram.borrow(path) as lease:
+            assert (lease.array.to_host() == numbers()).all()
+        until(lambda: lending.holders() == [], seconds=5, what="the end of the lease")
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+def test_what_goes_by_descriptor_stays_with_who_borrowed_it(kind: str, path: str, hand: OtherProcess) -> None:
+    with Sources() as sources:
+        lending = vram.lend(sources.make(kind), at=path)
+        hand.call("borrow", path)
+        with pytest.raises(BusyError, match=f"pid {hand.call('pid')}"):
+            lending.close(strict=True)
+        lending.close()
+        lending.close()
+        assert lending.is_closed
+        for act in (lending.holders, lending.revoke):
+            with pytest.raises(ClosedError):
+                act()
+    assert (hand.call("read") == numbers()).all(), "its maker has freed it"
+    hand.call("close")
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s5_what_goes_by_handle_is_asked_back_and_kept_until_then(
+    kind: str, path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    x = sources.make(kind)
+    lending = vram.lend(x, at=path, patience=0.1)
+    hand.call("borrow", path)
+    with pytest.raises(BusyError, match=f"pid {hand.call('pid')}"):
+        lending.close(strict=True)
+    assert hand.call("try_borrow", path, timeout=0) == ("", ""), "a strict close changes nothing"
+    with pytest.warns(ReleaseWarning, match=f"pid {hand.call('pid')}.*kept until"):
+        lending.close()
+    assert not os.path.exists(path)
+    gone: list[int] = []
+    owner = drivers.get(GPU).live().mappings
+    assert owner == 1, "the memory is kept"
+    assert (hand.call("read") == numbers()).all()
+    hand.call("close")
+    until(lambda: drivers.get(GPU).live().mappings == 0, seconds=5, what="the owner's release")
+    assert gone == []
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s5_closing_waits_for_who_gives_it_back(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    lending = vram.lend(sources.make(kind), at=path, patience=SOON)
+    hand.call("borrow", path)
+    hand.call("on_revoke", "close")
+    lending.close()  # no warning: they were told, and gave it back
+    assert hand.call("was_told")
+    assert drivers.get(GPU).live().mappings == 0
+    hand._pipe.send(("call", "close", (), {}))
+    hand._answer()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_s5_a_revoke_tells_and_takes_nothing(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make(kind), at=path, patience=0.0) as lending:
+        hand.call("borrow", path)
+        hand.call("on_revoke", "note")
+        found = lending.revoke(timeout=0.05)
+        assert [holder.pid for holder in found.holders] == [hand.call("pid")]
+        assert found.nbytes == 4 * COUNT
+        assert hand.call("was_told")
+        assert (hand.call("read") == numbers()).all()
+        assert hand.call("try_borrow", path, timeout=0.05)[0] in ("NotFoundError", "WaitTimeoutError")
+        hand.call("close")
+        again = lending.revoke(timeout=SOON)
+        assert (again.holders, again.nbytes) == ((), 0)
+        with pytest.raises(UsageError):
+            lending.revoke(timeout=-1)
+
+
+def test_s5_a_release_is_told_after_the_last_view(path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make("host"), at=path) as lending:
+        hand.call("borrow", path)
+        hand.call("view")
+        hand.call("close")
+        assert len(lending.holders()) == 1, "a slice is alive"
+        assert hand.call("read_view").tolist() == list(range(10, 20))
+        hand.call("drop_view")
+        until(lambda: lending.holders() == [], seconds=5)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s5_a_release_by_handle_is_told_after_the_last_view(
+    kind: str, path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    with vram.lend(sources.make(kind), at=path) as lending:
+        hand.call("borrow", path)
+        hand.call("view")
+        hand.call("close")
+        assert len(lending.holders()) == 1, "a slice is alive"
+        assert hand.call("read_view").tolist() == list(range(10, 20))
+        hand.call("drop_view")
+        until(lambda: lending.holders() == [], seconds=5)
+
+
+def test_a_lending_that_is_dropped_warns_and_ends(path: str, sources: Sources) -> None:
+    lending = vram.lend(sources.make("host"), at=path)
+    assert repr(lending) == f"<Lending at {path}, 1 arrays, {4 * COUNT} bytes>"
+    kept = [lending]
+    del lending
+    with pytest.warns(vram.LeakWarning):
+        kept.clear()
+    assert not os.path.exists(path)
+
+
+def test_i8_the_end_of_the_interpreter_takes_the_path_away(path: str) -> None:
+    script = f"import vram; x = vram.zeros(10, device='host'); lending = vram.lend(x, at={path!r}); print('lent')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert (done.stdout, done.stderr) == ("lent\n", "")
+    assert not os.path.exists(path)
+
+
+def test_many_lendings_one_after_the_other_leave_nothing(path: str, hand: OtherProcess, sources: Sources) -> None:
+    """Neither here nor at the borrower, whatever the paths are."""
+    x = sources.make("host")
+    vram.lend(x, at=path).close()  # exported once, and kept
+    before = len(os.listdir("/proc/self/fd"))
+    fds = hand.call("descriptors")
+    for n in range(20):
+        with vram.lend(x, at=f"{path}{n}"):
+            hand.call("borrow", f"{path}{n}")
+            hand.call("close")
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before, seconds=5, what="the end of all sockets")
+    assert hand.call("descriptors") <= fds + 2
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def deferred(hand: OtherProcess) -> Iterator[standin.Standin]:
+    """Asynchronous work stays undone until something waits for it, here and there."""
+    control = standin.Standin()
+    control.clear()
+    control.defer()
+    hand.call("defer", True)
+    yield control
+    control.defer(False)
+    hand.call("defer", False)
+    assert control.illegal() == 0
+
+
+@pytest.fixture
+def stream() -> Iterator[int]:
+    driver: Any = drivers.get(GPU)
+    made = driver.stream_create(GPU)
+    yield made
+    driver.stream_destroy(made)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])
+def test_s10_without_a_stream_all_work_is_waited_for(
+    kind: str, path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    x = vram.share(sources.make(kind))
+    driver: Any = drivers.get(GPU)
+    driver.fill_async(x.address, 7, x.nbytes, stream)
+    with vram.lend(x, at=path):
+        assert deferred.live().get("pending", 0) == 0
+        hand.call("borrow", path)
+        assert (hand.call("read") == 0x07070707).all()
+        hand.call("close")
+    x.close()
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])
+def test_s10_borrowers_wait_for_the_lenders_stream(
+    kind: str, path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    """The lender returns at once; the borrower returns once the lender's work is done."""
+    x = vram.share(sources.make(kind))
+    driver: Any = drivers.get(GPU)
+    driver.fill_async(x.address, 7, x.nbytes, stream)
+    with vram.lend(x, at=path, stream=stream):
+        assert deferred.live()["pending"] > 0, "lending waited"
+        timer = threading.Timer(0.2, lambda: driver.stream_synchronize(stream, GPU))
+        timer.start()
+        hand.call("borrow", path)
+        timer.join()
+        assert (hand.call("read") == 0x07070707).all()
+        hand.call("close")
+    x.close()
+
+
+@pytest.mark.standin
+def test_s10_a_borrowers_stream_waits_for_the_lenders(
+    path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    """The borrower returns at once too: on the GPU its stream waits for the other's."""
+    x = sources.make("cuda:0")
+    driver: Any = drivers.get(GPU)
+    there = hand.call("stream")
+    driver.fill_async(x.address, 9, x.nbytes, stream)
+    with vram.lend(x, at=path, stream=stream):
+        hand.call("borrow", path, stream=there)
+        assert deferred.live()["pending"] > 0, "nobody did the work, and nobody waited for it"
+        timer = threading.Timer(0.2, lambda: driver.stream_synchronize(stream, GPU))
+        timer.start()
+        assert (hand.call("copy_on", there) == 0x09090909).all()
+        timer.join()
+        hand.call("close")
+    hand.call("destroy_stream", there)
+
+
+@pytest.mark.standin
+def test_s10_where_no_event_is_to_be_had_lending_waits(
+    path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    x = sources.make("cuda:0")
+    driver: Any = drivers.get(GPU)
+    driver.fill_async(x.address, 3, x.nbytes, stream)
+    with deferred.failing("cuEventCreate", 1, 2, forever=True):
+        deferred.defer()
+        lending = vram.lend(x, at=path, stream=stream)
+    with lending:
+        assert lending.manifest.events == ()
+        hand.call("borrow", path)
+        assert (hand.call("read") == 0x03030303).all()
+        hand.call("close")
+
+
+@pytest.mark.standin
+def test_s10_a_stream_of_no_gpu_that_holds_the_memory_is_refused_or_waited_for(
+    path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin
+) -> None:
+    driver: Any = drivers.get(GPU)
+    other = driver.stream_create(Location("cuda", 1))
+    x = sources.make("cuda:0")
+    with vram.lend(x, at=path, stream=other):
+        hand.call("borrow", path)
+        assert (hand.call("read") == numbers()).all()
+        hand.call("close")
+    driver.stream_destroy(other)
+
+
+def test_s10_a_stream_means_nothing_to_memory_of_the_host(path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make("host"), at=path, stream=1) as lending:
+        assert lending.manifest.events == ()
+        hand.call("borrow", path)
+        hand.call("close")
+
+
+# -- in one process -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+def test_what_goes_by_descriptor_can_be_borrowed_where_it_was_made(kind: str, path: str, sources: Sources) -> None:
+    with vram.lend(sources.make(kind), at=path, stream=1), vram.borrow(path) as lease:
+        assert (lease.array.to_host() == numbers()).all()
+
+
+@pytest.mark.standin
+def test_what_goes_by_a_legacy_handle_says_that_it_is_there_already(path: str, sources: Sources) -> None:
+    with vram.lend(sources.make("legacy"), at=path) as lending:
+        with pytest.raises(UnsupportedError, match=r"process that made it.*Use the array as it is here"):
+            vram.borrow(path)
+        until(lambda: lending.holders() == [], seconds=5, what="the end of the lease")
+
+
+# -- forks ----------------------------------------------------------------------------------------------------------
+FORKED = """
+import os, sys, traceback, vram
+from vram.errors import ForkedError
+x = vram.zeros(10, "int32", device="host")
+lending = vram.lend(x, at=sys.argv[1])
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    try:
+        for act in (lending.holders, lending.revoke):
+            try:
+                act()
+            except ForkedError:
+                pass
+            else:
+                raise AssertionError("not refused")
+        lending.close()
+        assert os.path.exists(sys.argv[1]), "the child took the path away"
+        os.write(writer, b"checked")
+    except BaseException:
+        os.write(writer, traceback.format_exc().encode())
+    finally:
+        os.read(0, 100)  # lives on, so that what it still has would count
+        os.read(0, 100)
+        os._exit(0)
+os.close(writer)
+print(repr(os.read(reader, 10000).decode()), flush=True)
+os.read(reader, 1)  # until the child is gone, told by its end of the pipe
+"""
+
+
+def test_i7_a_lender_in_a_forked_child_is_inert(path: str) -> None:
+    """Its sockets are closed there: borrowers see the parent's end although the child lives on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKED, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "'checked'\n"
+            with vram.borrow(path, timeout=5) as lease:
+                assert lease.array.to_host().tolist() == [0] * 10
+                assert not lease.stale
+                process.kill()
+                until(lambda: gone(lease), seconds=1, what="the end of the lender")
+                assert select.select([process.stdout], [], [], 0)[0] == [], "the child is alive, and has our output"
+        finally:
+            process.kill()
+            process.stdin.close()  # the child ends
+            assert process.stdout.read() == ""
+    os.unlink(path)
+
+
+def gone(lease: vram.Lease) -> bool:
+    try:
+        lease.stale
+    except PeerGoneError:
+        return True
+    return False
+
+
+def test_i7_a_borrower_in_a_forked_child_is_inert(path: str, sources: Sources) -> None:
+    with vram.lend(sources.make("host"), at=path) as lending, vram.borrow(path) as lease:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with contextlib.suppress(ForkedError):
+                    lease.array
+                    os._exit(2)
+                lease.close()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert len(lending.holders()) == 1
+
+
+# -- strangers ------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_another_user_borrows_where_the_mode_lets_it(path: str, sources: Sources) -> None:
+    def act() -> Any:
+        with vram.borrow(path, timeout=0.2) as lease:
+            return lease.array.to_host().tolist()
+
+    os.chmod(os.path.dirname(path), 0o755)
+    x = sources.make("host")
+    with vram.lend(x, at=path):
+        assert as_user(OTHER, act)[0] is AccessDeniedError
+    with vram.lend(x, at=path, mode=0o666) as lending:
+        assert as_user(OTHER, act) == numbers().tolist()
+        until(lambda: lending.holders() == [], seconds=5)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["cuda:0", "legacy", "pool"])
+def test_s1_devices_travel_by_uuid(kind: str, path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sees one GPU only calls it cuda:0; who does not see it is told so."""
+    driver = drivers.get(GPU)
+    uuid = driver.device_info(GPU).uuid
+    other = driver.device_info(Location("cuda", 1)).uuid
+    with vram.lend(sources.make(kind), at=path):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
+        with another() as seeing:
+            assert seeing.call("borrow", path)["array"][0] == "cuda:0"
+            assert (seeing.call("read") == numbers()).all()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", other)
+        with another() as blind:
+            name, said = blind.call("try_borrow", path)
+            assert name == "UnsupportedError"
+            assert "CUDA_VISIBLE_DEVICES" in said
+
+
+@pytest.mark.standin
+def test_s1_a_gpu_has_another_number_there(path: str, sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    with vram.lend(sources.make("cuda:1"), at=path):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        with another() as seeing:
+            assert seeing.call("borrow", path)["array"][0] == "cuda:0"
+            assert (seeing.call("read") == numbers()).all()
+
+
+BORROWER = (
+    "import sys, vram\nwith vram.borrow(sys.argv[1]) as l: print(l.array.to_host().sum(), flush=True); sys.stdin.read()"
+)
+
+
+def namespaces(*options: str) -> list[str]:
+    """Return the command that runs something in namespaces of its own; skip where that cannot be."""
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    command = ["unshare", *options]
+    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)} is not possible here")
+    return command
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pid", "--fork", "--kill-child"),
+        ("--user", "--map-root-user", "--pid", "--fork", "--kill-child"),
+        ("--user", "--map-current-user", "--mount", "--pid", "--fork", "--kill-child"),
+    ],
+    ids=["pid", "user", "unprivileged"],
+)
+def test_s4_a_borrower_in_another_namespace(options: tuple[str, ...], path: str, sources: Sources) -> None:
+    """Joined by nothing but the directory of the socket."""
+    command = namespaces(*options)
+    x = sources.make("host")
+    with (
+        vram.lend(x, at=path) as lending,
+        subprocess.Popen(
+            [*command, sys.executable, "-c", BORROWER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{numbers().sum()}\n"
+            (holder,) = lending.holders()
+            assert holder.pid != os.getpid()
+            assert holder.label
+            process.communicate(timeout=SOON)
+        finally:
+            process.kill()
+        until(lambda: lending.holders() == [], seconds=5)
+
+
+LENDER = """
+import sys, vram
+import numpy as np
+x = vram.zeros(10, "int32", device="host")
+x[...] = np.arange(10)
+with vram.lend(x, at=sys.argv[1]) as lending:
+    print("lent", flush=True)
+    sys.stdin.readline()
+    print([holder.pid for holder in lending.holders()], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_s4_a_lender_in_a_pid_namespace_does_not_know_who_borrows(path: str) -> None:
+    """A pid that it does not see is none; the label is as claimed."""
+    command = namespaces("--pid", "--fork", "--kill-child")
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", LENDER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "lent\n"
+            with vram.borrow(path) as lease:
+                assert lease.array.to_host().tolist() == list(range(10))
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "[None]\n"
+            process.communicate(timeout=SOON)
+        finally:
+            process.kill()
+
+
+def test_what_a_borrower_may_not_do_costs_it_only_itself(path: str, sources: Sources) -> None:
+    with vram.lend(sources.make("host"), at=path) as lending:
+        with KeeperClient.connect(path) as stranger:
+            with pytest.raises(NotFoundError):
+                stranger.attach("something", timeout=0)
+            with pytest.raises((UsageError, NotFoundError)):
+                stranger.attach(LENT, version=7, timeout=0)
+            stranger.release([12345])
+        with vram.borrow(path) as lease:
+            assert len(lease) == 1
+        until(lambda: lending.holders() == [], seconds=5, what="the end of the lease")

@@ -1,0 +1,536 @@
+"""Transports between processes: the contract over every exchange, deaths at every step, and what is not available."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes import transport_children as children
+
+pytest.register_assert_rewrite("vram.testing.transport")
+
+import vram  # noqa: E402
+from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError  # noqa: E402
+from vram.keeper.private import short_directory  # noqa: E402
+from vram.spec import HOST, Location  # noqa: E402
+from vram.testing.transport import Ends, TransportContract  # noqa: E402
+from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport  # noqa: E402
+
+SOON = 60.0
+GPU = Location("cuda", 0)
+SPAWN = multiprocessing.get_context("spawn")
+resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
+
+
+@contextlib.contextmanager
+def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """Another process, and a pipe to it; ended at the end of the block."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=work, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours
+    finally:
+        ours.close()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def answer(pipe: Connection) -> Any:
+    assert pipe.poll(SOON), "no answer in time"
+    return pipe.recv()
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield str(Path(place) / "x")
+
+
+@pytest.fixture(scope="module")
+def maker() -> Iterator[Connection]:
+    """The process that sends, for one test after the other."""
+    with child(children.sender) as (_, pipe):
+        assert answer(pipe) == "here"  # or the ledger would see one program become another
+        yield pipe
+
+
+class ChildEnds(Ends):
+    """The sender runs in a child."""
+
+    def __init__(self, receiver: Any, pipe: Connection, elsewhere: Location) -> None:
+        self.receiver, self.pipe, self.elsewhere = receiver, pipe, elsewhere
+
+    def send(self, data: bytes, offset: int = 0) -> None:
+        self.pipe.send(("send", data, offset))
+        assert answer(self.pipe) == "done"
+
+    def export(self, data: bytes, offset: int = 0) -> ExportedBuffer:
+        self.pipe.send(("export", data, offset))
+        return ExportedBuffer(self.receiver.kind, answer(self.pipe))
+
+
+class Between(TransportContract):
+    kind: str
+
+    @contextlib.contextmanager
+    def connected(self, pipe: Connection, way: str, path: str, src: str, dst: str) -> Iterator[Ends]:
+        pipe.send((self.kind, way, path, src, dst))
+        receiver = children.KINDS[self.kind](src, dst, children.WAYS[way].listen(path, SOON), timeout=SOON)
+        try:
+            yield ChildEnds(receiver, pipe, HOST)
+        finally:
+            receiver.close()
+            pipe.send(("end",))
+
+
+class Legacy(Between):
+    kind = "ipc"
+
+    @pytest.fixture(params=["socket", "pipes", "memory"])
+    def ends(self, request: pytest.FixtureRequest, maker: Connection, path: str) -> Iterator[Ends]:
+        with self.connected(maker, request.param, path, "cuda:0", "cuda:0") as ends:
+            yield ends
+
+
+class LegacyToAPeer(Between):
+    kind = "ipc"
+
+    @pytest.fixture
+    def ends(self, maker: Connection, path: str) -> Iterator[Ends]:
+        with self.connected(maker, "socket", path, "cuda:0", "cuda:1") as ends:
+            yield ends
+
+
+class Descriptors(Between):
+    kind = "vmm"
+
+    @pytest.fixture
+    def ends(self, maker: Connection, path: str) -> Iterator[Ends]:
+        with self.connected(maker, "socket", path, "cuda:0", "cuda:1") as ends:
+            yield ends
+
+    def test_a_handle_brought_by_hand(self) -> None:  # type: ignore[override]
+        """Descriptors cannot be brought through a pipe; see tests/conformance."""
+
+
+@pytest.mark.standin
+class TestLegacyOnTheStandin(Legacy):
+    pass
+
+
+@pytest.mark.standin
+class TestLegacyToAPeerOnTheStandin(LegacyToAPeer):
+    pass
+
+
+@pytest.mark.standin
+class TestDescriptorsOnTheStandin(Descriptors):
+    pass
+
+
+@pytest.mark.gpu
+class TestLegacyOnHardware(Legacy):
+    pass
+
+
+@pytest.mark.gpu
+class TestDescriptorsOnHardware(Descriptors):
+    pass
+
+
+# -- deaths ---------------------------------------------------------------------------------------------------------
+DEATHS = [
+    pytest.param("vmm", "socket", "host", 5, id="vmm-host"),
+    pytest.param("vmm", "socket", "cuda:0", 5, id="vmm-gpu", marks=pytest.mark.standin),
+    pytest.param("ipc", "socket", "cuda:0", 3, id="ipc-socket", marks=pytest.mark.standin),
+    pytest.param("ipc", "pipes", "cuda:0", 3, id="ipc-pipes", marks=pytest.mark.standin),
+    pytest.param("ipc", "memory", "cuda:0", 3, id="ipc-memory", marks=pytest.mark.standin),
+]
+
+
+@pytest.mark.parametrize(("kind", "way", "place", "steps"), DEATHS)
+def test_a_sender_killed_at_any_step_is_known_within_a_second(
+    kind: str, way: str, place: str, steps: int, path: str
+) -> None:
+    """Before its hello, between the parts of its memory, before and after the message itself."""
+    for after in range(steps):
+        with child(children.dying_sender, kind, way, path, place, after) as (process, _):
+            with children.KINDS[kind](place, place, children.WAYS[way].listen(path, SOON)) as transport:
+                with contextlib.suppress(PeerGoneError):
+                    transport.recv(timeout=SOON).close()  # vmm memory that was there whole is right: it is ours, too
+                    assert (kind, after) != ("ipc", 0)
+                process.join(SOON)
+                started = time.monotonic()
+                for use in (lambda: transport.recv(timeout=SOON), lambda: transport.recv(timeout=SOON)):
+                    with pytest.raises(PeerGoneError):
+                        use()
+                assert time.monotonic() - started < 1.0
+
+
+@pytest.mark.parametrize(("kind", "way", "place", "_steps"), DEATHS)
+def test_a_receiver_killed_is_known_within_a_second(kind: str, way: str, place: str, _steps: int, path: str) -> None:
+    array, address = (vram.zeros(1000, "uint8", device=place), 0)
+    if kind == "ipc":
+        array.close()
+        address = children.cuda_malloc(1000)
+        array = children.legacy_array(address, 1000)
+    with child(children.receiver, kind, way, path, place) as (process, pipe), array:
+        with children.KINDS[kind](place, place, children.WAYS[way].listen(path, SOON)) as transport:
+            transport.send(array)
+            assert answer(pipe) == 1000
+            transport.synchronize(timeout=SOON)
+            process.kill()
+            process.join(SOON)
+            started = time.monotonic()
+            with pytest.raises(PeerGoneError):
+                transport.send(array)
+            assert time.monotonic() - started < 1.0
+    if address:
+        del transport
+        children.cuda_free(address)
+
+
+@pytest.mark.standin
+def test_what_a_dead_process_sent_is_refused_where_its_memory_died_with_it(path: str) -> None:
+    with child(children.sender) as (process, pipe):
+        assert answer(pipe) == "here"
+        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
+        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
+            pipe.send(("send", b"words", 3))
+            assert answer(pipe) == "done"
+            process.kill()
+            process.join(SOON)
+            with pytest.raises((PeerGoneError, ProtocolError)):
+                transport.recv(timeout=SOON)
+
+
+def test_what_a_dead_process_sent_is_there_where_a_descriptor_keeps_it(path: str) -> None:
+    with child(children.sender) as (process, pipe):
+        assert answer(pipe) == "here"
+        pipe.send(("vmm", "socket", path, "host", "host"))
+        with VmmTransport("host", "host", SocketExchange.listen(path, SOON)) as transport:
+            pipe.send(("send", b"last words", 3))
+            assert answer(pipe) == "done"
+            process.kill()
+            process.join(SOON)
+            with transport.recv(timeout=SOON) as array:
+                assert array.numpy().tobytes() == b"last words"
+            with pytest.raises(PeerGoneError):
+                transport.recv(timeout=SOON)
+
+
+# -- what travels how -----------------------------------------------------------------------------------------------
+@pytest.mark.standin
+def test_memory_that_travels_another_way_says_which() -> None:
+    one, other = SocketExchange.pair()
+    with other, IpcTransport("cuda:0", "cuda:0", one) as transport, vram.zeros(10, "uint8", device="cuda:0") as array:
+        for use in (transport.send, transport.export):
+            with pytest.raises(UsageError, match="vmm transport"):
+                use(array)
+
+
+@pytest.mark.parametrize("way", ["pipes", "memory"])
+def test_descriptors_over_bytes_only_are_refused_with_the_reason(way: str, path: str) -> None:
+    with child(children.talker, way, path):
+        with children.WAYS[way].listen(path, SOON) as exchange:
+            with pytest.raises(UnsupportedError, match="SocketExchange"):
+                VmmTransport("host", "host", exchange)
+            with pytest.raises(UnsupportedError, match="bytes only"):
+                exchange.send(b"x", [0])
+
+
+@pytest.mark.parametrize("way", ["socket", "pipes", "memory"])
+def test_an_exchange_brings_messages_there_and_back(way: str, path: str) -> None:
+    """Whole and in order, more of them than it has room for; and knows the end."""
+    with child(children.talker, way, path) as (process, _):
+        with children.WAYS[way].listen(path, SOON) as exchange:
+            for length in [1, 2, 100, exchange.most // 2, *range(1, 300)]:
+                payload = os.urandom(length)
+                exchange.send(payload, timeout=SOON)
+                assert exchange.recv(timeout=SOON) == (payload * 2, [])
+            for bad in (b"", bytes(exchange.most + 1)):
+                with pytest.raises(UsageError):
+                    exchange.send(bad)
+            with pytest.raises(WaitTimeoutError):
+                exchange.recv(timeout=0.01)
+            assert not exchange.is_gone()
+            process.kill()
+            process.join(SOON)
+            started = time.monotonic()
+            with pytest.raises(PeerGoneError):
+                exchange.recv(timeout=SOON)
+            with pytest.raises(PeerGoneError):
+                exchange.send(b"anybody?", timeout=SOON)
+            assert exchange.is_gone()
+            assert time.monotonic() - started < 1.0
+    assert not list(Path(path).parent.iterdir()), "what was made to meet is gone"
+
+
+@pytest.mark.parametrize("way", ["socket", "pipes", "memory"])
+def test_closing_an_exchange_is_the_end_for_the_other(way: str, path: str) -> None:
+    with child(children.talker, way, path) as (_, pipe):
+        children.WAYS[way].listen(path, SOON).close()
+        assert answer(pipe) == "gone"
+
+
+@pytest.mark.parametrize("way", ["socket", "pipes", "memory"])
+def test_closing_an_exchange_wakes_who_waits_here(way: str, path: str) -> None:
+    with child(children.talker, way, path):
+        exchange = children.WAYS[way].listen(path, SOON)
+        ended: list[type[BaseException]] = []
+
+        def wait() -> None:
+            try:
+                exchange.recv(timeout=SOON)
+            except vram.VramError as error:
+                ended.append(type(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        exchange.close()
+        waiting.join(SOON)
+        assert ended == [vram.ClosedError]
+
+
+@pytest.mark.parametrize("way", ["socket", "pipes", "memory"])
+def test_nobody_there_is_waited_for_and_no_longer(way: str, path: str) -> None:
+    for meet in (children.WAYS[way].connect, children.WAYS[way].listen):
+        with pytest.raises(WaitTimeoutError):
+            meet(path, 0.02)
+    assert not list(Path(path).parent.iterdir())
+    for name in (path, f"{path}.there"):
+        Path(name).touch()
+    with pytest.raises(BusyError):
+        children.WAYS[way].listen(path, 0.02)
+
+
+def test_a_full_exchange_waits_and_says_so(path: str) -> None:
+    """At most 64 messages are under way: then the sender waits for the receiver, as long as it was told to."""
+    one, other = SocketExchange.pair()
+    with VmmTransport("host", "host", one, timeout=0.02) as sender, VmmTransport("host", "host", other) as receiver:
+        with vram.zeros(10, "uint8", device="host") as array:
+            for _ in range(64):
+                sender.send(array)
+            with pytest.raises(WaitTimeoutError):
+                sender.send(array)
+            with pytest.raises(WaitTimeoutError):
+                sender.synchronize(timeout=0.02)
+            for _ in range(64):
+                receiver.recv(timeout=SOON).close()
+            sender.synchronize(timeout=SOON)
+            sender.send(array)
+            assert receiver.statistics().imported == 1
+
+
+# -- what is not available ------------------------------------------------------------------------------------------
+@pytest.mark.standin
+def test_gpus_that_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "0,1")
+    with child(children.without_peers) as (_, pipe):
+        answers, refused, chosen, moved = answer(pipe)
+    assert {kind for kind, (is_available, _) in answers.items() if is_available} == {"staged"}
+    assert all("no peers" in reason for kind, (_, reason) in answers.items() if kind != "staged")
+    assert "no peers" in refused
+    assert (chosen, moved) == ("staged", 7)
+
+
+def test_no_driver_at_all() -> None:
+    """As on a machine without one: the loader finds nothing, and says so."""
+    code = (
+        "import sys, types; from tests.processes.transport_children import without_a_driver as work; "
+        "work(types.SimpleNamespace(send=lambda found: print(repr(found))))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answers, best, said = eval(done.stdout)
+    if any(is_available for is_available, _ in answers.values()):
+        pytest.skip("this machine has a driver")
+    assert all(reason for _, reason in answers.values())
+    assert best == "staged"
+    assert all(f"{kind}: " in said for kind in ("peer", "staged", "vmm", "ipc"))
+
+
+def test_other_machines_words_are_not_believed() -> None:
+    """S7: what is no message, comes too early, or names what was never described."""
+    from vram.transports.wire import Allocation, Forgotten, Hello, Sent, Taken, encode
+
+    hello = encode(Hello(1, "vmm"))
+    cases = {
+        "no message": [b"\xc1"],
+        "without a Hello": [encode(Sent(1, 0, 1, "uint8", (1,)))],
+        "another kind": [encode(Hello(1, "ipc"))],
+        "another version": [encode(Hello(2, "vmm"))],
+        "never described": [hello, encode(Sent(1, 0, 1, "uint8", (1,)))],
+        "64 bytes": [hello, encode(Allocation(1, "host", bytes(64), 4096))],
+        "nothing to go on with": [hello, encode(["g"])],
+        "too many received": [hello, encode(Taken(5))],
+        "negative": [hello, encode(["t", -1])],
+        "a handle too short": [hello, encode(["a", 1, "host", bytes(63), 4096])],
+        "too many at once": [hello, encode(["x", list(range(1, 300))])],
+        "no such kind": [hello, encode(["z", 1])],
+        "nested": [hello, b"\x91" * 5000],
+    }
+    for payloads in cases.values():
+        one, other = SocketExchange.pair()
+        with one, VmmTransport("host", "host", other) as transport:
+            for payload in payloads:
+                one.send(payload)
+            with pytest.raises(ProtocolError):
+                transport.recv(timeout=SOON)
+    one, other = SocketExchange.pair()
+    with one, VmmTransport("host", "host", other) as transport:
+        one.send(hello)
+        one.send(encode(Forgotten((7,))))  # what was never known may well be forgotten
+        with pytest.raises(WaitTimeoutError):
+            transport.recv(timeout=0.01)
+
+
+def test_descriptors_that_are_not_what_is_said_are_refused_and_closed() -> None:
+    """S7: too few, too many, too small, of another place, out of order; nothing of them stays open."""
+    from vram.exchange.wire import MemoryPart, Part
+    from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
+    from vram.transports.wire import Hello, Sent, encode
+
+    granule = 2 << 20
+
+    def part(sizes: tuple[int, ...], *, first: int = 0, device: str = "host", kind: int = 1, offset: int = 0) -> bytes:
+        segments = tuple(SegmentEntry(size, kind) for size in sizes)
+        total = sum(sizes)
+        return encode(Part(MemoryPart(1, first, True, True, MemoryDescriptor(device, segments, offset, total, total))))
+
+    gpu = "GPU-00000000-0000-0000-0000-000000000000"
+    cases: list[tuple[bytes, int]] = [
+        (part((granule,)), 0),
+        (part((granule,)), 2),
+        (part((granule, granule)), 1),
+        (part((2 * granule,)), 1),
+        (part((granule - 1,)), 1),
+        (part((granule,), first=1), 1),
+        (part((granule,), device=gpu), 1),
+        (part((granule,), device="elsewhere"), 1),
+        (part((granule,), kind=8), 1),
+        (part((granule,), offset=5), 1),
+        (part((1 << 50,)), 1),
+        (encode(Sent(1, 0, 1, "uint8", (1,))), 1),
+    ]
+    with vram.zeros(10, "uint8", device="host") as array:
+        (allocation,), _ = array.region.segments(0, 10)
+        with allocation:
+            for payload, count in cases:
+                one, other = SocketExchange.pair()
+                with one, VmmTransport("host", "host", other) as transport:
+                    one.send(encode(Hello(1, "vmm")))
+                    one.send(payload, [allocation.export()] * count)
+                    with pytest.raises(ProtocolError):
+                        transport.recv(timeout=SOON)
+                    assert transport.statistics().imported == 0
+            beyond = [(0, granule + 1, "uint8", (granule + 1,)), (granule, 1, "uint8", (1,)), (0, 2, "uint8", (1,))]
+            beyond += [(0, 8, "float99", (1,)), (0, 0, "uint8", (1 << 62, 1 << 62, 0)), (1, 8, "object", (1,))]
+            for offset, nbytes, dtype, shape in beyond:
+                one, other = SocketExchange.pair()
+                with one, VmmTransport("host", "host", other) as transport:
+                    one.send(encode(Hello(1, "vmm")))
+                    one.send(part((granule,)), [allocation.export()])
+                    one.send(encode(Sent(1, offset, nbytes, dtype, shape)))
+                    if nbytes:
+                        with pytest.raises(ProtocolError):
+                            transport.recv(timeout=SOON)
+
+
+def test_s4_descriptors_that_nobody_reads_are_one_part() -> None:
+    """And whoever reads them gets the next part, until all of the memory is there."""
+    one, other = SocketExchange.pair()
+    with VmmTransport("host", "host", one, timeout=0.05) as sender, VmmTransport("host", "host", other) as receiver:
+        with vram.zeros(260 << 21, "uint8", device="host", chunk="2MiB") as array:
+            with pytest.raises(WaitTimeoutError, match="takes no descriptors"):
+                sender.send(array)
+            with pytest.raises(WaitTimeoutError):
+                receiver.recv(timeout=0.01)  # hears the first part
+            array[-1:].numpy()[:] = 9
+            sender.send(array)
+            with receiver.recv(timeout=SOON) as seen:
+                assert seen.nbytes == array.nbytes
+                assert seen[-1:].numpy()[0] == 9
+
+
+def test_what_was_received_is_as_writable_as_it_was_for_its_sender() -> None:
+    one, other = SocketExchange.pair()
+    with VmmTransport("host", "host", one) as sender, VmmTransport("host", "host", other) as receiver:
+        with vram.zeros(10, "uint8", device="host") as array:
+            sender.send(array)
+            with receiver.recv(timeout=SOON) as seen:
+                seen.numpy()[3] = 7
+                assert array.numpy()[3] == 7
+            array.region.freeze()
+            sender.send(array)
+            with receiver.recv(timeout=SOON) as seen:
+                assert seen.readonly
+                assert seen.numpy()[3] == 7
+            with receiver.import_(sender.export(array)) as seen:
+                assert seen.readonly
+
+
+def test_the_other_end_is_told_of_every_close() -> None:
+    """Memory that is unmapped where it was made is let go of here, unless it is in use."""
+    one, other = SocketExchange.pair()
+    with VmmTransport("host", "host", one) as sender, VmmTransport("host", "host", other) as receiver:
+        arrays = [vram.zeros(10, "uint8", device="host") for _ in range(5)]
+        for number, array in enumerate(arrays):
+            array.numpy()[:] = number
+            sender.send(array)
+        seen = [receiver.recv(timeout=SOON) for _ in arrays]
+        assert receiver.statistics().imported == 5
+        kept = seen.pop()
+        for array in (*seen, *arrays):
+            array.close()
+        with vram.zeros(1, "uint8", device="host") as last:
+            sender.send(last)
+            receiver.recv(timeout=SOON).close()
+            assert receiver.statistics().imported == 1
+        assert set(kept.numpy()) == {4}
+        kept.close()
+
+
+@pytest.mark.standin
+def test_memory_of_cudamalloc_is_let_go_of_with_its_sender(path: str) -> None:
+    import standin
+
+    control = standin.Standin()
+    with child(children.sender) as (_, pipe):
+        assert answer(pipe) == "here"
+        pipe.send(("ipc", "pipes", path, "cuda:0", "cuda:0"))
+        with IpcTransport("cuda:0", "cuda:0", children.WAYS["pipes"].listen(path, SOON)) as transport:
+            pipe.send(("send", b"words", 3))
+            assert answer(pipe) == "done"
+            pipe.send(("export", b"by hand", 50))
+            payload = answer(pipe)
+            array = transport.recv(timeout=SOON)
+            assert array.to_host().tobytes() == b"words"
+            with transport.import_(ExportedBuffer("ipc", payload)) as brought:
+                assert brought.to_host().tobytes() == b"by hand"
+                assert control.live()["ipc_opens"] == 1, "one opening for both"
+        assert array.to_host().tobytes() == b"words", "in use: it stays"
+        assert control.live()["ipc_opens"] == 1
+        array.close()
+        assert "ipc_opens" not in control.live()
+        pipe.send(("end",))

@@ -1,0 +1,285 @@
+"""Bugs about memory of others planted in the CUDA driver, and the test of the contract that must catch each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import standin
+
+pytestmark = pytest.mark.standin
+
+MUTANTS = '''
+"""The CUDA driver with one bug per class, here and in the other process."""
+import os, sys
+sys.path.insert(0, {tests!r})
+import standin
+standin.preload()
+import pytest
+from dataclasses import replace
+from strangers import CudaStranger
+from vram.driver.cuda import CudaDriver
+from vram.driver.cuda.objects import Window
+from vram.errors import DriverError, ProtocolError, UsageError
+from vram.spec import Access, HandleKind, Location
+from vram.testing.foreign import ForeignContract
+
+
+class Mutant(ForeignContract):
+    offers = frozenset({{"Foreign", "InterprocessEvents", "LegacyIpc", "Pools"}})
+    kind = CudaDriver
+
+    @pytest.fixture
+    def driver(self):
+        return self.kind()
+
+    @pytest.fixture
+    def location(self):
+        return Location("cuda", 0)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def elsewhere(cls):
+        return cls.kind
+
+    @pytest.fixture
+    def stranger(self, driver):
+        with CudaStranger() as stranger:
+            yield stranger
+
+
+class TestClosesTwice(Mutant):
+    class kind(CudaDriver):
+        def ipc_close(self, address):
+            super().ipc_close(address)
+            try:
+                with self._contexts[0]:
+                    self._call("cuIpcCloseMemHandle", address)
+            except DriverError:
+                pass
+
+
+class TestImportsAPointerTwice(Mutant):
+    class kind(CudaDriver):
+        def pool_open_pointer(self, pool, handle, nbytes):
+            self._pointers.clear()
+            return super().pool_open_pointer(pool, handle, nbytes)
+
+
+class TestFreesThePointerOfAnother(Mutant):
+    """When it refuses to open it again."""
+    class kind(CudaDriver):
+        def pool_open_pointer(self, pool, handle, nbytes):
+            try:
+                return super().pool_open_pointer(pool, handle, nbytes)
+            except UsageError:
+                for address in self._pointers:
+                    with self._contexts[0]:
+                        self._call("cuMemFreeAsync", address, 1)
+                raise
+
+
+class TestExportsAnyEvent(Mutant):
+    class kind(CudaDriver):
+        def event_export(self, event):
+            try:
+                return super().event_export(event)
+            except UsageError:
+                return bytes(64)
+
+
+class TestSaysWhatTheDriverSays(Mutant):
+    class kind(CudaDriver):
+        def event_export(self, event):
+            from vram.driver.cuda.foreign import bytes_of
+            with self._at(event):
+                return bytes_of(self._call("cuIpcGetEventHandle", event))
+
+
+class TestOpensOwnEvents(Mutant):
+    class kind(CudaDriver):
+        def event_import(self, handle, location):
+            try:
+                return super().event_import(handle, location)
+            except UsageError:
+                return self.event_create(location)
+
+
+class TestBelievesSizes(Mutant):
+    class kind(CudaDriver):
+        def _check_opened(self, window, call):
+            pass
+
+
+class TestLeavesItOpenWhenItRefuses(Mutant):
+    class kind(CudaDriver):
+        def _take_back_window(self, window, stream=0):
+            if self._windows or window.kind != "ipc":
+                super()._take_back_window(window, stream)
+            else:
+                self._write_down(window)
+
+
+class TestGivesTheHandleOfTheBase(Mutant):
+    """As the driver itself does for an address inside."""
+    class kind(CudaDriver):
+        def ipc_export(self, address):
+            return super().ipc_export(self.pointer_info(address).base)
+
+
+class TestPadsHandles(Mutant):
+    class kind(CudaDriver):
+        def _struct(self, name, data):
+            return super()._struct(name, data[:64].ljust(64, b"\\0"))
+
+
+class TestTriesToSeeIfItWorks(Mutant):
+    """What is at an address, found out by calls that may succeed for something else."""
+    class kind(CudaDriver):
+        def pointer_info(self, address):
+            info = super().pointer_info(address)
+            if info.made_by == "pool":
+                info = replace(info, made_by="opened")
+            return info
+
+
+class TestTakesReservationsForMemory(Mutant):
+    """The range of an address is the whole reservation."""
+    class kind(CudaDriver):
+        def pointer_info(self, address):
+            info = super().pointer_info(address)
+            attributes = self._api.CUpointer_attribute
+            base = int(self._call("cuPointerGetAttribute", attributes(11), address))
+            nbytes = int(self._call("cuPointerGetAttribute", attributes(12), address))
+            return replace(info, base=base, nbytes=nbytes)
+
+
+class TestTellsByAddress(Mutant):
+    """An identity that comes again with the address."""
+    class kind(CudaDriver):
+        def pointer_identity(self, address):
+            super().pointer_identity(address)
+            return self.pointer_info(address).base
+
+
+class TestAdoptsOnce(Mutant):
+    class kind(CudaDriver):
+        def mem_adopt(self, address):
+            known = self.__dict__.setdefault("known", {{}})
+            identity = self.pointer_identity(address)
+            if identity not in known:
+                known[identity] = super().mem_adopt(address)
+            return known[identity]
+
+
+class TestKeepsNoRights(Mutant):
+    class kind(CudaDriver):
+        def window_open(self, address, nbytes, location, access):
+            return super().window_open(address, nbytes, location, Access.READ_WRITE)
+
+
+class TestTheFirstWindowDecides(Mutant):
+    class kind(CudaDriver):
+        def _accessible(self, call, address, nbytes, access):
+            for window in tuple(self._windows.values()):
+                if window.address <= address < window.address + window.nbytes and window.access < access:
+                    raise UsageError("not here")
+            return super()._accessible(call, address, nbytes, access)
+
+
+class TestWindowsWithoutAnEnd(Mutant):
+    class kind(CudaDriver):
+        def _accessible(self, call, address, nbytes, access):
+            for window in tuple(self._windows.values()):
+                if window.address <= address < window.address + window.nbytes:
+                    return [window]
+            return super()._accessible(call, address, nbytes, access)
+
+
+class TestTakesTheDescriptor(Mutant):
+    class kind(CudaDriver):
+        def pool_import(self, fd, kind, location):
+            try:
+                return super().pool_import(fd, kind, location)
+            except ProtocolError:
+                os.close(fd)
+                raise
+
+
+class TestExportsInheritable(Mutant):
+    class kind(CudaDriver):
+        def pool_export(self, pool, kind):
+            fd = super().pool_export(pool, kind)
+            os.set_inheritable(fd, True)
+            return fd
+
+
+class TestFreesInNoOrder(Mutant):
+    """What is freed stays in the books."""
+    class kind(CudaDriver):
+        def pool_free(self, address, stream):
+            super().pool_free(address, stream)
+            self._write_down(Window(address, 1, {{(1, 0): Access.READ_WRITE}}, "pool"))
+
+
+class TestIsFine(Mutant):
+    pass
+'''
+
+CAUGHT_BY = {
+    "ClosesTwice": "opened_twice_it_is_closed_as_often",
+    "ImportsAPointerTwice": "no_pointer_is_open_twice",
+    "FreesThePointerOfAnother": "no_pointer_is_open_twice",
+    "ExportsAnyEvent": "only_an_event_made_for_it_is_exported",
+    "SaysWhatTheDriverSays": "only_an_event_made_for_it_is_exported",
+    "OpensOwnEvents": "not_in_the_process_that_made_the_event",
+    "BelievesSizes": "a_size_that_is_not_there_is_refused",
+    "LeavesItOpenWhenItRefuses": "a_size_that_is_not_there_is_refused",
+    "GivesTheHandleOfTheBase": "only_the_base_of_such_memory_has_a_handle",
+    "PadsHandles": "bytes_that_are_no_handle_of_memory",
+    "TriesToSeeIfItWorks": "memory_of_a_pool",
+    "TakesReservationsForMemory": "mapped_memory_is_one_allocation_at_a_time",
+    "TellsByAddress": "an_identity_never_comes_again",
+    "AdoptsOnce": "adopted_memory_outlives_its_owner",
+    "KeepsNoRights": "a_window_has_the_rights_that_were_said",
+    "TheFirstWindowDecides": "a_window_has_the_rights_that_were_said",
+    "WindowsWithoutAnEnd": "bytes_outside_a_window_are_refused",
+    "TakesTheDescriptor": "a_descriptor_that_is_of_no_pool",
+    "ExportsInheritable": "a_pool_is_exported_as_it_was_made_to",
+    "FreesInNoOrder": "what_is_given_back_twice_is_refused",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+    """Run each mutant against the test that should catch it; and the driver without a bug against all of these."""
+    folder: Path = tmp_path_factory.mktemp("mutants")
+    (folder / "test_mutants.py").write_text(MUTANTS.format(tests=str(Path(standin.__file__).parents[1])))
+    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, test in CAUGHT_BY.items()]
+    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted(set(CAUGHT_BY.values()))]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
+    done = subprocess.run(
+        [*command, *chosen],
+        capture_output=True, text=True, timeout=100, cwd=folder, check=False, env=standin.child_environment(),
+    )  # fmt: skip
+    found: dict[tuple[str, str], str] = {}
+    for line in done.stdout.splitlines():
+        word, _, place = line.partition(" test_mutants.py::Test")
+        if word in ("PASSED", "FAILED", "ERROR") and place:
+            mutant, _, test = place.split(" ")[0].partition("::test_")
+            found[mutant, test] = word
+    assert found, done.stdout + done.stderr
+    return found
+
+
+@pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
+def test_the_contract_catches(outcomes, mutant, test):
+    assert outcomes[mutant, test] in ("FAILED", "ERROR")
+
+
+def test_and_nothing_else(outcomes):
+    fine = {test: word for (mutant, test), word in outcomes.items() if mutant == "IsFine"}
+    assert fine == dict.fromkeys(CAUGHT_BY.values(), "PASSED")

@@ -1,0 +1,385 @@
+"""Regions over memory of others: of another library in this process, and of another process, on the stand-in."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import standin
+from strangers import CudaStranger, Maker
+from vram import driver as drivers
+from vram.arrays import Array
+from vram.driver.cuda import CudaDriver
+from vram.errors import ClosedError, ForkedError, ProtocolError, UnsupportedError, UsageError
+from vram.lifetime import live, own
+from vram.memory import Region
+from vram.memory import foreign as memory_of_others
+from vram.memory.foreign import find_foreign, look_up, open_legacy
+from vram.spec import HOST, Access, HandleKind, Location
+from vram.testing.faults import FaultyDriver
+from vram.testing.other_process import OtherProcess
+
+pytestmark = pytest.mark.standin
+HERE = Location("cuda", 0)
+FD = HandleKind.POSIX_FD
+G = 2 << 20
+READ, RW = Access.READ, Access.READ_WRITE
+
+
+@pytest.fixture
+def driver() -> Any:
+    return drivers.get(HERE)
+
+
+@pytest.fixture
+def stranger() -> Iterator[CudaStranger]:
+    with CudaStranger() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def neighbour() -> Iterator[OtherProcess]:
+    with OtherProcess(Maker) as other:
+        yield other
+
+
+@pytest.fixture
+def theirs(neighbour: OtherProcess) -> Iterator[tuple[int, bytes]]:
+    base = neighbour.call("legacy", G)
+    window = neighbour.call("window_open", base, G, HERE, RW)
+    yield base, neighbour.call("ipc_export", base)
+    neighbour.call("window_close", window)
+    neighbour.call("free", base)
+
+
+def seen(driver: Any, address: int, nbytes: int) -> bytes:
+    found = bytearray(nbytes)
+    driver.copy_out(memoryview(found), address)
+    return bytes(found)
+
+
+# -- of another library ---------------------------------------------------------------------------------------------
+def test_a_region_over_the_allocation_that_an_address_lies_in(driver: Any, stranger: CudaStranger) -> None:
+    base = stranger.legacy(5000)
+    region, offset = find_foreign(driver, base + 100, 50)
+    assert (region.address, region.nbytes, region.capacity, offset) == (base, 5000, 5000, 100)
+    assert (region.made_by, region.kinds, region.location) == ("legacy", HandleKind.LEGACY_IPC, HERE)
+    assert region.is_imported
+    array = Array(region, "u1", (50,), offset=offset)
+    array[:] = np.arange(50)
+    assert seen(driver, base + 105, 2) == b"\5\6"
+    with pytest.raises(UsageError, match="no descriptor"):
+        region.segments(0, 10)
+    for change in (lambda: region.grow(6000), lambda: region.shrink(1), lambda: region.extend([], 6000)):
+        with pytest.raises(UsageError):
+            change()
+    region.freeze()
+    array.close()
+    region.close()
+
+
+def test_the_same_memory_is_the_same_region_while_it_is_in_use(driver: Any, stranger: CudaStranger) -> None:
+    base = stranger.legacy(5000)
+    region, _ = find_foreign(driver, base, 10)
+    assert find_foreign(driver, base + 4000, 1000)[0] is region
+    read_only, _ = find_foreign(driver, base, 10, access=READ)
+    assert read_only is not region
+    assert read_only.access is READ
+    driver.fill(base, 1, 10)  # the right of the one is not taken away by the other
+    region.close()
+    again, _ = find_foreign(driver, base, 10)
+    assert again is not region
+    again.close()
+    with pytest.raises(UsageError, match="READ"):
+        driver.fill(base, 1, 10)
+    read_only.close()
+
+
+def test_what_comes_to_an_address_later_is_not_taken_for_what_was_there(driver: Any, stranger: CudaStranger) -> None:
+    seen_bases = set()
+    for nbytes in (4096, 8192, 4096):
+        base = stranger.legacy(nbytes)
+        with find_foreign(driver, base, 1)[0] as region:
+            assert region.nbytes == nbytes
+        seen_bases.add(base)
+        stranger.free(base)
+    assert len(seen_bases) <= 3
+
+
+def test_mapped_memory_of_several_allocations(driver: Any, stranger: CudaStranger) -> None:
+    """Held on its own, and so beyond its owner, only from the moment on that somebody wants to have it."""
+    base = stranger.mapped((G, 2 * G, G), FD)
+    before = driver.live()
+    region, offset = find_foreign(driver, base + G - 4, 8)
+    assert (region.address, region.chunks, offset) == (base, (G, 2 * G), G - 4)
+    assert driver.live().handles == before.handles
+    driver.copy_in(base + G - 4, memoryview(b"12345678"))
+    (first, second), start = region.segments(offset, offset + 8)
+    assert start == G - 4
+    assert driver.live().handles == before.handles + 2
+    other, _ = find_foreign(driver, base + G, 1)
+    (again,), _ = other.segments(0, 1)
+    assert again.driver_handle == second.driver_handle  # once, however many regions it is a part of
+    os.fstat(second.export())
+    region.close()
+    other.close()
+    stranger.free(base)
+    assert second.nbytes == 2 * G
+    for allocation in (first, second, again):
+        allocation.close()
+    assert driver.live() == before
+
+
+def test_beside_multicast_objects(stranger: CudaStranger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads look for those, among windows too."""
+    monkeypatch.setenv("VRAM_MULTICAST", "on")
+    driver = CudaDriver()
+    driver.mem_release(driver.multicast_create(2, G, FD))
+    base = stranger.legacy(4096)
+    with find_foreign(driver, base, 4096)[0]:
+        driver.fill(base, 7, 4096)
+        assert seen(driver, base, 2) == b"\7\7"
+
+
+def test_what_is_no_memory_of_one_kind(driver: Any, stranger: CudaStranger) -> None:
+    legacy, mapped = stranger.legacy(4096), stranger.mapped((G,), FD)
+    for address, nbytes in ((legacy, 4097), (legacy + 4095, 2), (mapped, G + 1), (0, 1), (5, 1), (id(driver), 8)):
+        with pytest.raises(UsageError):
+            find_foreign(driver, address, nbytes)
+        with pytest.raises(UsageError):
+            look_up(driver, address, nbytes)
+    assert len(look_up(driver, mapped, 0)) == 1
+
+
+def test_other_drivers_know_no_memory_of_others() -> None:
+    host = drivers.get(HOST)
+    with pytest.raises(UnsupportedError, match="host driver"):
+        find_foreign(host, 4096, 1)
+    with pytest.raises(UnsupportedError, match="host driver"):
+        open_legacy(host, bytes(64), 1, HOST)
+
+
+def test_looks_are_remembered_and_forgotten_in_time(
+    driver: Any, stranger: CudaStranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = FaultyDriver(driver)
+    monkeypatch.setattr(memory_of_others, "_MOST_KNOWN", 3)
+    memory_of_others._known.infos.clear()
+    bases = [stranger.legacy(4096) for _ in range(5)]
+    for base in (*bases, *bases):
+        look_up(faulty, base, 1)
+        assert len(memory_of_others._known.infos) <= 3
+    faulty.clear()
+    for _ in range(3):
+        look_up(faulty, bases[-1], 1)
+    assert faulty.calls == ("pointer_identity",) * 3
+
+
+def test_threads_find_the_same_region(driver: Any, stranger: CudaStranger) -> None:
+    base = stranger.mapped((G, G), FD)
+    before = driver.live()
+    found: list[Any] = []
+
+    def find() -> None:
+        for _ in range(20):
+            region, _ = find_foreign(driver, base, 2 * G)
+            found.append((region, [one.driver_handle for one in region.segments(0, 2 * G)[0]]))
+
+    threads = [threading.Thread(target=find) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({id(region) for region, _ in found}) == 1
+    assert len({tuple(handles) for _, handles in found}) == 1
+    found.clear()
+    gc.collect()
+    assert driver.live() == before
+
+
+def test_memory_of_several_gpus(driver: Any, stranger: CudaStranger) -> None:
+    """Copies between memory of others and ours, and among others, whichever GPU each is on."""
+    there = Location("cuda", 1)
+    data = bytes(range(256)) * 16
+    bases = [stranger.legacy(4096), stranger.mapped((G,), FD), stranger.pooled(4096, shareable=False)[1]]
+    with CudaStranger(1) as other, Region.create(driver, there, capacity=G, nbytes=G) as ours:
+        far = [other.legacy(4096), other.mapped((G,), FD), other.pooled(4096, shareable=False)[1]]
+        regions = [find_foreign(driver, base, 4096)[0] for base in (*bases, *far)]
+        assert [region.location.id for region in regions] == [0, 0, 0, 1, 1, 1]
+        driver.copy_in(bases[0], memoryview(data))
+        row = [*bases, ours.address, *far, bases[0]]
+        for source, target in itertools.pairwise(row):
+            driver.copy(target, source, 4096)
+            assert seen(driver, target, 4096) == data
+            driver.fill(source, 0, 4096)
+        for region in regions:
+            region.close()
+
+
+# -- of another process ---------------------------------------------------------------------------------------------
+def test_memory_of_another_process(driver: Any, neighbour: OtherProcess, theirs: tuple[int, bytes]) -> None:
+    base, handle = theirs
+    neighbour.write(base, b"from there")
+    region = open_legacy(driver, handle, G, HERE)
+    assert (region.nbytes, region.made_by, region.kinds) == (G, "opened", HandleKind.NONE)
+    assert seen(driver, region.address, 10) == b"from there"
+    array = Array(region, "u1", (10,))
+    del region
+    array[:] = 7
+    assert neighbour.read(base, 10) == b"\7" * 10
+    array.close()
+
+
+def test_i1_what_must_outlive_it_does(driver: Any, theirs: tuple[int, bytes]) -> None:
+    faulty, log = FaultyDriver(driver), list[str]()
+    lease = own("lease", lambda: log.append(str(faulty.calls[-2:])))
+    region = open_legacy(faulty, theirs[1], G, HERE, depends=(lease.handle,))
+    array = Array(region, "u1", (10,))
+    lease.release()
+    region.close()
+    assert log == []
+    array.close()
+    assert log == ["('synchronize', 'ipc_close')"]
+    with pytest.raises(ClosedError):
+        open_legacy(faulty, theirs[1], G, HERE, depends=(lease.handle,))
+
+
+def test_i1_work_on_it_is_done_before_it_is_closed(driver: Any, theirs: tuple[int, bytes]) -> None:
+    control = standin.Standin()
+    control.clear()
+    stream = driver.stream_create(HERE)
+    control.defer()
+    try:
+        region = open_legacy(driver, theirs[1], G, HERE)
+        driver.fill_async(region.address, 7, G, stream)
+        region.close()
+    finally:
+        control.defer(False)
+    assert control.illegal() == 0
+    driver.stream_destroy(stream)
+
+
+def test_nothing_a_peer_says_is_believed(driver: Any, theirs: tuple[int, bytes]) -> None:
+    before = {handle.label for handle in live()}
+    for handle, nbytes in ((bytes(64), G), (b"", G), (theirs[1][:-1], G), (theirs[1], G + 1), (theirs[1], 0)):
+        with pytest.raises(ProtocolError):
+            open_legacy(driver, handle, nbytes, HERE)
+    assert {handle.label for handle in live()} == before
+
+
+def test_i2_forgotten_regions_are_closed(driver: Any, stranger: CudaStranger, theirs: tuple[int, bytes]) -> None:
+    before = {handle.label for handle in live()}
+
+    class Knot:
+        def __init__(self) -> None:
+            self.me = self
+            self.opened = Array(open_legacy(driver, theirs[1], G, HERE), "u1", (9,))
+            self.found = Array(find_foreign(driver, stranger.legacy(4096), 9)[0], "u1", (9,))
+
+    Knot()
+    gc.collect()
+    assert {handle.label for handle in live()} == before
+    assert not driver._windows
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_i7_in_a_forked_child_it_is_inert(driver: Any, stranger: CudaStranger, theirs: tuple[int, bytes]) -> None:
+    base = stranger.legacy(4096)
+    region, opened = find_foreign(driver, base, 1)[0], open_legacy(driver, theirs[1], G, HERE)
+    with memory_of_others._known.lock:  # as if another thread had been in it
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                for use in (
+                    lambda: region.pin(0, 1),
+                    lambda: opened.pin(0, 1),
+                    lambda: find_foreign(driver, base, 1),
+                    lambda: open_legacy(driver, theirs[1], G, HERE),
+                ):
+                    with pytest.raises(ForkedError):
+                        use()
+                region.close()
+                opened.close()
+                code = 0
+            finally:
+                os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert seen(driver, base, 1) == seen(driver, base, 1)
+    region.close()
+    opened.close()
+
+
+# -- a lost GPU, in a process of its own ------------------------------------------------------------------------------
+LOST = """
+import gc, sys, warnings
+warnings.simplefilter("error")
+sys.path.insert(0, {tests!r})
+import os, standin
+from functools import partial
+from strangers import CudaStranger, Maker
+from vram import driver as drivers, lifetime
+from vram.errors import DeviceLostError
+from vram.memory import Event, EventPool, Pool
+from vram.memory.foreign import find_foreign, open_legacy
+from vram.spec import HandleKind, Location
+from vram.testing.other_process import OtherProcess
+
+def main():
+    HERE, G = Location("cuda", 0), 2 << 20
+    driver = drivers.get(HERE)
+    with OtherProcess(Maker) as other:
+        base, theirs = other.call("legacy", G), other.call("pool_create", HERE, HandleKind.POSIX_FD)
+        address = other.call("pool_allocate", theirs, G, 1)
+        fd = other.take_fd(other.call("pool_export", theirs, HandleKind.POSIX_FD))
+        pool, imported = Pool.create(driver, HERE), Pool.import_(driver, fd, HERE)
+        events = EventPool(driver, HERE)
+        events.on()
+        things = [
+            open_legacy(driver, other.call("ipc_export", base), G, HERE),
+            find_foreign(driver, CudaStranger().legacy(4096), 1)[0], pool.allocate(1000), pool, imported, events,
+            imported.open(other.call("pool_export_pointer", address), G), Event.create(driver, HERE, interprocess=True),
+        ]
+        control = standin.Standin()
+        control.fail("*", code=719, forever=True)
+        for use in (things[-1].record, events.on, partial(pool.allocate, 5), partial(find_foreign, driver, 1 << 20, 1)):
+            try:
+                use()
+            except DeviceLostError:
+                continue
+            raise SystemExit(f"{{use}} did not say that the device is lost")
+        control.clear()
+        for thing in things:
+            thing.close()
+        gc.collect()
+        left = driver.live()
+        assert (left.reservations, left.handles, left.mappings, left.nbytes) == (0, 0, 0, 0), left
+        assert not driver._windows and not driver._pools and not driver._events
+        assert not lifetime.stuck() and not lifetime.live(), lifetime.live()
+        assert sum(control.called().values()) == 0, control.called()
+    print("done")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_with_a_lost_device_closes_are_silent(tmp_path: Path) -> None:
+    script = tmp_path / "lost.py"
+    script.write_text(textwrap.dedent(LOST.format(tests=str(Path(standin.__file__).parents[1]))))
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(script)],
+        capture_output=True, text=True, timeout=60, check=False, env=standin.child_environment(),
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "done\n"), done.stderr + done.stdout
