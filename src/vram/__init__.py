@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .exchange.lend import lend as lend
     from .exchange.publish import Published as Published
     from .exchange.publish import publish as publish
-    from .exchange.share import Route as Route
+    from .exchange.route import Route as Route
     from .exchange.share import copy_in as copy_in
     from .exchange.share import explain as explain
     from .exchange.share import share as share
@@ -95,7 +95,8 @@ _HOMES = {
     "exchange.weights": "put",
     "exchange.lease": "Lease",
     "exchange.lend": "Lending borrow lend",
-    "exchange.share": "Route copy_in explain share",
+    "exchange.route": "Route",
+    "exchange.share": "copy_in explain share",
     "keeper": "keeper=",
     "keeper.reports": "ArrayInfo EntryInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo",
     "keeper.session": "Keeper",

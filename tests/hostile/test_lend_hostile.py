@@ -16,7 +16,7 @@ import standin
 import vram
 from strangers import Maker
 from vram import driver as drivers
-from vram.errors import ProtocolError, UnsupportedError, VramError
+from vram.errors import AddressSpaceError, DriverError, ProtocolError, UnsupportedError, VramError
 from vram.exchange.lease import Lease
 from vram.exchange.wire import (
     Dropped,
@@ -200,9 +200,16 @@ def use(client: _Nobody, data: bytes, fds: list[int], number: int = 1) -> None:
     """Make a lease, and look at all that is in it."""
     with lease(client, data, fds, number=number) as found:
         for name in found:
-            array = found[name]
-            assert array.to_host().nbytes == array.nbytes
-            del array
+            look_at(found[name])
+
+
+def look_at(array: vram.Array) -> None:
+    """Read an array. The offset in a legacy handle is checked by nobody (measured): there may be nothing there."""
+    try:
+        assert array.to_host().nbytes == array.nbytes
+    except DriverError as error:
+        if not error.call.startswith("cuMemcpy") or array.region.made_by != "opened":  # type: ignore[attr-defined]
+            raise
 
 
 @pytest.mark.parametrize("what", ["memory", "pipe", "file", "another pool", "device"])
@@ -277,7 +284,7 @@ def attach_mutated(theirs: Theirs, client: _Nobody, seed: int, rounds: int) -> i
         try:
             use(client, data, descriptors(theirs), number)
             taken += 1
-        except (ProtocolError, UnsupportedError):
+        except (ProtocolError, UnsupportedError, AddressSpaceError):  # the last for 128 TiB, which may be there
             pass
         except VramError as error:
             pytest.fail(f"seed {seed}, manifest {number}: {type(error).__name__}: {error}\n{data.hex()}")
@@ -319,7 +326,7 @@ def hear(channel: vram.ArrayChannel, most: int = 20) -> list[Any]:
             heard.append(channel.recv(timeout=0))
         except vram.WaitTimeoutError:
             break
-        except (ProtocolError, UnsupportedError, vram.ClosedError) as error:
+        except (ProtocolError, UnsupportedError, AddressSpaceError, vram.ClosedError) as error:
             heard.append(type(error))
     return heard
 
@@ -423,7 +430,7 @@ def listen_to_mutated(theirs: Theirs, seed: int, rounds: int) -> int:
                 for one in hear(channel):
                     if isinstance(one, vram.Array):
                         arrays += 1
-                        assert one.to_host().nbytes == one.nbytes
+                        look_at(one)
                     del one
             except VramError as error:
                 pytest.fail(f"seed {seed}, round {number}: {type(error).__name__}: {error}\n{payload.hex()}")

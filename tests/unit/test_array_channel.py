@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
+import standin
 import vram
+from strangers import CudaStranger
+from vram import driver as drivers
+from vram.exchange.keeping import Kept, Token
+from vram.exchange.wire import Dropped, Value, encode
 from vram.sharing.channel import Channel
+from vram.spec import Location
+
+GPU = Location("cuda", 0)
 
 
 @pytest.fixture
@@ -91,3 +103,154 @@ def test_what_belongs_to_this_process_refuses_to_be_pickled(
         for owned in (ends[0], array.region, array):
             with pytest.raises(vram.UsageError, match="pickle"):
                 pickle.dumps(owned)
+
+
+def test_s3_what_cannot_leave_the_process_is_refused_and_the_channel_goes_on(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel],
+) -> None:
+    sender, receiver = ends
+    for value in (np.zeros(4), np.zeros((4, 4))[::2]):
+        with pytest.raises(vram.VramError, match="copy_in"):
+            sender.send(value)
+    for value in (object(), {1: object()}, "\ud800", 1 << 80):
+        with pytest.raises(vram.UsageError):
+            sender.send(value)
+    with vram.copy_in(np.arange(4)) as copied:
+        sender.send(copied)
+        assert receiver.recv(timeout=5.0).to_host().tolist() == [0, 1, 2, 3]
+
+
+def test_a_view_of_ours_is_an_array_on_the_way(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
+    sender, receiver = ends
+    with vram.zeros((4, 2), "int64", device="host") as array:
+        array.numpy()[2:] = 5
+        sender.send(array.numpy()[2:])
+        assert receiver.recv(timeout=5.0).to_host().tolist() == [[5, 5], [5, 5]]
+
+
+# -- memory that lives as long as its maker: what is kept, and counted ----------------------------------------------
+class Owner:
+    """Somebody's array, which owns memory."""
+
+
+@pytest.fixture
+def pooled() -> Iterator[vram.Array]:
+    """An array on memory of a pool, with an owner; all of it is gone at the end."""
+    if (why := standin.missing()) is not None:
+        pytest.skip(why)
+    with vram.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(1 << 20) as region:
+        array = vram.Array(region, "int32", 100, offset=64, keeps=Owner())
+        yield array
+        array.close()
+
+
+@pytest.mark.standin
+class TestKept:
+    def test_a_part_has_one_number_while_it_is_out(self, pooled: vram.Array) -> None:
+        kept = Kept()
+        number = kept.keep(pooled, 7)
+        assert kept.keep(pooled, 7) == number
+        assert kept.again(number)
+        with pooled[10:20] as part:
+            other = kept.keep(part, 7)
+        assert other != number
+        assert len(kept) == 2
+        kept.dropped(number, 2)
+        kept.dropped(number, 1)
+        assert len(kept) == 1
+        assert not kept.again(number), "what it meant is over"
+        assert kept.keep(pooled, 7) not in (number, other), "no number is used again"
+        kept.close()
+        assert len(kept) == 0
+
+    def test_the_owner_is_let_go_with_the_last(self, pooled: vram.Array) -> None:
+        assert pooled.pin is not None
+        gone = weakref.ref(pooled.pin.keeps)
+        kept = Kept()
+        number = kept.keep(pooled, 7)
+        assert kept.keep(pooled, 7) == number
+        pooled.close()
+        for times in (1, 1):
+            gc.collect()
+            assert gone() is not None
+            kept.dropped(number, times)
+        gc.collect()
+        assert gone() is None
+
+    @pytest.mark.parametrize("times", [0, 3, 2**62])
+    def test_s7_more_than_were_sent_are_not_given_back(self, times: int, pooled: vram.Array) -> None:
+        kept = Kept()
+        number = kept.keep(pooled, 7)
+        assert kept.again(number)
+        for wrong in ((number, times), (number + 1, 1), (0, 1)):
+            with pytest.raises(vram.ProtocolError):
+                kept.dropped(*wrong)
+        assert len(kept) == 1
+        kept.dropped(number, 2)
+        assert len(kept) == 0
+
+    def test_what_comes_back_is_kept_on_its_own(self, pooled: vram.Array) -> None:
+        assert pooled.pin is not None
+        gone = weakref.ref(pooled.pin.keeps)
+        kept = Kept()
+        number = kept.keep(pooled, 7)
+        pooled.close()
+        back = kept.find(7, 64 + 40, 40)
+        assert back is not None
+        assert (back.start, back.stop) == (104, 144)
+        for wrong in ((8, 64, 4), (7, 60, 8), (7, 64, 401)):
+            assert kept.find(*wrong) is None
+        kept.dropped(number, 1)
+        gc.collect()
+        assert gone() is not None
+        assert kept.find(7, 64, 4) is None
+        back.release()
+        del back
+        gc.collect()
+        assert gone() is None
+
+    def test_i3_a_token_tells_once_and_how_often(self) -> None:
+        told: list[tuple[int, int]] = []
+        token = Token(5, lambda number, times: told.append((number, times)))
+        token.times += 2
+        cycle: list[Any] = [token]
+        cycle.append(cycle)
+        del token, cycle
+        gc.collect()
+        assert told == [(5, 3)]
+
+    def test_s7_what_the_other_end_gives_back_wrongly_is_an_error_of_its_own(self, pooled: vram.Array) -> None:
+        raw, end = Channel.pair()
+        with raw, vram.ArrayChannel(end) as channel:
+            channel.send(pooled)
+            assert len(channel._kept) == 1
+            raw.send(encode(Dropped(((1, 5),))))
+            raw.send(encode(Value("after")))
+            with pytest.raises(vram.ProtocolError, match="given back"):
+                channel.recv(timeout=5.0)
+            assert channel.recv(timeout=5.0) == "after"
+            assert len(channel._kept) == 1
+            raw.send(encode(Dropped(((1, 1),))))
+            raw.send(encode(Value("kept for recv")))
+            channel.send(0)  # hears that much, and no more
+            assert len(channel._kept) == 0
+            assert channel.recv(timeout=5.0) == "kept for recv"
+
+    def test_what_the_other_end_cannot_open_is_not_kept_for_it(
+        self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]
+    ) -> None:
+        """In one process the driver opens no legacy handle; the receiver says so, and gives back."""
+        sender, receiver = ends
+        with CudaStranger() as stranger:
+            base = stranger.legacy(4096)
+            with vram.share((base, 4096, "cuda:0")) as array:
+                sender.send(array)
+                with pytest.raises(vram.UnsupportedError, match="process that made it"):
+                    receiver.recv(timeout=5.0)
+                with pytest.raises(vram.ProtocolError):
+                    receiver.recv(timeout=5.0)
+                gc.collect()
+                sender.send("next")
+                assert receiver.recv(timeout=5.0) == "next"
+                assert len(sender._kept) == 0
+            sender._warm = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from .views import NDArray, claimed_writable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["array_of", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
+__all__ = ["Tensors", "array_of", "from_torch_dtype", "is_tensor", "tensor", "to_torch_dtype"]
 
 # What numpy has no word for is handed to torch as integers of the same size and viewed as what it is there. torch
 # shares the storage between the two, and with it the pin. Signed, since torch knew those first.
@@ -50,6 +51,35 @@ def tensor(
     if gpu is not None and ready is not None:
         ready(torch.cuda.current_stream(gpu).cuda_stream or 1)
     return made if made.dtype == wanted else made.view(wanted)
+
+
+class Tensors:
+    """Many tensors over one array of bytes: one view of the memory for each element type, and parts of that.
+
+    Parameters
+    ----------
+    whole : torch.Tensor
+        All bytes, flat. Every part keeps what it keeps.
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole: Any = whole
+        self._typed: dict[np.dtype[Any], Any] = {}
+        self._steps: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def part(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Return the tensor at an offset in bytes; None where torch cannot show it as a part of the whole."""
+        if offset % dtype.itemsize:
+            return None
+        typed = self._typed.get(dtype)
+        if typed is None:
+            room = self._whole.numel() // dtype.itemsize * dtype.itemsize
+            typed = self._typed[dtype] = self._whole[:room].view(to_torch_dtype(dtype))
+        steps = self._steps.get(shape)
+        if steps is None:
+            steps = self._steps[shape] = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        made: torch.Tensor = typed.as_strided(shape, steps, offset // dtype.itemsize)
+        return made
 
 
 def to_torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

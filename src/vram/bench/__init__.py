@@ -32,7 +32,8 @@ NAMES = {
     "attach": "attach by name, touch, give back; against raw descriptors, shared_memory, a mapped file",
     "grow": "an array grown in place; against raw mmap calls, and numpy that copies or doubles",
     "put": "a file of weights into shared memory; against sendfile",
-    "share": "the memory that 8 workers on one model take; against a mapped file, and loading it",
+    "share": "memory of the host lent to another process; against a descriptor over a raw socket",
+    "workers": "the memory that 8 workers on one model take; against a mapped file, and loading it",
     "start": "import vram, start a keeper, and the keeper's memory; against a bare interpreter",
     "scale": "attach among 1,000 readers and 10,000 entries; against one of each",
 }

@@ -13,6 +13,7 @@ from typing import Any
 import vram
 
 from .. import driver as drivers
+from ..driver.foreign import MAX_POOL_ALLOCATION
 from ..errors import InternalError
 from ..sharing.channel import Channel, transmit
 from ..spec import Location, format_size
@@ -56,7 +57,8 @@ def measure(quick: bool, location: Location) -> Result:
         for wanted in _SIZES[: 1 if quick else 2]:
             nbytes = fitting(location, wanted, 1, 1.5, notes)
             for route in _ROUTES:
-                rows += _route(quick, route, nbytes, bare, location, path, other, packets)
+                size = min(nbytes, MAX_POOL_ALLOCATION) if route == "pool" else nbytes
+                rows += _route(quick, route, size, bare, location, path, other, packets)
         rows += _again(quick, bare, device, channel, packets, other, notes)
         rows += _staged(quick, location, bare, notes)
     notes.append(
@@ -245,12 +247,10 @@ def _again(
             rows += [rival, Row.held(name, ours, rival, at_most=3)]
             before = before or _counts(other.pid)
         grown = [now - then for now, then in zip(_counts(other.pid), before or (), strict=True)]
-        rows.append(
-            Row.limited(f"descriptors that {times} more of them left behind", Figure.of([grown[0]], "fds"), at_most=0)
-        )
-        rows.append(
-            Row.limited("growth of this process and the other", Figure.of([grown[1] / 2**20], "MiB"), at_most=1)
-        )
+        rows += [
+            Row.limited(f"{times} of them: descriptors left behind", Figure.of([grown[0]], "fds"), at_most=0),
+            Row.limited(f"{times} of them: growth of memory", Figure.of([grown[1] / 2**20], "MiB"), at_most=1),
+        ]
         shared.close()
     finally:
         ok(api.cuMemFree(address))

@@ -1,135 +1,76 @@
-"""Many workers on one model: how many copies of it there are, and how long a worker needs to have all of it."""
+"""Memory of the host lent directly to another process: against its descriptor handed over a raw socket."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import socket
 import time
-from collections.abc import Iterator, Mapping
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, TypeAlias
-
-import numpy as np
-from safetensors.numpy import load_file
 
 import vram
 
+from ..sharing.channel import Channel, transmit
 from ..spec import format_size
-from .children import child, own_keeper, workplace
-from .files import read_header, write_weights
-from .measure import Figure, Result, Row
+from .borrowers import BARE, borrower
+from .children import Child, child, socket_pair, workplace
+from .measure import Figure, Result, Row, in_turns, places
 
 __all__ = ["measure"]
 
-_Arrays: TypeAlias = "Mapping[str, np.ndarray[Any, Any]]"
-_WAYS = {
-    "vram": "attached",
-    "mapped": "file mapping (mmap, as safetensors with torch)",
-    "loaded": "safetensors.numpy.load_file",
-}
-
 
 def measure(quick: bool) -> Result:
-    """Measure the proportional share of the memory that every worker has read all of, summed over the workers."""
-    workers, tensors, nbytes = (3, 8, 1 << 20) if quick else (8, 100, 1 << 20)
-    total = tensors * nbytes
-    with own_keeper() as keeper, workplace() as directory, contextlib.ExitStack() as stage:
-        path = directory / "model.safetensors"
-        write_weights(path, {f"layer.{number}.weight": nbytes for number in range(tensors)})
-        vram.put("model", path, device="host", keeper=keeper)
-        crew = [stage.enter_context(child(_reader, str(path), keeper)) for _ in range(workers)]
-        for worker in crew:
-            worker.hear()
-        ready: dict[str, Figure] = {}
-        copies: dict[str, Figure] = {}
-        for way in _WAYS:
-            # One after the other: what is measured is the way, not two cores under eight processes.
-            ready[way] = Figure.of([worker.ask("load", way) for worker in crew], "ms", scale=1e3)
-            for worker in crew:
-                worker.ask("touch")
-            shares = [worker.ask("share") for worker in crew]
-            copies[way] = Figure.of([sum(shares) / total], "copies")
-            for worker in crew:
-                worker.ask("drop")
-    held = {way: Row(f"{words}: copies", copies[way]) for way, words in _WAYS.items()}
-    mapped = Row(f"{_WAYS['mapped']}: all tensors there", ready["mapped"])
-    loaded = Row(f"{_WAYS['loaded']}: all tensors there", ready["loaded"])
-    ours = held["vram"]
+    """Measure between this process and one child, for little memory and for much."""
+    rows: list[Row] = []
+    with contextlib.ExitStack() as stage:
+        folder = stage.enter_context(workplace())
+        packets, far_packets = stage.enter_context(socket_pair(socket.SOCK_SEQPACKET))
+        near, far = stage.enter_context(socket_pair(socket.SOCK_SEQPACKET))
+        other = stage.enter_context(child(borrower, far_packets, far, "host"))
+        far_packets.close()
+        far.close()
+        other.hear()
+        with vram.ArrayChannel(Channel(near.dup())):
+            near.close()
+            for nbytes in (2 << 20,) if quick else (2 << 20, 1 << 30):
+                for place in places():
+                    with place.hold(other.pid):
+                        rows += _lent(quick, nbytes, place.name, str(folder / "lent"), other, packets)
     notes = [
-        f"{workers} workers, {tensors} tensors of {format_size(nbytes)}, every byte read by each. Copies: the PSS of "
-        f"the entry's mappings (of private memory: of what came with loading), summed over the workers, over its size",
+        "raw: the descriptor over a socket that is there already, mapped, unmapped, an answer. Lent already: one more "
+        "borrower maps it and gives it back, which the lender acknowledges. Lent: from lend() until it was borrowed, "
+        "given back and the path is gone, with a socket, a thread and a connection each time. Untouched memory: the "
+        "pages are not what is measured"
     ]
-    if mapped.figure.median < ready["vram"].median:
-        notes.append(f"wins in time: {_WAYS['mapped']}, as long as the file is in the page cache and may be kept")
-    notes.append(
-        "a mapped file is one copy too, and needs no keeper; but it is the file: who writes to it changes it under its "
-        "readers, who truncates it kills them, and what is not in a file of this format cannot be shared like that"
-    )
-    reached = abs(ours.figure.median - 1) < 0.005
-    return Result(
-        "share",
-        f"{workers} workers on one model",
-        [
-            Row(ours.case, ours.figure, None, "", "1.00 copies", reached),
-            held["mapped"],
-            held["loaded"],
-            mapped,
-            loaded,
-            Row.held("attached: all tensors there", ready["vram"], mapped),
-        ],
-        notes,
-    )
+    return Result("share", "Memory of the host lent to another process", rows, notes)
 
 
-# -- a worker ---------------------------------------------------------------------------------------------------
-def _reader(pipe: Connection, path: str, keeper: str) -> None:
-    vram.attach("model", keeper=keeper).close()  # connects, once a process; and imports
-    pipe.send("ready")
-    while True:
-        (_, way) = pipe.recv()
-        pages = {"vram": "/memfd:", "mapped": path, "loaded": ""}[way]
-        before = _pss(pages)
-        with contextlib.ExitStack() as stage:
+def _lent(quick: bool, nbytes: int, where: str, path: str, other: Child, packets: socket.socket) -> list[Row]:
+    with vram.zeros(nbytes, "uint8", device="host") as array:
+        (allocation,), _ = array.region.segments(0, nbytes)
+        fd = allocation.export()
+
+        def raw() -> float:
+            other.tell("bare", "host", nbytes, 1)
             begin = time.perf_counter()
-            if way == "vram":
-                arrays: Mapping[str, np.ndarray[Any, Any]] = stage.enter_context(
-                    vram.attach("model", keeper=keeper)
-                ).numpy()
-            elif way == "mapped":
-                arrays = stage.enter_context(_mapped(path))
-            else:
-                arrays = load_file(path)
-            pipe.send(time.perf_counter() - begin)
-            pipe.recv()
-            for array in arrays.values():
-                array.max()
-            pipe.send("touched")
-            pipe.recv()
-            pipe.send(_pss(pages) - before)
-            del arrays, array
-            pipe.recv()
-        pipe.send("dropped")
+            transmit(packets, b"-", [fd])
+            packets.recv(BARE)
+            return time.perf_counter() - begin
 
+        def new() -> float:
+            other.tell("borrow", path, False)
+            begin = time.perf_counter()
+            with vram.lend(array, at=path, writable=True):
+                other.hear()
+                other.ask("give back")
+            return time.perf_counter() - begin
 
-@contextlib.contextmanager
-def _mapped(path: str) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
-    """What safetensors does where it does not copy: every tensor is a view of the mapped file."""
-    with open(path, "rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    view = memoryview(memory)
-    tensors, start = read_header(view)
-    yield {name: np.frombuffer(view[start + begin : start + end], "uint8") for name, (begin, end) in tensors.items()}
-
-
-def _pss(pages: str) -> int:
-    """Return this process's proportional share, in bytes, of the mappings of a file, or of private memory."""
-    total, counted = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        words = line.split()
-        if "-" in words[0] and not words[0].endswith(":"):
-            name = words[5] if len(words) > 5 else ""
-            counted = name.startswith(pages) if pages else not name.startswith("/")
-        elif counted and words[0] == "Pss:":
-            total += int(words[1]) * 1024
-    return total
+        values = in_turns({"raw": raw, "new": new}, 3 if quick else 40)
+        with vram.lend(array, at=path, writable=True):
+            again = [other.ask("again", path, 5) for _ in range(3 if quick else 40)]
+        allocation.close()
+    what = f"{format_size(nbytes)}, {where}"
+    rival = Row(f"{what}: raw descriptor, mapped, unmapped", Figure.of(values["raw"], "us", scale=1e6))
+    return [
+        rival,
+        Row.held(f"{what}: lent already, borrowed, given back", Figure.of(again, "us", scale=1e6), rival, at_most=1.5),
+        Row.held(f"{what}: lent, borrowed, given back", Figure.of(values["new"], "us", scale=1e6), rival),
+    ]

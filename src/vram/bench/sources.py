@@ -290,12 +290,18 @@ def _row(name: str, device: str) -> dict[str, str]:
     return row
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table for a device, or (with a source's name as well) one row of it as JSON."""
+def main(arguments: list[str]) -> None:
+    """Print the table for a device, or (with a source's name as well) one row of it as JSON.
+
+    Raises
+    ------
+    InternalError
+        If wrong bytes arrived anywhere.
+    """
     device = arguments[0] if arguments else "cuda:0"
     if len(arguments) > 1:
         print(json.dumps(_row(arguments[1], device)))
-        return 0
+        return
     rows: list[dict[str, str]] = []
     for name, _, package, environment in _SOURCES:
         if package and importlib.util.find_spec(package) is None:
@@ -321,8 +327,7 @@ def main(arguments: list[str]) -> int:
     wrong = [row["source"] for row in rows if any("WRONG" in cell for cell in row.values())]
     if wrong:
         raise InternalError(f"wrong bytes arrived from {wrong}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

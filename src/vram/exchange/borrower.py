@@ -86,7 +86,7 @@ class Borrower:
         if len(part.handle) != HANDLE_BYTES:
             raise ProtocolError(f"memory {part.memory} came with a handle of {len(part.handle)} bytes")
         entry = HandleEntry(0, part.handle, part.pool)
-        pool = fds[0] if of_pool else None
+        pool = ((part.pool,), fds[0]) if of_pool else None
         access = Access.READ_WRITE if part.writable else Access.READ
         return self._imports.open(part.memory, part.descriptor, entry, pool, access=access, depends=())
 

@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
 from ..driver.protocol import Driver
 from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, own
+from ..lifetime import Claim, Handle, own, unwinding
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
@@ -153,13 +154,14 @@ class Imports:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never taken by a finalizer
         self._opened: dict[Hashable, Opened] = {}
+        self._pools: dict[Hashable, _ImportedPool] = {}
 
     def open(
         self,
         key: Hashable,
         memory: MemoryDescriptor,
         entry: HandleEntry,
-        pool_fd: int | None,
+        pool: tuple[Hashable, int] | None,
         *,
         access: Access,
         depends: Sequence[Handle],
@@ -173,8 +175,8 @@ class Imports:
             What the other end's id for it is; the same for all that name the same allocation.
         memory, entry : MemoryDescriptor and HandleEntry
             Checked already.
-        pool_fd : int or None
-            The descriptor of its pool; lent.
+        pool : tuple of hashable and int, or None
+            What the other end's id for its pool is, and the pool's descriptor, which is lent.
         depends : sequence of Handle
             What must outlive it, such as a lease.
         user : Location, optional
@@ -193,9 +195,13 @@ class Imports:
         (segment,) = memory.segments
         try:
             if entry.pool >= 0:
-                if pool_fd is None:
+                if pool is None:
                     raise ProtocolError("memory of a pool came without the pool's descriptor")
-                return _pointers.open(driver, pool_fd, entry.data, segment.nbytes, home, access, depends)
+                imported, claim = self._imported(driver, *pool, home)
+                try:
+                    return _pointers.open(imported, claim.handle, entry.data, segment.nbytes, home, access, depends)
+                finally:
+                    claim.release()  # what was opened keeps its own
             with self._lock:
                 return _again(
                     self._opened, (key, where), segment.nbytes, access, depends,
@@ -206,6 +212,30 @@ class Imports:
                 "borrowing memory in the process that made it", "another process", str(error),
                 "Use the array as it is here",
             ) from None  # fmt: skip
+
+    def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[_ImportedPool, Claim]:
+        """Return a pool with a claim on it: the one that is imported, or one more import."""
+        if not isinstance(driver, Pools):
+            raise ProtocolError("memory of a pool on a place that has none")
+        with self._lock:
+            for old, one in tuple(self._pools.items()):
+                if one.handle is None or not one.handle.is_open:
+                    del self._pools[old]
+            known = self._pools.get(whose)
+            if known is not None and known.handle is not None:
+                with suppress(ClosedError):
+                    return known, known.handle.claim("opening a pointer")
+            imported = _ImportedPool(driver)
+            claim = own("pool of another process", imported)
+            imported.handle = claim.handle
+            try:
+                imported.number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            except BaseException as error:
+                with unwinding(error):
+                    claim.release()
+                raise
+            self._pools[whose] = imported
+            return imported, claim
 
 
 def _again(
@@ -259,36 +289,30 @@ class _Pointers:
 
     def open(
         self,
-        driver: Driver,
-        pool_fd: int,
+        pool: _ImportedPool,
+        keeps: Handle,
         data: bytes,
         nbytes: int,
         home: Location,
         access: Access,
         depends: Sequence[Handle],
     ) -> ForeignRegion:
-        """Return a region over an allocation of the pool behind a descriptor."""
-        if not isinstance(driver, Pools):
-            raise ProtocolError("memory of a pool on a place that has none")
-        imported = _ImportedPool(driver)
-        claim = own("pool of another process", imported)
-        try:
-            number = imported.number = driver.pool_import(pool_fd, HandleKind.POSIX_FD, home)
-            with self._lock:
-                return _again(
-                    self._opened, (driver.name, number, data), nbytes, access, depends,
-                    lambda: open_pointer(driver, number, data, nbytes, home, depends=(claim.handle,)),
-                )  # fmt: skip
-        finally:
-            claim.release()  # what was opened keeps its own
+        """Return a region over an allocation of a pool that `keeps` keeps imported."""
+        driver, number = pool.driver, pool.number or 0
+        with self._lock:
+            return _again(
+                self._opened, (number, data), nbytes, access, depends,
+                lambda: open_pointer(driver, number, data, nbytes, home, depends=(keeps,)),
+            )  # fmt: skip
 
 
 class _ImportedPool:
     """The undo of a pool that was imported: the driver counts how often it was."""
 
-    def __init__(self, driver: Pools) -> None:
+    def __init__(self, driver: Any) -> None:
         self.driver = driver
         self.number: int | None = None
+        self.handle: Handle | None = None
 
     def __call__(self) -> None:
         if self.number is not None:

@@ -167,7 +167,24 @@ class Lease(Owned, Mapping[str, Array]):
         Writing to a tensor over read-only memory kills the process with SIGSEGV, since torch has no read-only
         tensors: attach with ``access="cow"`` for what works in place.
         """
-        return {name: self[name].torch() for name in self}
+        from ..arrays.torch import Tensors  # torch stays optional
+
+        self.handle  # noqa: B018  (closed leases say so)
+        wholes: dict[int, Tensors] = {}
+        found: dict[str, torch.Tensor] = {}
+        for name, entry in self.manifest.arrays.items():
+            memory = self.manifest.memories[entry.memory]
+            part = None
+            dtype = dtype_of(entry.dtype) if entry.nbytes else None
+            if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
+                whole = wholes.get(entry.memory)
+                if whole is None:
+                    region = self._regions[entry.memory]
+                    whole = wholes[entry.memory] = Tensors(Array(region, "uint8", region.nbytes).torch())
+                part = whole.part(memory.offset + entry.offset, dtype, entry.shape)
+            # What is seldom, or wrong, is looked at alone.
+            found[name] = self[name].torch() if part is None else part
+        return found
 
     # -- newer versions -----------------------------------------------------------------------------------------
     @property
@@ -379,8 +396,9 @@ def _open(
             "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
             'Borrow it with access="r" and copy: vram.copy_in(...)',
         )  # fmt: skip
+    pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
     return imports_of(client).open(
-        (*key, entry.memory), memory, entry, pool_fd, access=ACCESS[access], depends=depends, user=user
+        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
     )
 
 

@@ -18,6 +18,7 @@ from ..errors import (
     NotFoundError,
     OutOfMemoryError,
     PeerGoneError,
+    ProtocolError,
     ReleaseWarning,
     UsageError,
     WaitTimeoutError,
@@ -343,21 +344,30 @@ def borrow(
     while True:
         try:
             connection = _connect(path)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            attachment = connection.attach(LENT, access=wire_access(access), timeout=left)
-            break
-        except (PeerGoneError, NotFoundError) as error:
+        except PeerGoneError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(f"nobody lent anything at {path} for {seconds:g} s ({error})") from None
+        else:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                attachment = connection.attach(LENT, access=wire_access(access), timeout=left)
+                break
+            except NotFoundError:
+                raise WaitTimeoutError(f"nothing is lent at {path} (any more)") from None
         time.sleep(pause)  # nobody tells when a path comes into being
         pause = min(pause * 1.5, _LAST_LOOK)
-    lease = Lease(connection, attachment, access, user=user, is_lent=True)
     try:
-        _wait_for_events(lease, waits)
-    except BaseException as error:
-        with unwinding(error):
-            lease.close()
-        raise
+        lease = Lease(connection, attachment, access, user=user, is_lent=True)
+        try:
+            _wait_for_events(lease, waits)
+        except BaseException as error:
+            with unwinding(error):
+                lease.close()
+            raise
+    except ProtocolError as error:
+        if connection.is_usable:
+            raise
+        raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
     return lease
 
 

@@ -28,7 +28,7 @@ from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, hand
 from .mapping import describe
 from .pieces import CONSUME_CHUNKS, Copy, Item, Span, named
 from .provenance import Provenance
-from .share import share
+from .share import Finder
 
 __all__ = ["Loaded", "Placement"]
 
@@ -57,9 +57,8 @@ class Placement:
         self.pools: PoolDescriptors | None = None
         self._lends = lends
         known: dict[Region, str] = {}
-        if lends:
-            arrays = {name: _shared(name, value) for name, value in arrays.items()}
-        self.items = [_look(name, value, writable, lends, known) for name, value in arrays.items()]
+        finder = Finder() if lends else None
+        self.items = [_look(name, value, writable, finder, known) for name, value in arrays.items()]
         if not self.items:
             raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
         self.spans: dict[Handle, Span] = {}
@@ -274,16 +273,11 @@ class Loaded:
         return self._fds
 
 
-def _shared(name: object, value: object) -> Array:
-    """Return an array over the memory of a value, without a copy, or say why none of it can be lent."""
-    with named(check_array_name(name)):
-        return share(value)
-
-
-def _look(name: object, value: object, writable: bool, lends: bool, known: dict[Region, str]) -> Item:
+def _look(name: object, value: object, writable: bool, finder: Finder | None, known: dict[Region, str]) -> Item:
     """Decide for one array whether it is shared in place, and if not, why.
 
-    `known` says of each region why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
+    With a `finder` it is lent, and what cannot be as it is raises what the finder raises. `known` says of each region
+    why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
     """
     called = check_array_name(name)
     with named(called):
@@ -293,6 +287,9 @@ def _look(name: object, value: object, writable: bool, lends: bool, known: dict[
             dtype, shape, contiguous = value.dtype, value.shape, True
             nbytes = nbytes_of(shape, dtype)
             found = value.region, value.offset
+        elif finder is not None:
+            value, source, found = finder.find(value)
+            dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, True
         else:
             source = as_source(value)
             dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, source.contiguous
@@ -311,7 +308,7 @@ def _look(name: object, value: object, writable: bool, lends: bool, known: dict[
     else:
         reason = known.get(region)
         if reason is None:
-            reason = known[region] = _why_not(region, writable, lends)
+            reason = known[region] = _why_not(region, writable, finder is not None)
         if reason:
             item.give_up(reason)
     return item

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemoryExchange"]
 
 _SLOTS, _SLOT = 64, 4096
+_HERE = b"here"
 _PAGE = 4096  # bytes in front: the locks, and how far each end has read
 _HEAD = struct.Struct("<QII")  # the message's number from 1 on, its length, its checksum
 _COUNT = struct.Struct("<QI")  # messages read so far, and the checksum of that
@@ -64,7 +65,7 @@ class SharedMemoryExchange(ByteExchange):
                 (fd,) = fds
                 _lock(fd, 0)
                 os.ftruncate(fd, _BYTES)  # last: whoever connects waits for this size
-                wait_until(lambda: _is_locked(fd, 1) or None, timeout, f"nobody connected to {path}")
+                wait_until(lambda: os.pread(fd, 4, 0) == _HERE or None, timeout, f"nobody connected to {path}")
                 return cls(fd, 0)
         finally:
             with contextlib.suppress(OSError):
@@ -79,6 +80,7 @@ class SharedMemoryExchange(ByteExchange):
             fd = wait_until(lambda: _ready(path), timeout, f"nobody listens at {path}")
             fds.append(fd)
             _lock(fd, 1)
+            os.pwrite(fd, _HERE, 0)  # after the lock: who listens may look when this process is dead already
             return cls(fd, 1)
 
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:

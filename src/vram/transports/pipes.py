@@ -60,7 +60,14 @@ class PipeExchange(ByteExchange):
                         raise _taken(name, error) from None
                     made.append(name)
                 fds.append(_opened(there, os.O_RDONLY))
-                fds.append(wait_until(lambda: _reader(back), timeout, f"nobody connected to {path}"))
+
+                def answered() -> int | None:
+                    fd = _reader(back)
+                    if fd is None and _events(fds[0]) & select.POLLHUP:  # told once somebody has written
+                        raise PeerGoneError(f"who connected to {path} is gone already")
+                    return fd
+
+                fds.append(wait_until(answered, timeout, f"nobody connected to {path}"))
                 return cls._greeted(fds, timeout)
         finally:
             for name in made:
@@ -83,9 +90,14 @@ class PipeExchange(ByteExchange):
     def _greeted(cls, fds: list[int], timeout: float | None) -> Self:
         """Say that both pipes are open here, and wait to hear it. From then on an end of file is the other's end."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        os.write(fds[1], _HELLO)
+        try:
+            os.write(fds[1], _HELLO)
+        except BrokenPipeError:
+            raise PeerGoneError("the other end of the pipes closed them") from None
         heard = b""
         while len(heard) < len(_HELLO):
+            if _events(fds[1]) & select.POLLERR:  # nobody reads there any more
+                raise PeerGoneError("the other end of the pipes closed them")
             _wait(fds[0], select.POLLIN, deadline, "the other end of the pipes said nothing")
             with contextlib.suppress(BlockingIOError):
                 more = os.read(fds[0], len(_HELLO) - len(heard))
@@ -153,9 +165,7 @@ class PipeExchange(ByteExchange):
     def is_gone(self) -> bool:
         """Whether the other end is gone."""
         self.handle  # noqa: B018  (the check)
-        poll = select.poll()
-        poll.register(self._read_from, 0)  # hang-up is always told
-        return bool(poll.poll(0))
+        return bool(_events(self._read_from))
 
 
 def _opened(path: str, flags: int) -> int:
@@ -174,6 +184,13 @@ def _reader(path: str) -> int | None:
         if error.errno in (errno.ENXIO, errno.ENOENT):
             return None
         raise
+
+
+def _events(fd: int) -> int:
+    """Return what there is to say of a pipe's end without being asked: hang-up, and errors."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return sum(events for _, events in poll.poll(0))
 
 
 def _wait(fd: int, events: int, deadline: float | None, what: str) -> None:

@@ -45,7 +45,7 @@ class RemoteTransport(Endpoint):
     src, dst : Location or str
         From where to where, the same at both ends; as this process names them.
     exchange : Exchange
-        What leads to the other end. Taken over: it is closed with this end.
+        What leads to the other end. Taken over: it is closed with this end. The caller's still if this fails.
     timeout : float, optional
         Seconds to wait for the other end in :meth:`send`; for ever by default.
 
@@ -83,7 +83,8 @@ class RemoteTransport(Endpoint):
                     f"the {self.kind} transport", "an exchange that carries file descriptors: SocketExchange",
                     f"{type(exchange).__name__}, which carries bytes only",
                 )  # fmt: skip
-            exchange.send(encode(Hello(VERSION, self.kind)), timeout=timeout)
+            with contextlib.suppress(PeerGoneError):  # what it said before may still be there to be received
+                exchange.send(encode(Hello(VERSION, self.kind)), timeout=timeout)
         except BaseException as error:
             with unwinding(error):
                 self._claim.release()
