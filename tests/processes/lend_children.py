@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from strangers import CudaStranger
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import VramError
+from vram.exchange import endpoint
 from vram.keeper.client import close_clients
 from vram.spec import HandleKind, Location
 
@@ -38,6 +40,11 @@ class Interface:
 def numbers(first: int = 0) -> Any:
     """What is in everything that :class:`Sources` makes."""
     return np.arange(first, first + COUNT, dtype="i4")
+
+
+def _no(route: vram.Route) -> None:
+    if not route:
+        raise vram.UnsupportedError(str(route), "", "", "")
 
 
 class Sources:
@@ -147,6 +154,54 @@ class Hand:
 
     def was_told(self, key: str = "", timeout: float = 10.0) -> bool:
         return self._told[key].wait(timeout)
+
+    def upgrade(self, key: str = "") -> list[int]:
+        """Borrow the same again, from the lease."""
+        with self._leases[key].upgrade() as again:
+            return list(again.array.to_host()[:3])
+
+    def hand_on(self, path: str, key: str = "") -> dict[str, tuple[str, str]]:
+        """Try every way to hand on what was borrowed; say how each is refused."""
+        array = self._leases[key].array
+        one, other = vram.ArrayChannel.pair()
+        ways = {
+            "lend": lambda: vram.lend(array, at=path + "2").close(),
+            "send": lambda: one.send(array),
+            "pickle": lambda: ForkingPickler.dumps(array),
+            "explain": lambda: _no(vram.explain(array)),
+        }
+        said = {}
+        with one, other:
+            for name, way in ways.items():
+                try:
+                    way()
+                    said[name] = ("", "")
+                except VramError as error:
+                    said[name] = (type(error).__name__, str(error))
+        endpoint.shut_down()
+        with vram.copy_in(array) as copied:
+            said["copy"] = (type(copied).__name__, str(vram.explain(copied)))
+        return said
+
+    def storm(self, path: str, threads: int, rounds: int) -> list[str]:
+        """Borrow and give back from several threads at once; say what went wrong."""
+        wrong: list[str] = []
+
+        def run() -> None:
+            try:
+                for _ in range(rounds):
+                    with vram.borrow(path, timeout=20) as lease:
+                        if (lease.array.to_host() != numbers()).any():
+                            wrong.append("wrong bytes")
+            except BaseException as error:
+                wrong.append(f"{type(error).__name__}: {error}")
+
+        started = [threading.Thread(target=run) for _ in range(threads)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join(30)
+        return wrong
 
     # -- lending ----------------------------------------------------------------------------------------------------
     def lend(self, path: str, *kinds: str, **options: Any) -> None:

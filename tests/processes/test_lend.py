@@ -251,6 +251,38 @@ def test_a_large_manifest_travels_as_memory(path: str, hand: OtherProcess, sourc
         hand.call("close")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_borrowing_again_from_a_lease(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make(kind), at=path) as lending:
+        hand.call("borrow", path)
+        assert hand.call("upgrade") == [0, 1, 2]
+        hand.call("close")
+        until(lambda: lending.holders() == [], seconds=5)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s3_what_was_borrowed_by_handle_is_its_owners_to_share(
+    kind: str, path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    """Lending, sending and pickling it on are refused, and name the copy; nothing is left of the attempts."""
+    with vram.lend(sources.make(kind), at=path):
+        hand.call("borrow", path)
+        said = hand.call("hand_on", path)
+        for way in ("lend", "send", "pickle", "explain"):
+            assert said[way][0] in ("UsageError", "UnsupportedError"), (way, said[way])
+            assert "copy" in said[way][1], (way, said[way])
+        assert said["copy"][0] == "Array"
+        hand.call("close")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_threads_borrow_and_give_back(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    with vram.lend(sources.make(kind), at=path) as lending:
+        assert hand.call("storm", path, 6, 15) == []
+        until(lambda: lending.holders() == [], seconds=5)
+
+
 # -- mistakes -------------------------------------------------------------------------------------------------------
 def test_borrowing_waits_for_a_lender(path: str, hand: OtherProcess) -> None:
     started = time.monotonic()
@@ -592,6 +624,22 @@ def test_s10_a_borrowers_stream_waits_for_the_lenders(
         assert (hand.call("copy_on", there) == 0x09090909).all()
         timer.join()
         hand.call("close")
+    hand.call("destroy_stream", there)
+
+
+@pytest.mark.standin
+def test_s10_a_lending_that_ends_does_not_leave_a_stream_waiting(
+    path: str, hand: OtherProcess, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    """Its event goes only after what it stands for is done."""
+    x = sources.make("cuda:0")
+    driver: Any = drivers.get(GPU)
+    there = hand.call("stream")
+    driver.fill_async(x.address, 9, x.nbytes, stream)
+    with vram.lend(x, at=path, stream=stream):
+        hand.call("borrow", path, stream=there)
+    assert (hand.call("copy_on", there) == 0x09090909).all()
+    hand.call("close")
     hand.call("destroy_stream", there)
 
 

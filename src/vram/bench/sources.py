@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,10 +29,10 @@ from ..errors import InternalError, VramError
 from ..spec import Location
 from .children import DEADLINE, Child, child
 
-__all__ = ["main"]
+__all__ = ["SOURCES", "WAYS", "Source", "main"]
 
 _COUNT = 1000
-_WAYS = ("lend and borrow", "channel", "publish", "queue", "64-byte handle")
+WAYS = ("lend and borrow", "channel", "publish", "queue", "64-byte handle")
 _Maker = Callable[[str, contextlib.ExitStack], Any]
 
 
@@ -133,8 +133,16 @@ def _shared_memory(device: str, stage: contextlib.ExitStack) -> Any:
     return array
 
 
-# what it is called, how it is made, what has to be installed, the environment that it needs
-_SOURCES: tuple[tuple[str, _Maker, str, dict[str, str]], ...] = (
+class Source(NamedTuple):
+    """What it is called, how it is made, the package that it takes, and the environment that it needs."""
+
+    name: str
+    make: _Maker
+    package: str
+    environment: dict[str, str]
+
+
+SOURCES = tuple(Source(*row) for row in (
     ("vram array on a GPU", _vram, "", {}),
     ("memory of vram.Pool", _pool, "", {}),
     ("PyTorch, default allocator", _torch, "torch", {}),
@@ -158,7 +166,7 @@ _SOURCES: tuple[tuple[str, _Maker, str, dict[str, str]], ...] = (
     ("PyTorch on the CPU", _torch_cpu, "torch", {}),
     ("PyTorch on the CPU, share_memory_()", _torch_shared, "torch", {}),
     ("PyTorch on the CPU, pinned", _torch_pinned, "torch", {}),
-)  # fmt: skip
+))  # fmt: skip
 
 
 # -- the ways ---------------------------------------------------------------------------------------------------
@@ -280,11 +288,11 @@ class _Reads:
 
 
 def _row(name: str, device: str) -> dict[str, str]:
-    make = next(made for called, made, *_ in _SOURCES if called == name)
+    make = next(source.make for source in SOURCES if source.name == name)
     with contextlib.ExitStack() as stage, _stage() as (folder, other, channel, queue):
         source = make(device, stage)
         row = {"source": name, "route": str(vram.explain(source)).partition(": ")[2]}
-        for way in _WAYS:
+        for way in WAYS:
             row[way] = _try(way, source, folder, other, channel, queue)
         del source
     return row
@@ -303,7 +311,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(_row(arguments[1], device)))
         return
     rows: list[dict[str, str]] = []
-    for name, _, package, environment in _SOURCES:
+    for name, _, package, environment in SOURCES:
         if package and importlib.util.find_spec(package) is None:
             rows.append({"source": name, "route": f"did not run: {package} is not installed here"})
             continue
@@ -320,10 +328,10 @@ def main(arguments: list[str]) -> None:
         except (IndexError, ValueError):
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             rows.append({"source": name, "route": f"did not run: {last[:160]}"})
-    print("| source | route | " + " | ".join(_WAYS) + " |")
-    print("|---" * (2 + len(_WAYS)) + "|")
+    print("| source | route | " + " | ".join(WAYS) + " |")
+    print("|---" * (2 + len(WAYS)) + "|")
     for row in rows:
-        print("| " + " | ".join(row.get(column, "") for column in ("source", "route", *_WAYS)) + " |")
+        print("| " + " | ".join(row.get(column, "") for column in ("source", "route", *WAYS)) + " |")
     wrong = [row["source"] for row in rows if any("WRONG" in cell for cell in row.values())]
     if wrong:
         raise InternalError(f"wrong bytes arrived from {wrong}")

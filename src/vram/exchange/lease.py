@@ -38,7 +38,7 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays", "_attachment", "_client", "_listenings", "_regions", "_return", "_revoked", "_user", "_watch",
+        "_arrays", "_attachment", "_client", "_is_lent", "_listenings", "_regions", "_return", "_revoked", "_user", "_watch",
         "access", "manifest",
     )  # fmt: skip
 
@@ -53,6 +53,7 @@ class Lease(Owned, Mapping[str, Array]):
     ) -> None:
         self.access = access
         self._user = user
+        self._is_lent = is_lent
         self._client = client
         self._attachment = attachment
         self._arrays: dict[str, Array] = {}
@@ -226,6 +227,7 @@ class Lease(Owned, Mapping[str, Array]):
             client.attach(self.name, access=wire_access(self.access), timeout=check_seconds(timeout)),
             self.access,
             user=self._user,
+            is_lent=self._is_lent,
         )
 
     # -- when it is wanted back ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ..errors import (
     ProtocolError,
     ReleaseWarning,
     UsageError,
+    VramError,
     WaitTimeoutError,
 )
 from ..keeper.client import KeeperClient, client
@@ -163,6 +164,8 @@ class _Kept:
     def let_go(self) -> None:
         """Let go now. Idempotent."""
         for event in self.events:
+            with contextlib.suppress(VramError):  # closed already, or a device that is lost
+                event.synchronize()  # a stream of a borrower may still wait for it
             event.close()
         self.plan.__exit__(None, None, None)
 

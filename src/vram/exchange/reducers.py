@@ -10,6 +10,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 from ..arrays import Array
+from ..memory.foreign import ForeignRegion
 from .array_channel import ArrayChannel
 from .endpoint import endpoint
 
@@ -24,7 +25,9 @@ def register() -> None:
 
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
     # What was attached is attached again by whoever gets it: then the keeper knows who holds what.
-    if array.provenance is not None and array.region.is_imported:
+    # Not what was borrowed by handle: that cannot be attached by whoever comes, and says so below.
+    region = array.region
+    if array.provenance is not None and region.is_imported and not isinstance(region, ForeignRegion):
         by_name = array.provenance.reduce(array)
         if by_name is not None:
             return by_name

@@ -1,0 +1,58 @@
+"""Every source of memory that this machine has, by every way to another process: the table of docs/sharing.md as tests.
+
+
+Each row runs in processes of its own, since some allocators want an environment of theirs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vram.bench.sources import SOURCES, WAYS
+
+# What is sure of a source wherever it runs: how it goes. Other libraries' allocators may change with their releases.
+SURE = {
+    "vram array on a GPU": "by file descriptor",
+    "memory of vram.Pool": "by its pool's file descriptor and a 64-byte handle",
+    "PyTorch, default allocator": "by a 64-byte handle",
+    "CuPy, default pool": "by a 64-byte handle",
+    "Numba device array": "by a 64-byte handle",
+    "vram array on the host": "by file descriptor",
+    "numpy view of a vram array": "by file descriptor",
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_it_goes_as_explained_or_says_why_not(source: object) -> None:
+    name, package, environment = source.name, source.package, source.environment  # type: ignore[attr-defined]
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed here")
+    done = subprocess.run(
+        [sys.executable, "-m", "vram.bench.sources", "cuda:0", name],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row.pop("source") == name
+    route = row.pop("route")
+    if name in SURE:
+        assert route.startswith(f"goes {SURE[name]};"), route
+    assert set(row) == set(WAYS)
+    assert not any("WRONG" in cell for cell in row.values()), row
+    if not route.startswith("goes "):
+        assert all(row[way].startswith("no: ") for way in ("lend and borrow", "channel", "queue")), row
+        return
+    assert row["lend and borrow"] == row["channel"] == "works", row
+    if "as long as its maker lives" in route:
+        assert row["publish"].startswith("copied: "), row
+        assert row["queue"].startswith("no: "), row
+    else:
+        assert row["publish"] == row["queue"] == "works", row
+    assert (row["64-byte handle"] == "works") is ("by a 64-byte handle;" in route), row
