@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .exchange.array_channel import ArrayChannel as ArrayChannel
     from .exchange.attach import attach as attach
     from .exchange.attach import attach_or_publish as attach_or_publish
+    from .exchange.borrow import borrow as borrow
     from .exchange.create import asarray as asarray
     from .exchange.create import empty as empty
     from .exchange.create import zeros as zeros
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from .exchange.keepers import statistics as statistics
     from .exchange.lease import Lease as Lease
     from .exchange.lend import Lending as Lending
-    from .exchange.lend import borrow as borrow
     from .exchange.lend import lend as lend
     from .exchange.publish import Published as Published
     from .exchange.publish import publish as publish
@@ -94,7 +94,8 @@ _HOMES = {
     "exchange.publish": "Published publish",
     "exchange.weights": "put",
     "exchange.lease": "Lease",
-    "exchange.lend": "Lending borrow lend",
+    "exchange.borrow": "borrow",
+    "exchange.lend": "Lending lend",
     "exchange.route": "Route",
     "exchange.share": "copy_in explain share",
     "keeper": "keeper=",

@@ -85,6 +85,11 @@ class Handle:
         """Whether the undo has not begun and this is the process it belongs to."""
         return self._state == _OPEN and self._generation == _generation
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the undo has come to its end, not only begun; also if it failed, or is none of this process's."""
+        return self._state in (_CLOSED, _STUCK) or self._generation != _generation
+
     def check(self) -> None:
         """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here."""
         if self._generation != _generation:

@@ -17,6 +17,7 @@ import vram
 from strangers import Maker
 from vram import driver as drivers
 from vram.errors import AddressSpaceError, DriverError, ProtocolError, UnsupportedError, VramError
+from vram.exchange.borrow import _wait_for_events
 from vram.exchange.lease import Lease
 from vram.exchange.wire import (
     Dropped,
@@ -243,8 +244,6 @@ def test_s7_another_number_of_descriptors_is_refused_before_any_driver_call(
 def test_s7_an_event_that_is_none_is_refused_and_the_lease_given_back(
     data: bytes, theirs: Theirs, client: _Nobody
 ) -> None:
-    from vram.exchange.lend import _wait_for_events
-
     manifest = replaced(theirs.manifest(), events=(EventEntry(theirs.uuid, data),))
     with lease(client, encode_manifest(manifest), descriptors(theirs)) as found, pytest.raises(ProtocolError):
         _wait_for_events(found, None)

@@ -224,6 +224,7 @@ def stranger() -> Iterator[CudaStranger]:
 def control(stranger: CudaStranger) -> standin.Standin:
     made = standin.Standin()
     made.clear()
+    made.defer(False)  # whoever was here before may have left it on
     return made
 
 
@@ -460,7 +461,7 @@ class TestOfAnotherLibrary:
             stranger.ok("cuMemFreeAsync", address, 1)
             stranger.ok("cuStreamSynchronize", 1)
 
-    def test_a_pool_of_ours(self, stranger: CudaStranger) -> None:
+    def test_a_pool_of_ours(self, stranger: CudaStranger, control: standin.Standin) -> None:
         with vram.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(MIB) as region:
             array = vram.Array(region, "int32", 100, offset=256)
             assert vram.explain(array).kind is POOL

@@ -19,13 +19,13 @@ from typing import Any
 from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
 from ..driver.protocol import Driver
-from ..errors import ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
+from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
 from ..spec import Access, HandleKind, Location
-from .mapping import device_name, location_of
+from .mapping import ACCESS, device_name, location_of
 
 __all__ = [
     "Imports",
@@ -35,6 +35,7 @@ __all__ = [
     "goes_by_handle",
     "handle_bytes",
     "imports_of",
+    "open_leased",
 ]
 
 BY_HANDLE = HandleKind.LEGACY_IPC | HandleKind.POOL
@@ -248,26 +249,24 @@ def _again(
 ) -> ForeignRegion:
     """Return a region over what is open under a key, or over what `enter` opens."""
     for old, opened in tuple(known.items()):
-        if not opened.handle.is_open and old != key:
+        if opened.handle.is_over:
             del known[old]
     found = known.get(key)
     if found is not None:
-        if found.infos[0].nbytes != nbytes:
+        if found.handle.is_open and found.infos[0].nbytes != nbytes:
             raise ProtocolError(f"{nbytes} bytes were said to be in an allocation of {found.infos[0].nbytes}")
         with suppress(ClosedError):  # the last one that used it went in this moment
             return found.region(access, depends)
         for one in depends:
             one.check()  # it was none of these that is closed
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            root = enter()
-            break
-        except UsageError:
-            # Another thread is just closing it: seldom, and soon over.
-            if found is None or time.monotonic() > deadline:
-                raise
-            time.sleep(0.001)
+        # Another thread is just closing it, which takes no lock of ours. What the driver opens before that is over goes
+        # with it.
+        deadline = time.monotonic() + _PATIENCE
+        while not found.handle.is_over:
+            if time.monotonic() > deadline:
+                raise BusyError(f"{found.handle.label} is being closed, and that does not come to an end")
+            time.sleep(0.0005)
+    root = enter()
     try:
         opened = known[key] = root.opened
         return opened.region(access, depends)
@@ -329,6 +328,34 @@ def imports_of(connection: object) -> Imports:
     """Return what was opened over a connection of this process."""
     with _imports_lock:
         return _imports.setdefault(connection, Imports())
+
+
+def open_leased(
+    connection: object,
+    key: tuple[str, int],
+    memory: MemoryDescriptor,
+    entry: HandleEntry,
+    pool_fd: int | None,
+    access: str,
+    depends: tuple[Handle, ...],
+    user: Location | None,
+) -> ForeignRegion:
+    """Return a region over memory of the version `key`, leased over a connection; see :meth:`Imports.open`.
+
+    Raises
+    ------
+    UnsupportedError
+        For ``access="cow"``.
+    """
+    if access == "cow":
+        raise UnsupportedError(
+            "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
+            'Borrow it with access="r" and copy: vram.copy_in(...)',
+        )  # fmt: skip
+    pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
+    return imports_of(connection).open(
+        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
+    )
 
 
 def _after_fork_in_child() -> None:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
-from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, UsageError, VramError
+from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Listening, Watch
 from ..lifetime import Handle, Owned, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
-from ..sharing.descriptor import HandleEntry, Manifest, MemoryDescriptor, decode_manifest
+from ..sharing.descriptor import Manifest, decode_manifest
 from ..sharing.lease import LeaseReturn
 from ..spec import Location
 from .keepers import check_seconds, connect
-from .mapping import ACCESS, map_memory, read_sealed
+from .mapping import map_memory, read_sealed
 from .provenance import Provenance
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays", "_attachment", "_client", "_is_lent", "_listenings", "_regions", "_return", "_revoked", "_user", "_watch",
-        "access", "manifest",
+        "_arrays", "_attachment", "_client", "_is_lent", "_listenings", "_regions", "_return", "_revoked", "_user",
+        "_watch", "access", "manifest",
     )  # fmt: skip
 
     def __init__(
@@ -82,9 +82,11 @@ class Lease(Owned, Mapping[str, Array]):
                     regions.append(map_memory(memory, fds[at : at + count], access=access, depends=depends, user=user))
                     at += count
                 else:
+                    from .by_handle import open_leased  # most leases are on what has descriptors
+
                     fd = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
                     key = (attachment.name, attachment.version)
-                    regions.append(_open(client, key, memory, entry, fd, access, depends, user))
+                    regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
         except BaseException as error:
             with unwinding(error):
                 for region in reversed(regions):
@@ -379,29 +381,6 @@ def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
     lease._revoked = True
     if not lease.is_closed:
         callback(lease)
-
-
-def _open(
-    client: KeeperClient,
-    key: tuple[str, int],
-    memory: MemoryDescriptor,
-    entry: HandleEntry,
-    pool_fd: int | None,
-    access: str,
-    depends: tuple[Handle, ...],
-    user: Location | None,
-) -> Region:
-    from .by_handle import imports_of  # most leases are on what has descriptors
-
-    if access == "cow":
-        raise UnsupportedError(
-            "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
-            'Borrow it with access="r" and copy: vram.copy_in(...)',
-        )  # fmt: skip
-    pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
-    return imports_of(client).open(
-        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
-    )
 
 
 def wire_access(access: str) -> str:

@@ -45,8 +45,9 @@ def measured(
 
 def _fit(transfer: Transfer) -> Estimate:
     small, large = _best(transfer, SMALL), _best(transfer, LARGE)
-    # Noise may turn the line upside down where a copy costs next to nothing; then the large one alone has the say.
-    rate = (LARGE - SMALL) / (large - small) if large > small else LARGE / large
+    # Where the large one hardly takes longer, the difference is noise, and may be next to nothing or less: then the
+    # large one alone has the say, which is no more than was seen.
+    rate = (LARGE - SMALL) / (large - small) if large > 2 * small else LARGE / large
     return Estimate(rate, max(small - SMALL / rate, small / 2))
 
 

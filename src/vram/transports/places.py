@@ -10,6 +10,7 @@ from ..arrays.cuda import as_stream, settle
 from ..driver.protocol import Driver
 from ..errors import DriverError, RangeError, UnsupportedError, UsageError
 from ..exchange.mapping import visible
+from ..exchange.share import share
 from ..spec import HOST, Location
 from .contract import No, Yes
 
@@ -78,10 +79,11 @@ def peers(src: Location, dst: Location) -> No | None:
 
 
 def as_array(buffer: object) -> Array:
-    """Return a buffer as an array. The one place that says what counts as one."""
-    if not isinstance(buffer, Array):
-        raise UsageError(f"a transport moves vram arrays, not a {type(buffer).__name__}; make one: vram.asarray()")
-    return buffer
+    """Return a buffer as an array: a vram array, or whatever :func:`vram.share` takes."""
+    try:
+        return share(buffer)
+    except UnsupportedError as error:
+        raise UsageError(f"a transport moves vram arrays, and what vram.share() makes one of: {error}") from None
 
 
 def check_place(what: str, array: Array, place: Location) -> None:
