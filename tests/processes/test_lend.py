@@ -452,13 +452,25 @@ def test_s5_what_goes_by_handle_is_asked_back_and_kept_until_then(
     with pytest.warns(ReleaseWarning, match=f"pid {hand.call('pid')}.*kept until"):
         lending.close()
     assert not os.path.exists(path)
-    gone: list[int] = []
-    owner = drivers.get(GPU).live().mappings
-    assert owner == 1, "the memory is kept"
+    assert lending.is_closed
+    assert drivers.get(GPU).live().mappings == 1, "the memory is kept"
     assert (hand.call("read") == numbers()).all()
     hand.call("close")
     until(lambda: drivers.get(GPU).live().mappings == 0, seconds=5, what="the owner's release")
-    assert gone == []
+
+
+@pytest.mark.standin
+def test_i2_a_close_that_warns_is_a_close(path: str, hand: OtherProcess, sources: Sources) -> None:
+    """Also where warnings are errors."""
+    lending = vram.lend(sources.make("legacy"), at=path, patience=0.0)
+    hand.call("borrow", path)
+    with pytest.raises(ReleaseWarning):
+        lending.close()
+    assert lending.is_closed
+    assert not os.path.exists(path)
+    lending.close()
+    hand.call("close")
+    until(lambda: drivers.get(GPU).live().mappings == 0, seconds=5, what="the owner's release")
 
 
 @pytest.mark.standin
@@ -470,8 +482,7 @@ def test_s5_closing_waits_for_who_gives_it_back(kind: str, path: str, hand: Othe
     lending.close()  # no warning: they were told, and gave it back
     assert hand.call("was_told")
     assert drivers.get(GPU).live().mappings == 0
-    hand._pipe.send(("call", "close", (), {}))
-    hand._answer()
+    hand.call("close")
 
 
 @pytest.mark.parametrize("kind", KINDS)

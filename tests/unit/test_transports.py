@@ -52,7 +52,7 @@ def deferred() -> Iterator[standin.Standin]:
     control = standin.Standin()
     control.defer()
     yield control
-    control.clear()
+    control.defer(False)
 
 
 def stop_deferring(control: standin.Standin) -> None:

@@ -102,7 +102,7 @@ def _open(bare: Bare, kind: str, nbytes: int, payload: bytes, fds: list[int]) ->
 
 
 def take_lists(pipe: Connection, there: Any, back: Any) -> None:
-    """The other process of torch's: takes lists of tensors out of a queue. Ends with None."""
+    """The other process of torch's: takes tensors, or lists of them, out of a queue. Ends with None."""
     import torch
 
     torch.cuda.init()

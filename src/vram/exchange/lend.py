@@ -120,26 +120,26 @@ class Lending(Owned):
         """
         if self.is_closed:
             return
-        if strict and (held := self._server.holders()):
-            raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(_who(one) for one in held))
-        is_free = not self._by_handle or self._ask_back()
+        if strict and (leases := self._server.holders()):
+            raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(_who(one) for one in leases))
+        held = self._ask_back() if self._by_handle else ""
         super().close()
-        if is_free:
+        if not held:
             self._server.join()  # whoever lends at this path next is not taken for this one
+            return
+        warnings.warn(  # last: where warnings are errors it is closed all the same
+            f"memory lent at {self.path} is still borrowed by {held}, and lives only as long as its maker: it is kept "
+            f"until they let go",
+            ReleaseWarning,
+            stacklevel=2,
+        )
 
-    def _ask_back(self) -> bool:
-        server = self._server
+    def _ask_back(self) -> str:
+        """Ask for what lives only as long as its maker; return who still holds it."""
         with contextlib.suppress(ClosedError):  # its thread has ended: then nobody is served
-            if not server.revoke(self.patience):
-                held = ", ".join(_who(one) for one in server.holders())
-                warnings.warn(
-                    f"memory lent at {self.path} is still borrowed by {held}, and lives only as long as its maker: it "
-                    f"is kept until they let go",
-                    ReleaseWarning,
-                    stacklevel=3,
-                )
-                return False
-        return True
+            if not self._server.revoke(self.patience):
+                return ", ".join(_who(one) for one in self._server.holders())
+        return ""
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{len(self.manifest.arrays)} arrays, {self.nbytes} bytes"

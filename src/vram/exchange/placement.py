@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..arrays.shapes import as_shape, nbytes_of
-from ..arrays.sources import CudaSource, as_source, find
+from ..arrays.sources import CudaSource, Source, as_source, find
 from ..arrays.views import Home, let_go
 from ..errors import UnsupportedError, UsageError
 from ..keeper.client import Segment
@@ -65,7 +65,12 @@ class Placement:
         for item in self.items:
             if item.region is not None:
                 self._share(item.region, item, item.offset)
-        shared = self._hold()
+        try:
+            shared = self._hold()
+        except BaseException:
+            for pin in self._pins:
+                pin.release()
+            raise
         copies = any(item.region is None and item.nbytes for item in self.items)
         if shared + copies * (1 if sources is None else CONSUME_CHUNKS) > MAX_SEGMENTS:
             self.spans.clear()
@@ -290,6 +295,8 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
         elif finder is not None:
             value, source, found = finder.find(value)
             dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, True
+            if writable and isinstance(source, Source) and not source.view.flags.writeable:
+                raise UsageError("it is given as read-only, and writable=True was asked for; give what may be written")
         else:
             source = as_source(value)
             dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, source.contiguous
