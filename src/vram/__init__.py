@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import builtins
 
+    from . import transports as transports
     from .arrays import Array as Array
     from .errors import AccessDeniedError as AccessDeniedError
     from .errors import AddressSpaceError as AddressSpaceError
@@ -104,6 +105,7 @@ _HOMES = {
     "memory": "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool Region",
     "sharing.legacy_ipc": "IpcMemHandle",
     "spec": "Access AllocationSpec HandleKind Location",
+    "transports": "transports=",
 }
 _EXPORTS = {
     public: (module, inner if equals else public)

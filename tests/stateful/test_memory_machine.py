@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -130,6 +131,12 @@ class SteppingDriver(HostDriver):
     """Without the calls that map in the call that makes or opens memory."""
 
     mem_map_new = mem_map_import = None  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests() -> None:
+    """What others left in cycles goes now, not in the middle of counting."""
+    gc.collect()
 
 
 class MemoryMachine(RuleBasedStateMachine):

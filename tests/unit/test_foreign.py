@@ -241,6 +241,15 @@ def test_memory_of_another_process(driver: Any, neighbour: OtherProcess, theirs:
     array.close()
 
 
+def test_memory_that_another_gpu_works_on_stays_where_it_is(driver: Any, theirs: tuple[int, bytes]) -> None:
+    other = Location("cuda", 1)
+    with open_legacy(driver, theirs[1], G, HERE, user=other) as region:
+        assert (region.location, region.users) == (HERE, (other,))
+        again = region.opened.region(Access.READ)
+        assert (again.location, again.users, again.address) == (HERE, (other,), region.address)
+        again.close()
+
+
 def test_i1_what_must_outlive_it_does(driver: Any, theirs: tuple[int, bytes]) -> None:
     faulty, log = FaultyDriver(driver), list[str]()
     lease = own("lease", lambda: log.append(str(faulty.calls[-2:])))

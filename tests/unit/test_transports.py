@@ -55,10 +55,6 @@ def deferred() -> Iterator[standin.Standin]:
     control.defer(False)
 
 
-def stop_deferring(control: standin.Standin) -> None:
-    control.clear()
-
-
 # -- words ----------------------------------------------------------------------------------------------------------
 def test_yes_is_true_and_no_is_false_and_says_why() -> None:
     assert Yes()

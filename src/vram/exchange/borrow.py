@@ -8,7 +8,7 @@ import weakref
 
 from .. import driver as drivers
 from ..arrays.cuda import as_stream
-from ..errors import NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client
 from ..keeper.lender import LENT
 from ..lifetime import unwinding
@@ -21,6 +21,10 @@ from .mapping import location_of
 
 __all__ = ["as_path", "borrow"]
 
+_GONE = (
+    "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
+    "unless it was asked back before. Borrow again when somebody lends there"
+)
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a lender that is not there yet
 _connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
 
@@ -65,7 +69,12 @@ def borrow(
     PeerGoneError
         If the lender went away meanwhile.
     UnsupportedError
-        If the memory is on a GPU that this process does not see, or in this very process.
+        If the memory is on a GPU that this process does not see, is memory of ``cudaMalloc`` or of a pool of this very
+        process, or cannot be mapped as `access` or `device` says.
+    ProtocolError
+        If what was lent is not what the lender says it is.
+    UsageError
+        For a path, access or stream that cannot be.
     """
     check_access(access)
     user = user_of(device)
@@ -79,14 +88,18 @@ def borrow(
             connection = _connect(path)
         except PeerGoneError as error:
             if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeoutError(f"nobody lent anything at {path} for {seconds:g} s ({error})") from None
+                raise WaitTimeoutError(f"nobody lent anything at {path} for {seconds:g} s") from error
         else:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
                 attachment = connection.attach(LENT, access=wire_access(access), timeout=left)
                 break
-            except NotFoundError:
-                raise WaitTimeoutError(f"nothing is lent at {path} (any more)") from None
+            except (NotFoundError, WaitTimeoutError):
+                raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
+            except AccessDeniedError:
+                raise AccessDeniedError(
+                    f'what is lent at {path} may only be read: borrow it with access="r", or lend it with writable=True'
+                ) from None
         time.sleep(pause)  # nobody tells when a path comes into being
         pause = min(pause * 1.5, _LAST_LOOK)
     try:
@@ -107,6 +120,7 @@ def borrow(
 def _connect(path: str) -> KeeperClient:
     """Return the connection to a lender: one for each path, as long as anybody lends there."""
     connection = client(path)
+    connection.gone_words = _GONE
     if connection not in _connections:
         for other in list(_connections):
             if not other.is_usable:  # each lender has a path of its own: nobody would ever look at it again

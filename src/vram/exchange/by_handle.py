@@ -198,6 +198,11 @@ class Imports:
             if entry.pool >= 0:
                 if pool is None:
                     raise ProtocolError("memory of a pool came without the pool's descriptor")
+                if where != home:
+                    raise UnsupportedError(
+                        f"memory of another process's pool for {where}", f"{home}, which it is on", f"{where}",
+                        f'Leave device= out, or copy it: vram.copy_in(..., device="{where}")',
+                    )  # fmt: skip
                 imported, claim = self._imported(driver, *pool, home)
                 try:
                     return _pointers.open(imported, claim.handle, entry.data, segment.nbytes, home, access, depends)
@@ -206,7 +211,7 @@ class Imports:
             with self._lock:
                 return _again(
                     self._opened, (key, where), segment.nbytes, access, depends,
-                    lambda: open_legacy(driver, entry.data, segment.nbytes, where),
+                    lambda: open_legacy(driver, entry.data, segment.nbytes, home, user=where),
                 )  # fmt: skip
         except UsageError as error:
             raise UnsupportedError(

@@ -32,6 +32,8 @@ from .share import Finder
 
 __all__ = ["Loaded", "Placement"]
 
+_NOT_OURS = "it is not in vram memory (vram.share() what may stay where it is)"
+
 
 class Placement:
     """Which arrays are shared where they are, which are packed, and where in the manifest each will be.
@@ -305,7 +307,7 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
         dtype_name(dtype)
         as_shape(shape)
     if found is None:
-        return Item(called, value, dtype, shape, nbytes, source, None, 0, "it is not in vram memory")
+        return Item(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS)
     region, offset = found
     item = Item(called, value, dtype, shape, nbytes, source, region, offset, "")
     if not contiguous:
@@ -335,7 +337,7 @@ def _why_not(region: Region, writable: bool, lends: bool) -> str:
         return "it is a private copy of what was attached"
     if isinstance(region, ForeignRegion):
         if not lends and not region.kinds & HandleKind.POSIX_FD:
-            return "it lives only as long as its maker, which no keeper changes"
+            return "memory of cudaMalloc or of a pool ends with its maker, so a keeper cannot hold it"
         if writable and region.access is not Access.READ_WRITE:
             return "its owner lets nobody write to it, and writable=True was asked for"
         return ""

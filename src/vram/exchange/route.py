@@ -26,7 +26,7 @@ class Route:
     Attributes
     ----------
     kind : HandleKind
-        POSIX_FD, LEGACY_IPC, POOL or FABRIC; NONE if in no way.
+        POSIX_FD, LEGACY_IPC or POOL; NONE if in no way.
     made_by : str
         What made it: ``"vram"``, or the family of driver calls as :class:`~vram.driver.foreign.PointerInfo` names it;
         ``"other"`` for memory of the host that no driver knows.
@@ -60,9 +60,13 @@ class Route:
     def __str__(self) -> str:
         what = f"{format_size(self.nbytes)} on {self.device}, made by {_MADE.get(self.made_by, self.made_by)}"
         if not self:
-            return f"{what}: cannot leave this process: {self.reason}. {self.remedy}"
+            return f"{what}: cannot leave this process, being {self.reason}" + (
+                f". {self.remedy}" if self.remedy else ""
+            )
         held = f"{self.segments} allocation{'s' * (self.segments != 1)}, from byte {self.offset} on"
-        life = "can be published, lent and queued" if self.outlives_maker else "can be lent as long as its maker lives"
+        life = "can be published, lent and queued"
+        if not self.outlives_maker:
+            life = "can be lent and sent while this process lives; a publish copies it"
         return f"{what}, {held}: goes {_GOES[self.kind]}; {life}"
 
 
@@ -75,20 +79,25 @@ _MADE = {
     "host": "another library as page-locked memory of the host",
     "managed": "another library as managed memory",
     "other": "this process for itself",
+    "unknown": "nobody that the driver knows",
 }
 _GOES = {
     HandleKind.POSIX_FD: "by file descriptor",
     HandleKind.LEGACY_IPC: "by a 64-byte handle",
     HandleKind.POOL: "by its pool's file descriptor and a 64-byte handle",
-    HandleKind.FABRIC: "by a fabric handle",
 }
 
 
 def route_of(source: Source | CudaSource, obj: object = None) -> Route:
     """Return the route of what was looked at already; `obj` is what it was found in."""
     place = place_of(source)
-    nbytes = source.nbytes if source.contiguous else 1
-    region = find(source.address, nbytes) if nbytes else None
+    if not source.contiguous:
+        return Route(
+            HandleKind.NONE, "other", str(place), source.nbytes, 0, 0, False,
+            "elements that do not lie one behind the other",
+            "Share what it is a view of, or copy it: vram.copy_in(...) (on a GPU, after .contiguous())",
+        )  # fmt: skip
+    region = find(source.address, source.nbytes) if source.nbytes else None
     if region is not None:
         return _own_route(region[0], region[1], source.nbytes, str(place))
     if isinstance(obj, Array) and not isinstance(obj.region, ForeignRegion):
@@ -98,10 +107,10 @@ def route_of(source: Source | CudaSource, obj: object = None) -> Route:
     if isinstance(source, Source):
         return _host_route(source, str(place))
     try:
-        infos = look_up(drivers.get(place), source.address, max(source.nbytes if source.contiguous else 1, 1))
+        infos = look_up(drivers.get(place), source.address, source.nbytes)
         check_place(infos, source)
     except UsageError as error:
-        return Route(HandleKind.NONE, "other", str(place), source.nbytes, 0, 0, False, str(error), COPY)
+        return Route(HandleKind.NONE, "unknown", str(place), source.nbytes, 0, 0, False, f"unknown: {error}")
     return foreign_route(infos, source, obj)
 
 
@@ -116,7 +125,9 @@ def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: objec
     reason = remedy = ""
     if kind is HandleKind.POOL and first.nbytes > MAX_POOL_ALLOCATION:
         kind, remedy = HandleKind.NONE, COPY
-        reason = f"the driver crashes whoever opens more than {format_size(MAX_POOL_ALLOCATION)} of a pool at once"
+        reason = (
+            f"an allocation of a pool larger than {format_size(MAX_POOL_ALLOCATION)}, which crash whoever opens them"
+        )
     elif kind is HandleKind.NONE:
         reason, remedy = _why_none(first, kinds, obj)
     return Route(
@@ -129,37 +140,47 @@ def _why_none(info: PointerInfo, kinds: HandleKind, obj: object) -> tuple[str, s
     """Why memory that the driver knows cannot leave the process, and what to do."""
     if kinds:
         return (
-            f"it was made to leave the process as {kinds.name} only, which does not work within this machine",
+            f"memory made to leave the process as {kinds.name} only, which does not work within this machine",
             COPY,
         )
     if info.made_by == "vmm":
         if type(obj).__module__.partition(".")[0] == "torch":
             return (
-                "made with handle type 0 by PyTorch's expandable segments",
+                "memory made with handle type 0 by PyTorch's expandable segments",
                 "Set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 before the process starts (in releases that know it), or "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or copy with vram.copy_in()",
             )
         return (
-            "made with handle type 0, or imported from another process, which alone can share it",
+            "memory made with handle type 0, or imported from another process, which alone can share it",
             "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
         )
     if info.made_by == "pool":
         return (
-            "its pool was made without a handle type, as the default pool of cudaMallocAsync is",
+            "memory of a pool made without a handle type, as the default pool of cudaMallocAsync is",
             "Allocate from a pool made to be shared (vram.Pool), or copy with vram.copy_in()",
         )
     if info.made_by == "opened":
-        return "it belongs to another process, which alone can share it", COPY
-    return f"the driver shares no {'page-locked' if info.made_by == 'host' else info.made_by} memory", COPY
+        return "memory of another process, which alone can share it", COPY
+    return f"{'page-locked' if info.made_by == 'host' else info.made_by} memory, which the driver does not share", COPY
 
 
 def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
     if isinstance(region, ForeignRegion):
-        return Route(HandleKind.NONE, region.made_by, device, nbytes, 1, offset, False, "it is not ours", COPY)
+        return Route(
+            HandleKind.NONE,
+            region.made_by,
+            device,
+            nbytes,
+            1,
+            offset,
+            False,
+            "memory of another library that is not known by its address any more",
+            COPY,
+        )
     if region.is_private:
         return Route(
             HandleKind.NONE, "vram", device, nbytes, 0, offset, False,
-            "it is a private copy: what was written to it is in no memory that another process could map", COPY,
+            "a private copy: what was written to it is in no memory that another process could map", COPY,
         )  # fmt: skip
     if region.location != HOST and not isinstance(region.location.id, int):
         return Route(
@@ -176,17 +197,18 @@ def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
     if not kinds:
         return Route(
             HandleKind.NONE, "vram", device, nbytes, len(allocations), start, False,
-            "it was made with handle_kinds=HandleKind.NONE", "Ask for POSIX_FD when it is made, or copy_in()",
+            "memory made with handle_kinds=HandleKind.NONE",
+            "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
         )  # fmt: skip
-    return Route(kinds, "vram", device, nbytes, len(allocations), start, True)
+    return Route(HandleKind.POSIX_FD, "vram", device, nbytes, len(allocations), start, True)
 
 
 def _host_route(source: Source, device: str) -> Route:
     what = _mapped_file(source.address)
     reason = (
-        f"it is a mapping of {what}, whose size others may change under a reader"
+        f"a mapping of {what}, whose size others may change under a reader"
         if what
-        else "it is memory of this process alone, which no descriptor stands for"
+        else "memory of this process alone, which no descriptor stands for"
     )
     return Route(HandleKind.NONE, "other", device, source.nbytes, 0, 0, False, reason, COPY)
 

@@ -48,7 +48,8 @@ def share(obj: object) -> Array:
     Notes
     -----
     What another library allocated is that library's to use again: a caching allocator hands the memory of a tensor that
-    is gone to the next one. The array keeps the tensor; whoever publishes it keeps the array for as long as it is read.
+    is gone to the next one. The array keeps the tensor, but a keeper cannot: if you publish it, keep the array yourself
+    for as long as anybody reads it. A vram array is returned unchecked: ask :func:`explain`.
     """
     if isinstance(obj, Array):
         return obj

@@ -49,7 +49,18 @@ _Answer = tuple[m.Reply, list[int], DescriptorsLostError | None]
 
 
 class Conversation:
-    """A connection to a keeper, without words of its own: :class:`~vram.keeper.client.KeeperClient` has those."""
+    """A connection to a keeper, without words of its own: :class:`~vram.keeper.client.KeeperClient` has those.
+
+    Attributes
+    ----------
+    gone_words : str
+        What is said once the other side is gone; ``{path}`` is where it was.
+    """
+
+    gone_words = (
+        "the keeper at {path} is gone; what is mapped stays, its leases are over. Start one with "
+        "`vram keep --socket {path}` and publish again"
+    )
 
     def __init__(self, channel: Channel, path: str, label: str, server_pid: int) -> None:
         self.path = path
@@ -353,10 +364,7 @@ class Conversation:
         """The connection is of no use any more; say so to everybody."""
         if self._failure is None:
             if error is None or isinstance(error, PeerGoneError):
-                error = PeerGoneError(
-                    f"the keeper at {self.path} is gone; what is mapped stays, its leases are over. Start one with "
-                    f"`vram keep --socket {self.path}` and publish again"
-                )
+                error = PeerGoneError(self.gone_words.format(path=self.path))
             self._failure = error
         self._ring()
         self._channel.close()

@@ -48,8 +48,8 @@ class LenderService(Service):
 
     def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:
         raise AccessDeniedError(
-            f"{self.server.path} is a lender, not a keeper: what it lends is its process's own, to be borrowed and "
-            f"nothing else"
+            f"{self.server.path} is a lender, not a keeper: what it lends is its process's own. Borrow it, or look at "
+            f"it with `vram ls` and `vram show`; only pid {self.server.pid} can ask for it back (Lending.revoke)"
         )
 
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
@@ -233,6 +233,8 @@ class LenderServer(KeeperServer):
         self._asked.add(done)
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # whoever asked waits no longer, and has taken back what this would have used
             try:
                 done.set_result(what())
             except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
@@ -243,7 +245,15 @@ class LenderServer(KeeperServer):
             if thread is None or not thread.is_alive():
                 raise ClosedError(f"what was lent at {self.path} is not lent any more")
             self.loop.call_soon_threadsafe(run)
-            return done.result(_ANSWER)
+            try:
+                return done.result(_ANSWER)
+            except BaseException:
+                # Either it does not run any more, or it is running: then what it used is its own, and it ends soon.
+                if not done.cancel() and not done.done():
+                    done.exception(_ANSWER)
+                if done.done() and not done.cancelled() and done.exception() is None:
+                    return done.result()
+                raise
         except RuntimeError:
             raise ClosedError(f"what was lent at {self.path} is not lent any more") from None
         except FutureTimeoutError:

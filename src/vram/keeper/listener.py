@@ -144,8 +144,8 @@ def _clear(path: str) -> None:
     else:
         who = peer_credentials(probe)
         raise BusyError(
-            f"a keeper (pid {who.pid}, uid {who.uid}) serves {path} already; use it, choose another path "
-            f"with --socket, or replace it with --takeover"
+            f"pid {who.pid}, uid {who.uid} serves {path} already; use that, choose another path, or replace a "
+            f"keeper with --takeover"
         )
     finally:
         probe.close()

@@ -96,7 +96,7 @@ class ForeignRegion(Region):
     @property
     def opened(self) -> Opened:
         """What further regions over the same opened memory are made of; see :class:`Opened`."""
-        return Opened(self.driver, self.infos, self.handle)
+        return Opened(self.driver, self.infos, self.handle, self.users[0])
 
     @property
     def made_by(self) -> str:
@@ -125,6 +125,7 @@ class Opened(NamedTuple):
     driver: Driver
     infos: tuple[PointerInfo, ...]
     handle: Handle
+    user: Location
 
     def region(self, access: Access, depends: Iterable[Handle] = ()) -> ForeignRegion:
         """Make a region with dependencies of its own, which are let go of when nothing of it is in use.
@@ -134,14 +135,10 @@ class Opened(NamedTuple):
         ClosedError
             If the last region over it is gone.
         """
-        leave = _Leave(self.handle.label, self.driver, (self.infos[0].location,))
+        leave = _Leave(self.handle.label, self.driver, (self.user,))
         claim = own(leave.describe, leave, depends=(*depends, self.handle))
-        leave.close = _nothing  # only waits for the work on it
-        return ForeignRegion.over(self.driver, self.infos, claim, access=access)
-
-
-def _nothing() -> None:
-    """There is nothing to close."""
+        leave.close = tuple  # nothing to close: it only waits for the work
+        return ForeignRegion.over(self.driver, self.infos, claim, access=access, user=self.user)
 
 
 class _Leave:
@@ -170,10 +167,8 @@ class _Leave:
 
 # -- of another library in this process -----------------------------------------------------------------------------
 class _Known:
-    """What is known of foreign memory in this process: looks by identity, and regions that are in use, weakly."""
-
-    # One driver attribute says whether an address is still the allocation that it was: everything else is remembered.
-    # Not reached from finalizers.
+    """What is known of foreign memory here: one attribute says whether an address is still the allocation that it was,
+    everything else is remembered; regions weakly. Not reached from finalizers."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -296,13 +291,18 @@ def open_legacy(
     *,
     access: Access = Access.READ_WRITE,
     depends: Iterable[Handle] = (),
+    user: Location | None = None,
 ) -> ForeignRegion:
-    """Open an allocation of another process by its 64 bytes, for the GPU at `location`.
+    """Open an allocation of another process by its 64 bytes.
 
     Parameters
     ----------
     nbytes : int
         The size of the whole allocation, as its owner stated it.
+    location : Location
+        The GPU that it is on.
+    user : Location, optional
+        The GPU that will work on it; by default the one that it is on.
     depends : iterable of Handle
         What must outlive it, such as a lease; let go of after it is closed.
 
@@ -313,10 +313,10 @@ def open_legacy(
     UsageError
         If this very process made the memory.
     """
-    able = legacy(driver)
+    able, where = legacy(driver), user or location
     return _opened(
         driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
-        partial(able.ipc_open, handle, nbytes, location), able.ipc_close,
+        partial(able.ipc_open, handle, nbytes, where), able.ipc_close, user=where,
     )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def open_pointer(
 ) -> ForeignRegion:
     """Open an allocation of an imported pool. Never the same one twice: the first to be closed would unmap both.
 
-    Parameters and errors are those of :func:`open_legacy`.
+    `pool` is the driver's number of it; the rest, and what is raised, is as of :func:`open_legacy`.
     """
     able = pools(driver)
     return _opened(
@@ -373,14 +373,15 @@ def _opened(
     enter: Callable[[], int],
     close: Callable[[int], object],
     look: Callable[[int], PointerInfo] | None = None,
+    user: Location | None = None,
 ) -> ForeignRegion:
-    leave = _Leave(f"{what}, {format_size(nbytes)} on {location}", driver, (location,))
+    leave = _Leave(f"{what}, {format_size(nbytes)} on {location}", driver, (user or location,))
     claim = own(leave.describe, leave, depends=depends)
     try:
         address = enter()
         leave.close = partial(close, address)
         info = look(address) if look else PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
-        return ForeignRegion.over(driver, (info,), claim, access=access)
+        return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
     except BaseException as error:
         with unwinding(error):
             claim.release()

@@ -12,7 +12,7 @@ from .ipc import IpcTransport
 from .memory_file import SharedMemoryExchange
 from .peer import PeerTransport
 from .pipes import PipeExchange
-from .selection import Route, Selection, select
+from .selection import Ranked, Selection, select
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
@@ -24,7 +24,7 @@ __all__ = [
     "No",
     "PeerTransport",
     "PipeExchange",
-    "Route",
+    "Ranked",
     "Selection",
     "SharedMemoryExchange",
     "SocketExchange",

@@ -17,7 +17,7 @@ from .remote import RemoteTransport
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
-__all__ = ["TRANSPORTS", "Route", "Selection", "select"]
+__all__ = ["TRANSPORTS", "Ranked", "Selection", "select"]
 
 # Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
 TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
@@ -26,7 +26,7 @@ TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Ranked:
     """One transport between two places, as it was judged.
 
     Attributes
@@ -60,18 +60,18 @@ class Selection:
         From where to where.
     nbytes : int
         The size of the transfer that was asked about.
-    routes : tuple of Route
+    routes : tuple of Ranked
         All there are.
     """
 
     src: Location
     dst: Location
     nbytes: int
-    routes: tuple[Route, ...]
+    routes: tuple[Ranked, ...]
     exchange: Exchange | None = None
 
     @property
-    def best(self) -> Route:
+    def best(self) -> Ranked:
         """The fastest that is available.
 
         Raises
@@ -142,7 +142,7 @@ def select(
         times = (route.seconds or 0.0) / (usable[0].seconds or 1.0)
         said = "the fastest" if route is usable[0] else f"slower: {times:.1f} times as long"
         reason = f"{said} for {format_size(size)}, as measured here"
-        ranked.append(Route(route.kind, True, reason, route.estimate, route.seconds))
+        ranked.append(Ranked(route.kind, True, reason, route.estimate, route.seconds))
     ranked += [route for route in judged if not route.is_available]
     return Selection(_named(src), _named(dst), size, tuple(ranked), exchange)
 
@@ -154,16 +154,16 @@ def _judge(
     nbytes: int,
     exchange: Exchange | None,
     memory: str,
-) -> Route:
+) -> Ranked:
     answer = cls.available(src, dst)
     if isinstance(answer, No):
-        return Route(cls.kind, False, answer.reason)
+        return Ranked(cls.kind, False, answer.reason)
     try:
         estimate = cls.measure(name_place(src), name_place(dst))
     except VramError as error:
-        return Route(cls.kind, False, f"it could not be measured: {error}")
+        return Ranked(cls.kind, False, f"it could not be measured: {error}")
     why_not = _unusable(cls, exchange, memory)
-    return Route(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
+    return Ranked(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
 
 
 def _unusable(cls: type[LocalTransport | RemoteTransport], exchange: Exchange | None, memory: str) -> str:

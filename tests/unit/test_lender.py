@@ -1,0 +1,69 @@
+"""The thread that lends: what it was asked for too late is not done, and takes nothing from anybody."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+import vram
+from vram.errors import WaitTimeoutError
+from vram.keeper import lender
+from vram.keeper.client import close_client
+
+
+def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were closed when the caller gave up; the thread that comes to it later must not use the numbers again."""
+    server = lender.LenderServer(str(tmp_path / "lent"))
+    server.start()
+    go_on, busy = threading.Event(), threading.Event()
+
+    def block() -> None:
+        busy.set()
+        go_on.wait(30)
+
+    try:
+        server.loop.call_soon_threadsafe(block)
+        assert busy.wait(30)
+        monkeypatch.setattr(lender, "_ANSWER", 0.05)
+        with vram.zeros(4, "uint8", device="host") as array:
+            (allocation,), _ = array.region.segments(0, 4)
+            with pytest.raises(WaitTimeoutError, match="did not answer"):
+                server.lend(
+                    [lender.Segment(allocation.nbytes)], [allocation.export()], b"", None,
+                    nbytes=4, writable=True, meta={}, keeps=None,
+                )  # fmt: skip
+            allocation.close()
+        ours = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]  # the numbers that were free again
+        monkeypatch.setattr(lender, "_ANSWER", 30.0)
+        go_on.set()
+        assert server.holders() == []  # behind what came too late
+        assert server._version is None
+    finally:
+        go_on.set()
+        server.end(when_idle=False)
+        server.join()
+    for fd in ours:
+        os.fstat(fd)
+        os.close(fd)
+
+
+def test_words_of_a_lender_are_not_those_of_a_keeper(tmp_path: Path) -> None:
+    path = str(tmp_path / "lent")
+    with vram.asarray(b"abc", device="host") as array:
+        lending = vram.lend(array, at=path)
+        with vram.borrow(path) as lease:
+            with pytest.raises(vram.AccessDeniedError, match="may only be read: borrow it with"):
+                vram.borrow(path, access="rw")
+            with pytest.raises(vram.AccessDeniedError, match=r"is a lender, not a keeper.*Lending.revoke"):
+                vram.revoke("lent", keeper=path)
+            lending.close()
+            with pytest.raises(vram.PeerGoneError, match=r"the lender at .* is gone") as gone:
+                _ = lease.stale
+            assert "vram keep" not in str(gone.value)
+            assert lease.array.numpy().tobytes() == b"abc"
+    close_client(path)
