@@ -32,7 +32,7 @@ from .share import Finder
 
 __all__ = ["Loaded", "Placement"]
 
-_NOT_OURS = "it is not in vram memory (vram.share() what may stay where it is)"
+_NOT_OURS = "it is not in vram memory"
 
 
 class Placement:
