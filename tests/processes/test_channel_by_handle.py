@@ -24,6 +24,7 @@ import vram
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import PeerGoneError, UnsupportedError
+from vram.exchange.keeping import unreturned
 from vram.spec import Location
 from vram.testing.keeper import until
 
@@ -60,6 +61,10 @@ class Peer:
         with contextlib.suppress(vram.VramError):
             self.channel.send(None, timeout=1)
         self.channel.close()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until it has ended, or end it."""
         self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
@@ -277,7 +282,7 @@ def settled(channel: vram.ArrayChannel, x: vram.Array) -> bool:
 
 # -- the end of a channel -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", BY_HANDLE)
-@pytest.mark.parametrize("who", ["sender", "receiver", "killed receiver"])
+@pytest.mark.parametrize("who", ["receiver", "killed receiver"])
 def test_either_end_may_go_first(kind: str, who: str, sources: Sources) -> None:
     peer = Peer()
     x = sources.make(kind)
@@ -285,9 +290,7 @@ def test_either_end_may_go_first(kind: str, who: str, sources: Sources) -> None:
     try:
         peer.give(x)
         peer.give(vram.share(x)[5:10], "part")
-        if who == "sender":
-            peer.channel.close()
-        elif who == "receiver":
+        if who == "receiver":
             assert peer.tell("close") == "closing"
             with pytest.raises(PeerGoneError):
                 peer.channel.recv(timeout=SOON)
@@ -305,6 +308,47 @@ def test_either_end_may_go_first(kind: str, who: str, sources: Sources) -> None:
         gc.collect()
         assert gone() is None
         assert drivers.get(GPU).live().mappings == 0
+    finally:
+        peer.end()
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_sender_that_ends_leaves_the_memory_to_who_uses_it(kind: str, how: str, sources: Sources) -> None:
+    """The receiver cannot say any more when it is done, and must not find other bytes there."""
+    peer = Peer()
+    x = sources.make(kind)
+    gone = weakref.ref(x)
+    peer.give(x)
+    channels = [peer.channel]
+    del peer.channel
+    with pytest.warns(vram.ReleaseWarning, match="1 arrays of memory that lives only as long as its maker"):
+        channels[0].close() if how == "closed" else channels.clear()
+    channels.clear()
+    del x
+    gc.collect()
+    assert gone() is not None
+    peer.wait()
+    (left,) = unreturned
+    unreturned.clear()
+    left.close()  # this process would end now
+    del left
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_a_sender_that_is_closed_hears_what_was_dropped_before(kind: str, sources: Sources) -> None:
+    peer = Peer()
+    try:
+        x = sources.make(kind)
+        gone = weakref.ref(x)
+        peer.give(x)
+        peer.channel.send(["drop"], timeout=SOON)  # and its answer is not waited for
+        peer.channel.close()
+        del x
+        gc.collect()
+        assert gone() is None
     finally:
         peer.end()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -317,6 +319,7 @@ def test_i10_wrong_paths_are_typed_errors(path: str, sources: Sources) -> None:
         (path.encode(), UsageError),
         ("", UsageError),
         (f"{path}\0", UsageError),
+        ("/proc/none", UsageError),
     ):
         with pytest.raises(kind):
             vram.lend(x, at=wrong)  # type: ignore[arg-type]
@@ -331,8 +334,8 @@ def test_i10_wrong_paths_are_typed_errors(path: str, sources: Sources) -> None:
         with pytest.raises((UsageError, UnsupportedError)):
             vram.borrow(path, **options)  # type: ignore[arg-type]
     for options in (
-        {"writable": 1}, {"stream": "x"}, {"mode": "rw"}, {"group": "no such group"}, {"meta": {"a": 1}}, {"meta": 5},
-        {"patience": None}, {"patience": -1},
+        {"writable": 1}, {"stream": "x"}, {"mode": "rw"}, {"group": "no such group"}, {"group": 5},
+        {"meta": {"a": 1}}, {"meta": 5}, {"patience": None}, {"patience": -1},
     ):  # fmt: skip
         with pytest.raises(UsageError):
             vram.lend(x, at=path, **options)  # type: ignore[arg-type]
@@ -537,6 +540,86 @@ def test_a_lending_that_is_dropped_warns_and_ends(path: str, sources: Sources) -
     with pytest.warns(vram.LeakWarning):
         kept.clear()
     assert not os.path.exists(path)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_a_lending_by_handle_that_is_dropped_ends_with_its_last_borrower(
+    kind: str, borrowed: bool, path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    """Nobody can close it any more: it asks for the memory itself."""
+    kept = [vram.lend(sources.make(kind), at=path)]
+    thread = kept[0]._server._thread
+    assert thread is not None
+    if borrowed:
+        hand.call("borrow", path)
+        hand.call("on_revoke", "note")
+    with pytest.warns(vram.LeakWarning):
+        kept.clear()
+    if borrowed:
+        assert hand.call("was_told")
+        assert thread.is_alive()
+        assert (hand.call("read") == numbers()).all()
+        hand.call("close")
+    thread.join(SOON)
+    assert not thread.is_alive()
+    until(lambda: drivers.get(GPU).live().mappings == 0, seconds=5, what="the owner's release")
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", BY_HANDLE)
+def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
+    kind: str, path: str, hand: OtherProcess, sources: Sources
+) -> None:
+    """Also for who holds what the old one lent; and news of the old is not taken from the new."""
+    old = vram.lend(sources.make(kind), at=path, patience=0.0)
+    hand.call("borrow", path, "old")
+    with pytest.warns(ReleaseWarning):
+        old.close()
+    with vram.lend(sources.make(kind, 5), at=path) as lending:
+        assert (hand.call("read", "old") == numbers()).all()
+        with pytest.raises(PeerGoneError):
+            hand.call("on_revoke", "note", "old")
+        hand.call("borrow", path, "new")
+        assert (hand.call("read", "new") == numbers(5)).all()
+        hand.call("on_revoke", "close", "new")
+        assert lending.revoke(SOON).holders == ()
+        hand.call("close", "old")
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])
+def test_what_was_borrowed_can_be_pickled_by_name(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
+    """Whoever unpickles it borrows it too, in order and under a lease of its own."""
+    with another() as other, vram.lend(sources.make(kind), at=path) as lending:
+        hand.call("borrow", path)
+        assert other.call("unpickle", hand.call("pickle")) == numbers()[:3].tolist()
+        until(lambda: len(lending.holders()) == 1, seconds=5, what="the lease of who unpickled it")
+        hand.call("close")
+
+
+@pytest.mark.standin
+def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: OtherProcess) -> None:
+    with another() as other:
+        other.call("lend", path, "host")
+        assert hand.call("try_borrow", path) == ("", "")
+        pid = other.call("pid")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            error, words = hand.call("try_borrow", path, timeout=0.1)
+            assert (error, time.monotonic() - started < 5) == ("WaitTimeoutError", True)
+            assert "did not answer" in words
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert hand.call("try_borrow", path) == ("", "")
+
+
+def test_no_patience_is_too_long(path: str, sources: Sources) -> None:
+    for seconds in (1e10, math.inf):
+        with vram.lend(sources.make("host"), at=path, patience=seconds) as lending:
+            assert lending.revoke(seconds).holders == ()
 
 
 def test_i8_the_end_of_the_interpreter_takes_the_path_away(path: str) -> None:

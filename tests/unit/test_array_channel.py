@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -235,6 +236,66 @@ class TestKept:
             channel.send(0)  # hears that much, and no more
             assert len(channel._kept) == 0
             assert channel.recv(timeout=5.0) == "kept for recv"
+
+    def test_what_could_not_be_sent_is_not_counted(
+        self, pooled: vram.Array, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]
+    ) -> None:
+        """Nobody would ever give it back."""
+        sender, receiver = ends
+        sent = 0
+        with contextlib.suppress(vram.WaitTimeoutError):
+            while True:
+                sender.send(pooled, timeout=0)
+                sent += 1
+        assert list(sender._kept._counts.values()) == [sent]
+        receiver.close()
+        with pytest.raises(vram.PeerGoneError):
+            sender.send(pooled)
+        assert list(sender._kept._counts.values()) == [sent]
+        sender._warm = None
+
+    def test_what_is_done_with_is_told_once_the_other_end_reads_again(self) -> None:
+        """Also by who only receives."""
+        raw, end = Channel.pair()
+        with raw, vram.ArrayChannel(end) as channel:
+            count = 0
+            with contextlib.suppress(vram.WaitTimeoutError):
+                while True:
+                    channel.send(0, timeout=0)
+                    count += 1
+            channel._drop(7, 2)  # as the last view of a received array does
+            for _ in range(count):
+                raw.recv(timeout=5.0)
+            with pytest.raises(vram.WaitTimeoutError):
+                channel.recv(timeout=0)
+            assert raw.recv(timeout=0) == (encode(Dropped(((7, 2),))), [])
+
+    def test_an_event_that_could_not_be_told_is_told_the_next_time(
+        self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]
+    ) -> None:
+        sender, receiver = ends
+        driver: Any = drivers.get(Location("cuda", 0))
+        stream = driver.stream_create(Location("cuda", 0))
+        count = 0
+        with vram.zeros(10, device="cuda:0") as array:
+            with contextlib.suppress(vram.WaitTimeoutError):
+                while True:
+                    sender.send(0, timeout=0)
+                    count += 1
+            for _ in range(2):
+                with pytest.raises(vram.WaitTimeoutError):
+                    sender.send(array, stream=stream, timeout=0)
+            for _ in range(count):
+                receiver.recv(timeout=5.0)
+            for _ in range(2):
+                sender.send(array, stream=stream, timeout=5.0)
+                receiver.recv(timeout=5.0)
+        driver.stream_destroy(stream)
+
+    def test_timeouts_that_are_none(self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
+        for wrong in ("x", -1, float("nan")):
+            with pytest.raises(vram.UsageError, match="timeout"):
+                ends[0].recv(timeout=wrong)  # type: ignore[arg-type]
 
     def test_what_the_other_end_cannot_open_is_not_kept_for_it(
         self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]

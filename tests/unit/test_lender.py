@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,48 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
     for fd in ours:
         os.fstat(fd)
         os.close(fd)
+
+
+def test_the_thread_may_be_asked_by_itself(tmp_path: Path) -> None:
+    """By the finalizer of an owner that it lets go of, say: it would wait for its own answer."""
+    server = lender.LenderServer(str(tmp_path / "lent"))
+    server.start()
+    found: list[object] = []
+    asked = threading.Event()
+
+    def ask() -> None:
+        found.append(server.holders())
+        asked.set()
+
+    server.loop.call_soon_threadsafe(ask)
+    assert asked.wait(10)
+    assert found == [[]]
+    server.end(when_idle=False)
+    server.join()
+
+
+def test_an_interrupted_call_is_an_interrupt_and_done_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what was asked for was done meanwhile."""
+    server = lender.LenderServer(str(tmp_path / "lent"))
+    server.start()
+    asked = 0
+
+    def interrupted(futures: object, timeout: float) -> None:
+        nonlocal asked
+        asked += 1
+        wait(futures, timeout)  # type: ignore[call-overload]
+        if asked == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(lender, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.holders()
+    monkeypatch.undo()
+    assert server.holders() == []
+    server.end(when_idle=False)
+    server.join()
 
 
 def test_words_of_a_lender_are_not_those_of_a_keeper(tmp_path: Path) -> None:

@@ -506,7 +506,7 @@ class TestOfAnotherLibrary:
                 arrays[name][...] = number + 1  # type: ignore[index]
             done = vram.publish("n", arrays)
             assert set(done.copied) == {"legacy", "pool", "plain"}
-            assert "as long as its maker" in done.copied["legacy"]
+            assert "only as long as its maker" in done.copied["legacy"]
             assert "as long as its maker" in done.copied["pool"]
             for name in ("vmm", "legacy", "pool"):
                 arrays[name].close()  # type: ignore[union-attr]

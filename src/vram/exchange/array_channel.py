@@ -7,6 +7,7 @@ import operator
 import socket
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -16,13 +17,21 @@ import msgspec
 
 from ..arrays import Array
 from ..arrays.cuda import as_stream
-from ..errors import ClosedError, PeerGoneError, ProtocolError, UsageError, VramError, WaitTimeoutError
+from ..errors import (
+    ClosedError,
+    PeerGoneError,
+    ProtocolError,
+    ReleaseWarning,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
 from ..lifetime import Owned
 from ..memory import Region
-from ..sharing.channel import Channel, close_fds
+from ..sharing.channel import Channel, check_timeout, close_fds
 from .borrower import Borrower
 from .handover import Lender, nothing, refer
-from .keeping import Kept
+from .keeping import Kept, unreturned
 from .order import Order
 from .share import share
 from .wire import (
@@ -62,6 +71,7 @@ class _Failure:
 
 _HEARD = tuple(bytes([0x90 + fields, 0xA1]) + tag for fields, tag in ((2, b"d"), (2, b"f")))  # Dropped, Forget
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
+_LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
 
 
@@ -84,7 +94,8 @@ class ArrayChannel(Owned):
     -----
     One thread may send while another receives. What is sent is not copied: sender and receiver must agree on who
     writes when; the message itself orders everything written before it. When the sender closes an array, the
-    receiver's own arrays over it stay valid until they are dropped.
+    receiver's own arrays over it stay valid until they are dropped. That holds for memory of ``cudaMalloc`` and of
+    pools as long as both ends are open: drop such arrays before you close the end that received them.
     """
 
     __slots__ = (
@@ -113,8 +124,8 @@ class ArrayChannel(Owned):
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
         self._channel = channel
-        self._lender = Lender(self._retire, by_handle=True)
-        self._borrower = Borrower(_later(self))
+        self._lender = Lender(_weakly(self._retire), by_handle=True)
+        self._borrower = Borrower(_weakly(self._drop))
         self._kept = Kept()
         self._order = Order()
         self._warm: Array | None = None  # memory of others that was sent last: opened there, and mostly sent again
@@ -197,12 +208,19 @@ class ArrayChannel(Owned):
                 if isinstance(value, Array) or _is_shareable(value):
                     array = value if isinstance(value, Array) else share(value)
                     message = self._refer(array, None if stream is None else as_stream(stream), timeout)
+                    keep = self._last_keep
                 else:
+                    keep = 0
                     try:
                         message = encode(Value(value))
                     except (TypeError, ValueError, OverflowError, RecursionError) as error:
                         raise UsageError(f"a channel carries vram arrays and plain values: {error}") from None
-                self._channel.send(message, timeout=timeout)
+                try:
+                    self._channel.send(message, timeout=timeout)
+                except VramError:
+                    if keep:
+                        self._kept.dropped(keep, 1)  # nobody will say so
+                    raise
         finally:
             self._tell_retired()
 
@@ -231,6 +249,10 @@ class ArrayChannel(Owned):
             If what came is not what this end understands.
         """
         self.handle  # noqa: B018  (before the lock, as above)
+        if self._retired or self._dropped:  # while the other end read nothing there was no telling it
+            self._tell_retired()
+        if timeout is not None:
+            check_timeout(timeout)
         deadline = time.monotonic() + timeout if timeout else None
         left = timeout
         inbox = self._inbox
@@ -249,15 +271,58 @@ class ArrayChannel(Owned):
         return value
 
     def close(self, *, strict: bool = False) -> None:
-        """Close the connection and let go of what the other end shared; arrays that are alive keep their memory."""
+        """Close the connection and let go of what the other end shared; arrays that are alive keep their memory.
+
+        Memory of ``cudaMalloc`` or of a pool that was sent, and that the other end still uses a second later, is kept
+        for as long as this process lives, with a ReleaseWarning: the other end can no longer say that it is done.
+        """
         if self.is_closed:
             return
-        super().close(strict=strict)
         self._warm = None
-        self._kept.close()
+        if self._kept:
+            self._wait_until_returned()
+        left = self._leave_behind()
+        super().close(strict=strict)
         self._lender.close()
         self._borrower.close()
         self._order.close()
+        if left:  # last: where warnings are errors it is closed all the same
+            warnings.warn(left, ReleaseWarning, stacklevel=2)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
+            warnings.warn(left, ReleaseWarning, stacklevel=2)
+
+    def _wait_until_returned(self) -> None:
+        """Hear, for a while, what the other end says that it is done with."""
+        deadline = time.monotonic() + _LINGER
+        while self._kept and (left := deadline - time.monotonic()) > 0:
+            if not self._receiving.acquire(timeout=min(left, _SLICE)):
+                continue  # whoever receives hears it
+            try:
+                self._take(left)
+            except (WaitTimeoutError, PeerGoneError, ClosedError):
+                return
+            except VramError:  # who was to receive that will not
+                continue
+            finally:
+                self._receiving.release()
+
+    def _leave_behind(self) -> str:
+        """Let go of what was sent if the other end is gone, or leave it to the process; return what to say of that."""
+        kept = self._kept
+        try:
+            is_over = not kept or self._channel.is_hung_up()
+        except VramError:  # closed by another thread, or the parent's, who looks after it
+            return ""
+        if is_over:
+            kept.close()
+            return ""
+        unreturned.append(kept)
+        return (
+            f"{self!r} is closed while the other end uses {len(kept)} arrays of memory that lives only as long as its "
+            f"maker: they are kept until this process ends. Have the other end drop them, or close, first"
+        )
 
     def __repr__(self) -> str:
         return f"<ArrayChannel, {'closed' if self.is_closed else f'fd {self._channel.fileno()}'}>"
@@ -287,6 +352,7 @@ class ArrayChannel(Owned):
         number, entry = self._order.record(region, stream)
         if entry is not None:
             self._channel.send(encode(EventIs(number, entry)), timeout=timeout)
+            self._order.told(number)
         return number
 
     def _introduce(self, array: Array, event: int, timeout: float | None) -> bytes:
@@ -444,13 +510,13 @@ def _is_shareable(value: object) -> bool:
     return any(hasattr(kind, word) for word in words) or words[1] in getattr(value, "__dict__", ())
 
 
-def _later(channel: ArrayChannel) -> Callable[[int, int], None]:
-    """Return what tells a channel of arrays that are done with, without keeping it."""
-    ref = weakref.ref(channel)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return what calls a channel's method without keeping the channel: one that is dropped ends at once."""
+    ref = weakref.WeakMethod(method)
 
-    def tell(number: int, times: int) -> None:
+    def call(*arguments: int) -> None:
         found = ref()
-        if found is not None and not found.is_closed:
-            found._drop(number, times)
+        if found is not None:
+            found(*arguments)
 
-    return tell
+    return call

@@ -6,25 +6,17 @@ import os
 import time
 import weakref
 
-from .. import driver as drivers
 from ..arrays.cuda import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from ..keeper.client import KeeperClient, client
+from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.lender import LENT
-from ..lifetime import unwinding
-from ..memory import Event
 from ..spec import Location
 from .attach import check_access, user_of
 from .keepers import check_seconds
 from .lease import Lease, wire_access
-from .mapping import location_of
 
 __all__ = ["as_path", "borrow"]
 
-_GONE = (
-    "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
-    "unless it was asked back before. Borrow again when somebody lends there"
-)
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a lender that is not there yet
 _connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
 
@@ -94,8 +86,12 @@ def borrow(
             try:
                 attachment = connection.attach(LENT, access=wire_access(access), timeout=left)
                 break
-            except (NotFoundError, WaitTimeoutError):
-                raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
+            except NotFoundError:
+                leave_client(connection)  # somebody else may lend at this path by now
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
+            except WaitTimeoutError as error:
+                raise WaitTimeoutError(f"who lends at {path} handed nothing over in {seconds:g} s: {error}") from None
             except AccessDeniedError:
                 raise AccessDeniedError(
                     f'what is lent at {path} may only be read: borrow it with access="r", or lend it with writable=True'
@@ -103,24 +99,16 @@ def borrow(
         time.sleep(pause)  # nobody tells when a path comes into being
         pause = min(pause * 1.5, _LAST_LOOK)
     try:
-        lease = Lease(connection, attachment, access, user=user, is_lent=True)
-        try:
-            _wait_for_events(lease, waits)
-        except BaseException as error:
-            with unwinding(error):
-                lease.close()
-            raise
+        return Lease(connection, attachment, access, user=user, stream=waits)
     except ProtocolError as error:
         if connection.is_usable:
             raise
         raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
-    return lease
 
 
 def _connect(path: str) -> KeeperClient:
     """Return the connection to a lender: one for each path, as long as anybody lends there."""
     connection = client(path)
-    connection.gone_words = _GONE
     if connection not in _connections:
         for other in list(_connections):
             if not other.is_usable:  # each lender has a path of its own: nobody would ever look at it again
@@ -128,25 +116,6 @@ def _connect(path: str) -> KeeperClient:
                 _connections.discard(other)
         _connections.add(connection)
     return connection
-
-
-def _wait_for_events(lease: Lease, stream: int | None) -> None:
-    for entry in lease.manifest.events:
-        place = location_of(entry.device)
-        try:
-            event = Event.import_(drivers.get(place), entry.data, place)
-        except UsageError:  # this very process lends it
-            continue
-        with event:
-            if stream is None:
-                event.synchronize()
-                continue
-            try:
-                event.wait(stream)
-            except UsageError:  # a stream of another GPU
-                event.synchronize()
-                continue
-            lease.keep_with_memory(event.handle)  # what is waited for stays until the memory is unmapped
 
 
 def as_path(at: object) -> str:

@@ -16,7 +16,10 @@ from ..arrays import Array
 from ..errors import ClosedError, ProtocolError
 from ..memory import Pin, Region
 
-__all__ = ["Kept", "Token"]
+__all__ = ["Kept", "Token", "unreturned"]
+
+# What others may still use, of channels that were closed: nobody can say any more when that is over.
+unreturned: list[Kept] = []
 
 _Span = tuple[int, int, int]  # the memory's number, offset and bytes in it
 

@@ -13,7 +13,7 @@ from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
 from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Listening, Watch
-from ..lifetime import Handle, Owned, unwinding
+from ..lifetime import Owned, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest, decode_manifest
@@ -38,7 +38,7 @@ class Lease(Owned, Mapping[str, Array]):
     """
 
     __slots__ = (
-        "_arrays", "_attachment", "_client", "_is_lent", "_listenings", "_regions", "_return", "_revoked", "_user",
+        "_arrays", "_attachment", "_client", "_listenings", "_regions", "_return", "_revoked", "_user",
         "_watch", "access", "manifest",
     )  # fmt: skip
 
@@ -49,11 +49,10 @@ class Lease(Owned, Mapping[str, Array]):
         access: str,
         *,
         user: Location | None = None,
-        is_lent: bool = False,
+        stream: int | None = None,
     ) -> None:
         self.access = access
         self._user = user
-        self._is_lent = is_lent
         self._client = client
         self._attachment = attachment
         self._arrays: dict[str, Array] = {}
@@ -71,7 +70,7 @@ class Lease(Owned, Mapping[str, Array]):
                 raise ProtocolError(
                     f"{len(fds)} file descriptors came, and the manifest names {at + self.manifest.descriptors}"
                 )
-            if self.manifest.handles and not is_lent:
+            if (self.manifest.handles or self.manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
             depends = (claim.handle,)
             handles = {entry.memory: entry for entry in self.manifest.handles}
@@ -87,6 +86,12 @@ class Lease(Owned, Mapping[str, Array]):
                     fd = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
                     key = (attachment.name, attachment.version)
                     regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
+            if self.manifest.events:
+                from .order import wait_for  # few name a stream
+
+                for event in wait_for(self.manifest.events, stream):
+                    for region in regions:  # what is waited for stays until the memory is unmapped
+                        region.handle.depend(event)
         except BaseException as error:
             with unwinding(error):
                 for region in reversed(regions):
@@ -119,11 +124,6 @@ class Lease(Owned, Mapping[str, Array]):
     def nbytes(self) -> int:
         """Bytes of memory mapped under this lease."""
         return sum(region.mapped for region in self._regions)
-
-    def keep_with_memory(self, handle: Handle) -> None:
-        """Have something stay until the memory is unmapped, and the work on it waited for."""
-        for region in self._regions:
-            region.handle.depend(handle)
 
     # -- Mapping ------------------------------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Array:
@@ -229,7 +229,6 @@ class Lease(Owned, Mapping[str, Array]):
             client.attach(self.name, access=wire_access(self.access), timeout=check_seconds(timeout)),
             self.access,
             user=self._user,
-            is_lent=self._is_lent,
         )
 
     # -- when it is wanted back ---------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Lending(Owned):
         """
         if self.is_closed:
             return
-        if strict and (leases := self._server.holders()):
+        if strict and (leases := self._leases()):
             raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(_who(one) for one in leases))
         held = self._ask_back() if self._by_handle else ""
         super().close()
@@ -136,10 +136,15 @@ class Lending(Owned):
 
     def _ask_back(self) -> str:
         """Ask for what lives only as long as its maker; return who still holds it."""
-        with contextlib.suppress(ClosedError):  # its thread has ended: then nobody is served
+        with contextlib.suppress(ClosedError):  # as below
             if not self._server.revoke(self.patience):
-                return ", ".join(_who(one) for one in self._server.holders())
+                return ", ".join(_who(one) for one in self._leases())
         return ""
+
+    def _leases(self) -> list[HolderInfo]:
+        with contextlib.suppress(ClosedError):  # its thread has ended, or is the parent's: then nobody is served
+            return self._server.holders()
+        return []
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{len(self.manifest.arrays)} arrays, {self.nbytes} bytes"
@@ -225,6 +230,8 @@ def lend(
     notes = check_meta(as_notes(meta))
     if type(mode) is not int or not 0 <= mode <= 0o777:
         raise UsageError(f"mode {mode!r:.40} is no permissions of a file, such as 0o600")
+    if group is not None and not isinstance(group, str):
+        raise UsageError(f"group {group!r:.40} is no name or number of a group, as text")
     server = LenderServer(as_path(at), mode=mode, group=group)
     plan = Placement(arrays, check_flag(writable, "writable"), None, False, lends=True)
     events: list[Event] = []

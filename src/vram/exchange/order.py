@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from .. import driver as drivers
 from ..arrays.cuda import settle
 from ..driver.foreign import InterprocessEvents
 from ..errors import ProtocolError, UsageError
+from ..lifetime import Handle
 from ..memory import Event, EventPool, Region
 from ..sharing.descriptor import EventEntry
 from ..spec import Location
 from .mapping import device_name, location_of
 
-__all__ = ["Order"]
+__all__ = ["Order", "wait_for"]
 
 _MOST = 1024  # events of the other end: it has no use for more
+
+
+def wait_for(entries: Sequence[EventEntry], stream: int | None) -> Iterator[Handle]:
+    """Have a stream wait for events of another process; without a stream wait here.
+
+    Yields
+    ------
+    Handle
+        Of each event that the stream waits for: whoever takes it keeps the event until that may be over.
+    """
+    for entry in entries:
+        place = location_of(entry.device)
+        try:
+            event = Event.import_(drivers.get(place), entry.data, place)
+        except UsageError:  # this very process lends it
+            continue
+        with event:
+            if stream is None:
+                event.synchronize()
+                continue
+            try:
+                event.wait(stream)
+            except UsageError:  # a stream of another GPU
+                event.synchronize()
+                continue
+            yield event.handle
 
 
 class Order:
@@ -22,6 +51,7 @@ class Order:
     def __init__(self) -> None:
         self._pools: dict[Location, EventPool] = {}
         self._numbers: dict[Event, int] = {}
+        self._told: set[int] = set()  # numbers that the other end knows
         self._theirs: dict[int, Event | None] = {}
 
     def record(self, region: Region, stream: int) -> tuple[int, EventEntry | None]:
@@ -32,7 +62,7 @@ class Order:
         number : int
             What it is called; 0 if there was none to be had, and the stream was waited for instead (stated, not luck).
         entry : EventEntry or None
-            What the other end has to be told first, the first time.
+            What the other end has to be told first; once it was, :meth:`told` is to be called.
 
         Raises
         ------
@@ -55,12 +85,13 @@ class Order:
             if event is None:
                 settle(region, stream)
                 return 0, None
-            number = self._numbers.get(event)
-            if number is not None:
-                return number, None
-            number = self._numbers[event] = len(self._numbers) + 1
-            return number, EventEntry(device_name(place), event.export())
+            number = self._numbers.setdefault(event, len(self._numbers) + 1)
+            return number, None if number in self._told else EventEntry(device_name(place), event.export())
         raise wrong or UsageError(f"{stream:#x} is no stream of a GPU that may access the memory")
+
+    def told(self, number: int) -> None:
+        """The other end was told of an event. Not before: whoever could not send it has to try again."""
+        self._told.add(number)
 
     def learn(self, number: int, entry: EventEntry) -> None:
         """Open an event of the other end.
@@ -105,6 +136,7 @@ class Order:
             pool.close()
         self._pools.clear()
         self._numbers.clear()
+        self._told.clear()
         for event in self._theirs.values():
             if event is not None:
                 event.close()

@@ -337,7 +337,7 @@ def _why_not(region: Region, writable: bool, lends: bool) -> str:
         return "it is a private copy of what was attached"
     if isinstance(region, ForeignRegion):
         if not lends and not region.kinds & HandleKind.POSIX_FD:
-            return "memory of cudaMalloc or of a pool ends with its maker, so a keeper cannot hold it"
+            return "memory of cudaMalloc or of a pool lives only as long as its maker: a keeper cannot hold it"
         if writable and region.access is not Access.READ_WRITE:
             return "its owner lets nobody write to it, and writable=True was asked for"
         return ""

@@ -14,7 +14,6 @@ from typing import Any
 from ..errors import BusyError, NotFoundError, UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
-from .conversation import GRACE
 from .listening import Listening, listen
 from .looking import Looking
 from .paths import find_path
@@ -263,7 +262,7 @@ class KeeperClient(Looking):
         name, version = self._leased(lease_id)
         if not self.is_usable:
             raise self._fail()  # another keeper may be at that path, which knows nothing of this lease
-        return listen(self.path, self.label, (name, version), owner, tell)
+        return listen(self, (name, version), owner, tell)
 
     def _leased(self, lease_id: int) -> tuple[str, int]:
         leased = self._leases.get(lease_id)
@@ -280,7 +279,7 @@ class KeeperClient(Looking):
             If this connection has no such lease.
         """
         leased = self._leased(lease_id)
-        return Watch(KeeperClient.connect(self.path, label=self.label), *leased)
+        return Watch(KeeperClient.connect(self.path, label=self.label, like=self), *leased)
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
@@ -370,12 +369,12 @@ class KeeperClient(Looking):
                 raise UsageError("a timeout is a number of seconds, or None for ever")
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim)
-        reply, fds = self._converse(request, call, (), None if timeout is None else timeout + GRACE)
+        reply, fds = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
         try:
             if isinstance(reply, m.Attached):
                 while len(fds) < reply.total:
                     part = next(self._calls)
-                    more, further = self._converse(m.More(part, reply.lease, len(fds)), part, (), GRACE)
+                    more, further = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
                     fds += further
                     if self._be(m.Descriptors, more).offset != len(fds) - len(further) or not further:
                         raise self._confused(more)
@@ -413,6 +412,13 @@ def client(path: str | None = None) -> KeeperClient:
             existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
         made = _clients[found] = KeeperClient.connect(path, label=own_label())
         return made
+
+
+def leave_client(connection: KeeperClient) -> None:
+    """Have :func:`client` make a new connection next time; this one lasts as long as the leases over it do."""
+    with _clients_lock:
+        if _clients.get(connection.path) is connection:
+            del _clients[connection.path]
 
 
 def close_client(path: str) -> None:

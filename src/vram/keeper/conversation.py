@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["GRACE", "Conversation", "greet", "open_channel"]
 
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
+_LENDERS_GRACE = 2.0  # the same of a lender, which has little to do, and may be stopped
+_LENDER_GONE = (
+    "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
+    "unless it was asked back before. Borrow again when somebody lends there"
+)
 _NAP = 1.0  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
 _R = TypeVar("_R", bound=msgspec.Struct)
 # The answer, its descriptors, and the error if some of those were lost.
@@ -53,9 +58,16 @@ class Conversation:
 
     Attributes
     ----------
+    lends : str
+        Which lender that is, empty for a keeper: what a lender has may be memory that lives only as long as it does.
+    grace : float
+        Seconds within which it has to answer what it need not wait for.
     gone_words : str
         What is said once the other side is gone; ``{path}`` is where it was.
     """
+
+    lends = ""
+    grace = GRACE
 
     gone_words = (
         "the keeper at {path} is gone; what is mapped stays, its leases are over. Start one with "
@@ -79,7 +91,9 @@ class Conversation:
         self._leases: dict[int, tuple[str, int]] = {}
 
     @classmethod
-    def connect(cls, path: str | None = None, *, timeout: float = 5.0, label: str = "") -> Self:
+    def connect(
+        cls, path: str | None = None, *, timeout: float = 5.0, label: str = "", like: Conversation | None = None
+    ) -> Self:
         """Connect to a keeper.
 
         Parameters
@@ -90,11 +104,13 @@ class Conversation:
             Seconds for all of it.
         label : str
             What this process calls itself, shown to whoever asks who holds what. Not verified.
+        like : Conversation, optional
+            Another connection to the same: what came to the path meanwhile is not taken for it.
 
         Raises
         ------
         PeerGoneError
-            If no keeper is there.
+            If no keeper is there, or one that knows nothing of what was said over `like`.
         AccessDeniedError
             If the path does not let this user in, or a user listens there who is not to be trusted.
         ProtocolError
@@ -109,10 +125,15 @@ class Conversation:
         channel = open_channel(found, chosen, timeout)
         try:
             welcome = greet(channel, found, label, deadline - time.monotonic())
+            if like is not None and like.lends != welcome.lends:
+                raise PeerGoneError(like.gone_words.format(path=found))
         except BaseException:
             channel.close()
             raise
-        return cls(channel, found, label, welcome.pid)
+        made = cls(channel, found, label, welcome.pid)
+        if welcome.lends:
+            made.lends, made.grace, made.gone_words = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
+        return made
 
     @property
     def is_usable(self) -> bool:
@@ -149,7 +170,7 @@ class Conversation:
     # -- asking -----------------------------------------------------------------------------------------------------
     def _ask(self, request: m.Request, call: int, fds: Sequence[int] = ()) -> m.Reply:
         """Send a request whose answer carries no descriptors and return the answer."""
-        reply, came = self._converse(request, call, fds, GRACE)
+        reply, came = self._converse(request, call, fds, self.grace)
         if came:
             close_fds(came)
             self._lost(reply, [])

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import AccessDeniedError, ClosedError, WaitTimeoutError
+from ..errors import AccessDeniedError, ClosedError, NotFoundError, WaitTimeoutError
 from ..sharing.channel import close_fds
 from . import messages as m
 from . import pages
@@ -41,8 +41,10 @@ _servers: weakref.WeakSet[LenderServer] = weakref.WeakSet()
 class LenderService(Service):
     """Answers those who borrow: they may attach, look and give back."""
 
-    def __init__(self, server: KeeperServer) -> None:
+    def __init__(self, server: LenderServer) -> None:
         super().__init__(server)
+        self.lends = secrets.token_hex(8)
+        self._lender = server
         for request in (m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover):
             self._handlers[request] = self._refuse
 
@@ -55,6 +57,8 @@ class LenderService(Service):
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
         if request.claim:
             self._refuse(connection, session, request, fds)
+        if self._lender.was_asked_back:  # it never comes back: nobody is to wait for it
+            raise NotFoundError(f"what was lent at {self.server.path} is not lent any more: it was asked back")
         super()._attach(connection, session, request, fds)
 
 
@@ -99,8 +103,14 @@ class LenderServer(KeeperServer):
         thread.daemon = True
         _servers.add(self)
         self._thread = thread
-        thread.start()
-        if not ready.wait(_ANSWER):
+        try:
+            thread.start()
+            started = ready.wait(_ANSWER)
+        except BaseException:  # interrupted: what it listens with is there to be ended once it is
+            if thread.ident is not None:
+                ready.wait(_ANSWER)
+            raise
+        if not started:
             raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {_ANSWER:g} s")
 
     def lend(
@@ -180,14 +190,17 @@ class LenderServer(KeeperServer):
 
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""
+        self._do(self._ask_back)
+        return self._freed.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
-        def ask() -> None:
-            version = self._version
-            if version is not None and not version.revoked and not self._freed.is_set():
-                self.service.carry_out(self.catalogue.remove(self._owner, LENT, revoke=True))
+    @property
+    def was_asked_back(self) -> bool:
+        """Whether nobody can borrow it any more."""
+        return self._version is not None and (self._version.revoked or self._freed.is_set())
 
-        self._do(ask)
-        return self._freed.wait(timeout)
+    def _ask_back(self) -> None:
+        if self._version is not None and not self.was_asked_back:
+            self.service.carry_out(self.catalogue.remove(self._owner, LENT, revoke=True))
 
     def end(self, *, when_idle: bool) -> None:
         """Stop; with `when_idle` only once the last lease is over, until which what was lent is kept.
@@ -207,8 +220,9 @@ class LenderServer(KeeperServer):
 
     def _end(self, when_idle: bool) -> None:
         self.loop.remove_reader(self.listener.sock)
-        if when_idle and not self._freed.is_set():
+        if when_idle and self._version is not None and not self._freed.is_set():
             self._ends_when_idle = True
+            self._ask_back()  # who dropped it without closing it has not; with nobody to wait for it ends here
         else:
             self.stop()
 
@@ -225,10 +239,12 @@ class LenderServer(KeeperServer):
         self._keeps = None
         for done in list(self._asked):
             with contextlib.suppress(InvalidStateError):
-                done.set_exception(ClosedError(f"what was lent at {self.path} is not lent any more"))
+                done.set_exception(self._over())
 
     def _do(self, what: Callable[[], _T]) -> _T:
         """Have the thread do something, and return what comes of it."""
+        if threading.current_thread() is self._thread:  # the finalizer of an owner that it let go of
+            return what()
         done: Future[_T] = Future()
         self._asked.add(done)
 
@@ -240,28 +256,27 @@ class LenderServer(KeeperServer):
             except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
                 done.set_exception(error)
 
-        thread = self._thread
         try:
-            if thread is None or not thread.is_alive():
-                raise ClosedError(f"what was lent at {self.path} is not lent any more")
-            self.loop.call_soon_threadsafe(run)
+            if self._thread is None or not self._thread.is_alive():
+                raise self._over()
             try:
-                return done.result(_ANSWER)
-            except BaseException:
-                # Either it does not run any more, or it is running: then what it used is its own, and it ends soon.
-                if not done.cancel() and not done.done():
-                    done.exception(_ANSWER)
-                if done.done() and not done.cancelled() and done.exception() is None:
-                    return done.result()
-                raise
-        except RuntimeError:
-            raise ClosedError(f"what was lent at {self.path} is not lent any more") from None
-        except FutureTimeoutError:
-            raise WaitTimeoutError(
-                f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s"
-            ) from None
+                self.loop.call_soon_threadsafe(run)
+            except RuntimeError:  # its loop was closed
+                raise self._over() from None
+            try:
+                wait([done], _ANSWER)
+            finally:
+                # Late, or interrupted: either it does not run any more, or what it uses is its own and it ends soon.
+                if not done.cancel():
+                    wait([done], _ANSWER)
+            if done.cancelled() or not done.done():
+                raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s")
+            return done.result()
         finally:
             self._asked.discard(done)
+
+    def _over(self) -> ClosedError:
+        return ClosedError(f"what was lent at {self.path} is not lent any more")
 
     def let_go_in_child(self) -> None:
         """In the child of a fork: let go of the parent's sockets, or borrowers would not see the parent's end."""

@@ -69,7 +69,7 @@ class Listener:
                 os.close(directory)
         except BaseException as error:
             sock.close()
-            if isinstance(error, PermissionError):
+            if isinstance(error, OSError):  # of the path: no such directory, not allowed, no place for sockets
                 raise UsageError(f"cannot listen at {path} (mode {mode:04o}, group {group}): {error}") from None
             raise
         sock.setblocking(False)

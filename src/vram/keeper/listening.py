@@ -96,6 +96,10 @@ class _Line(Conversation):
         self.listeners: dict[int, Listening] = {}
         self.heard: deque[m.Notice] = deque()
 
+    def is_like(self, other: Conversation) -> bool:
+        """Whether another connection leads to the same keeper, or lender."""
+        return (self.path, self.lends) == (other.path, other.lends)
+
     def watch(self, listening: Listening) -> None:
         """Ask for news of a version. Who listens is known before the keeper is, or the first news had no address."""
         try:
@@ -139,21 +143,21 @@ class _Thread:
         self._thread: threading.Thread | None = None
         self._bell: tuple[Channel, Channel] | None = None  # (ours to read, everybody's to write)
 
-    def join(self, path: str, label: str, listening: Listening) -> None:
+    def join(self, like: Conversation, listening: Listening) -> None:
         """Have a version watched, and the thread run."""
         if self._lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
             raise BusyError("this thread is about to listen already: what interrupted it cannot listen as well")
         try:
             with self._lock:
                 self._start()
-                line = next((one for one in reversed(self._lines) if one.path == path and one.is_usable), None)
+                line = next((one for one in reversed(self._lines) if one.is_like(like) and one.is_usable), None)
                 if line is not None:
                     try:
                         line.watch(listening)
                         return
                     except CapacityError:  # for one connection; it may be one of its own only
                         pass
-                line = _Line.connect(path, label=label)
+                line = _Line.connect(like.path, label=like.label, like=like)
                 self._lines.append(line)  # the thread closes it if nobody comes to listen on it
                 line.watch(listening)
         finally:
@@ -260,17 +264,15 @@ def _pass_on(line: _Line) -> None:
             listening.call()
 
 
-def listen(path: str, label: str, key: Key, owner: object, tell: Callable[[Any], object]) -> Listening:
+def listen(connection: Conversation, key: Key, owner: object, tell: Callable[[Any], object]) -> Listening:
     """Have ``tell(owner)`` called once, in this process's listening thread, when a version is revoked.
 
     That has happened already: it is called at once, in that thread too.
 
     Parameters
     ----------
-    path : str
-        The keeper's socket.
-    label : str
-        What this process calls itself.
+    connection : Conversation
+        The one that the version is leased over.
     key : tuple of str and int
         Name and version. There must be a lease on it: a version that nobody holds any more is only gone.
     owner : object
@@ -285,7 +287,7 @@ def listen(path: str, label: str, key: Key, owner: object, tell: Callable[[Any],
     """
     listening = Listening(key, owner, tell)
     try:
-        _thread.join(path, label, listening)
+        _thread.join(connection, listening)
     except BaseException:  # interrupted, perhaps, when the keeper had agreed
         listening.stop()
         raise

@@ -263,11 +263,15 @@ Request = (
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
-    """The version spoken from now on, and who the keeper is."""
+    """The version spoken from now on, and who the keeper is.
+
+    A lender says in `lends` which one it is, by a word of its own: others come to its path once it is gone.
+    """
 
     version: Number
     pid: Number
     label: Label = ""
+    lends: Label = ""
 
 
 class Published(Struct, frozen=True, array_like=True, tag="published"):

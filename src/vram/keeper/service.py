@@ -30,6 +30,8 @@ _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, w
 class Service:
     """Answers requests on behalf of a server."""
 
+    lends = ""  # a lender has a word for itself
+
     def __init__(self, server: KeeperServer) -> None:
         self.server = server
         self.catalogue = server.catalogue
@@ -129,7 +131,7 @@ class Service:
             return
         who = connection.credentials
         self.server.welcome(connection, self.catalogue.connect(who.uid, who.pid or 0, hello.label))
-        connection.send(m.encode(m.Welcome(connection.version, self.server.pid)))
+        connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends)))
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:

@@ -43,6 +43,7 @@ __all__ = [
     "Channel",
     "Credentials",
     "DescriptorsLostError",
+    "check_timeout",
     "close_fds",
     "connect",
     "descriptor_limit",
@@ -182,7 +183,7 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
     if sys.platform != "linux":
         raise UnsupportedError("a channel between processes", "Linux (SOCK_SEQPACKET)", sys.platform)
     check_path(path)
-    _check_timeout(timeout)
+    check_timeout(timeout)
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as error:
@@ -344,7 +345,7 @@ class Channel(lifetime.Owned):
                 f"a message of {size} bytes and {len(fds)} descriptors; it has 1 to {MAX_MESSAGE} and at most {MAX_FDS}"
             )
         if timeout is not None:
-            _check_timeout(timeout)
+            check_timeout(timeout)
         self._check()
         try:
             transmit(self._sock, payload, fds, 0 if timeout is None else _DONTWAIT)
@@ -407,7 +408,7 @@ class Channel(lifetime.Owned):
             For a timeout that is no number of seconds.
         """
         if timeout is not None:
-            _check_timeout(timeout)
+            check_timeout(timeout)
         self._check()
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
@@ -459,7 +460,8 @@ class Channel(lifetime.Owned):
         return error
 
 
-def _check_timeout(timeout: object) -> None:
+def check_timeout(timeout: object) -> None:
+    """Raise :class:`~vram.errors.UsageError` for what is neither a number of seconds nor None."""
     if type(timeout) not in (float, int) and not isinstance(timeout, numbers.Real):
         fine = timeout is None
     else:

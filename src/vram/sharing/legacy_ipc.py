@@ -115,6 +115,8 @@ class IpcMemHandle:
         UnsupportedError
             If there is no driver of GPUs.
         """
+        if isinstance(address, bool) or not isinstance(address, int) or not 0 <= address < 2**64:
+            raise UsageError(f"{address!r:.40} is no address: a number such as tensor.data_ptr()")
         asked = drivers.get(Location("cuda")) if driver is None else driver
         able = legacy(asked)
         info = foreign(asked).pointer_info(address)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..arrays import Array
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 from ..lifetime import Owned, own
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Yes
@@ -80,6 +80,13 @@ class Endpoint(Owned, ABC):
         done = self.statistics()
         state = "closed" if self.is_closed else f"{done.sent.messages} sent, {done.received.messages} received"
         return f"<{type(self).__name__} {self.src} to {self.dst}, {state}>"
+
+    def _check_handle(self, handle: object) -> None:
+        """Raise unless this end is open and was given a handle of its kind."""
+        self.handle  # noqa: B018  (the check)
+        if not isinstance(handle, ExportedBuffer):
+            raise UsageError(f"import_ takes what export() gave, an ExportedBuffer, not {handle!r:.60}")
+        handle.check(self.kind)
 
     def _imported(self) -> int:
         return 0

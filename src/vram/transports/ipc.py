@@ -131,8 +131,7 @@ class IpcTransport(RemoteTransport):
     # -- the other end's ----------------------------------------------------------------------------------------
     def import_(self, handle: ExportedBuffer) -> Array:
         """Open the memory that a handle describes; see the contract. Closed with the last array on it."""
-        self.handle  # noqa: B018  (the check)
-        handle.check(self.kind)
+        self._check_handle(handle)
         try:
             said = _decode(handle.payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

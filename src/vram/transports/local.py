@@ -74,8 +74,7 @@ class LocalTransport(Endpoint):
 
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return what a handle means as an array at the destination; see the contract."""
-        self.handle  # noqa: B018  (the check)
-        handle.check(self.kind)
+        self._check_handle(handle)
         if not isinstance(handle.keeps, Array):
             raise UsageError(f"the {self.kind} transport is within one process, and so are its handles")
         return self._brought(handle.keeps)

@@ -130,8 +130,7 @@ class VmmTransport(RemoteTransport):
     # -- the other end's ----------------------------------------------------------------------------------------
     def import_(self, handle: ExportedBuffer) -> Array:
         """Map the memory that a handle describes; see the contract. Its descriptors stay the caller's."""
-        self.handle  # noqa: B018  (the check)
-        handle.check(self.kind)
+        self._check_handle(handle)
         try:
             said = _decode(handle.payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
