@@ -308,7 +308,7 @@ def test_a_socket_of_another_kind_is_no_keeper(place: str) -> None:
 def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
     place: str, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation.Conversation.connect.__func__, "__kwdefaults__", {"timeout": 0.2, "label": ""})
+    monkeypatch.setattr(conversation.Conversation.connect.__func__, "__kwdefaults__", {"timeout": 0.2, "label": "", "like": None})
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(place)
         listener.listen()

@@ -40,7 +40,7 @@ GOLDEN = [
     (m.Remove(16, "a", 1, True), "95a672656d6f766510a16101c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
     (m.Takeover(18), "92a874616b656f76657212"),
-    (m.Welcome(1, 99, "k"), "94a777656c636f6d650163a16b"),
+    (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
     (m.Published(5, 3), "93a97075626c69736865640503"),
     (m.Continue(5, 253), "93a8636f6e74696e756505ccfd"),
     (
@@ -65,6 +65,10 @@ def name(message: object) -> str:
 @pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=name)
 def test_s9_golden_bytes(message: msgspec.Struct, golden: str) -> None:
     assert m.encode(message).hex() == golden
+
+
+def test_s9_a_greeting_of_before_there_were_lenders() -> None:
+    assert m.decode_reply(bytes.fromhex("94a777656c636f6d650163a16b")) == m.Welcome(1, 99, "k", "")
 
 
 def test_every_message_has_golden_bytes() -> None:
