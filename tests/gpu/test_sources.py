@@ -1,6 +1,5 @@
 """Every source of memory that this machine has, by every way to another process: the table of docs/sharing.md as tests.
 
-
 Each row runs in processes of its own, since some allocators want an environment of theirs.
 """
 
@@ -14,7 +13,9 @@ import sys
 
 import pytest
 
-from vram.bench.sources import SOURCES, WAYS
+from vram import driver as drivers
+from vram.bench.sources import ELSEWHERE, SOURCES, WAYS
+from vram.spec import Location
 
 # What is sure of a source wherever it runs: how it goes. Other libraries' allocators may change with their releases.
 SURE = {
@@ -46,6 +47,15 @@ def test_it_goes_as_explained_or_says_why_not(source: object) -> None:
         assert route.startswith(f"goes {SURE[name]};"), route
     assert set(row) == set(WAYS)
     assert not any("WRONG" in cell for cell in row.values()), row
+    elsewhere = row[ELSEWHERE]
+    if drivers.get(Location("cuda")).device_count() < 2:
+        assert elsewhere == "did not run: it takes two GPUs"
+    elif not route.startswith("goes "):
+        assert elsewhere.startswith("no: "), row
+    elif "its pool's" in route:
+        assert elsewhere == "no: cuda:1, where memory of a pool on cuda:0 is not opened", row
+    else:
+        assert elsewhere == "works", row
     if not route.startswith("goes "):
         assert all(row[way].startswith("no: ") for way in ("lend and borrow", "channel", "queue")), row
         return

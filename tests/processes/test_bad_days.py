@@ -308,7 +308,8 @@ def test_a_socket_of_another_kind_is_no_keeper(place: str) -> None:
 def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
     place: str, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation.Conversation.connect.__func__, "__kwdefaults__", {"timeout": 0.2, "label": "", "like": None})
+    function = conversation.Conversation.connect.__func__
+    monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "timeout": 0.2})
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(place)
         listener.listen()

@@ -29,10 +29,11 @@ from ..errors import InternalError, VramError
 from ..spec import Location
 from .children import DEADLINE, Child, child
 
-__all__ = ["SOURCES", "WAYS", "Source", "main"]
+__all__ = ["ELSEWHERE", "SOURCES", "WAYS", "Source", "main"]
 
 _COUNT = 1000
-WAYS = ("lend and borrow", "channel", "publish", "queue", "64-byte handle")
+ELSEWHERE = "borrow on another GPU"
+WAYS = ("lend and borrow", ELSEWHERE, "channel", "publish", "queue", "64-byte handle")
 _Maker = Callable[[str, contextlib.ExitStack], Any]
 
 
@@ -174,10 +175,13 @@ def _try(way: str, source: Any, folder: Path, other: Child, channel: vram.ArrayC
     """Do it, and say in a few words what came of it."""
     wanted = _bytes_of(source)
     try:
-        if way == "lend and borrow":
+        if way in ("lend and borrow", ELSEWHERE):
+            elsewhere = "" if way != ELSEWHERE else _another_gpu(vram.share(source))
+            if elsewhere is None:
+                return "did not run: it takes two GPUs"
             path = str(folder / "lent")
             with vram.lend(source, at=path, writable=_is_ours(source)):
-                found = other.ask(way, path)
+                found = other.ask("lend and borrow", path, elsewhere)
         elif way == "channel":
             channel.send(vram.share(source))
             found = other.ask(way)
@@ -196,14 +200,22 @@ def _try(way: str, source: Any, folder: Path, other: Child, channel: vram.ArrayC
         return f"no: {_short(error)}"
     except Exception as error:  # noqa: BLE001  (a cell of a table, whatever it is)
         return f"no: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+    if isinstance(found, VramError):
+        return f"no: {_short(found)}"
     return "works" if found == wanted else f"WRONG BYTES ({found[:16]!r})"
 
 
-def _by_handle(source: Any, other: Child) -> bytes:
+def _another_gpu(array: vram.Array) -> str | None:
+    """Return a GPU that the memory is not on, if there is one; with what the copies of a GPU are tried."""
+    count = drivers.get(Location("cuda")).device_count()
+    return next((f"cuda:{number}" for number in range(count) if str(array.device) != f"cuda:{number}"), None)
+
+
+def _by_handle(source: Any, other: Child) -> Any:
     array = vram.share(source)
     handle = vram.IpcMemHandle.of(array.address)
     array.region.synchronize()
-    found: bytes = other.ask("64-byte handle", handle.to_bytes(), handle.offset, array.nbytes, str(array.device))
+    found: Any = other.ask("64-byte handle", handle.to_bytes(), handle.offset, array.nbytes, str(array.device))
     return found
 
 
@@ -234,14 +246,20 @@ def _short(error: VramError) -> str:
 
 
 def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: str) -> None:
-    """The other process: opens what came, and returns its bytes."""
+    """The other process: opens what came, and returns its bytes, or why it cannot."""
+    found: Any
     pipe.send("ready")
     while True:
         what, *rest = pipe.recv()
         try:
             if what == "lend and borrow":
-                with vram.borrow(rest[0]) as lease:
-                    found = lease.array.to_host().tobytes()
+                path, gpu = rest
+                with vram.borrow(path, device=gpu or None) as lease:
+                    if not gpu:
+                        found = lease.array.to_host().tobytes()
+                    else:  # that GPU reads it
+                        with vram.copy_in(lease.array, device=gpu) as copy:
+                            found = copy.to_host().tobytes()
             elif what == "channel":
                 found = channel.recv(timeout=DEADLINE).to_host().tobytes()
             elif what == "publish":
@@ -256,7 +274,7 @@ def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: 
                     drivers.get(Location.parse(device)).copy_out(memoryview(out), memory.address)
                     found = bytes(out)
         except VramError as error:
-            found = f"{type(error).__name__}: {error}".encode()
+            found = error
         gc.collect()
         pipe.send(found)
 
