@@ -200,7 +200,8 @@ class Imports:
                     raise ProtocolError("memory of a pool came without the pool's descriptor")
                 if where != home:
                     raise UnsupportedError(
-                        f"memory of another process's pool for {where}", f"{home}, which it is on", f"{where}, where memory of a pool on {home} is not opened",
+                        f"memory of another process's pool for {where}", f"{home}, which it is on",
+                        f"{where}, where memory of a pool on {home} is not opened",
                         f'Leave device= out, or copy it: vram.copy_in(..., device="{where}")',
                     )  # fmt: skip
                 imported, claim = self._imported(driver, *pool, home)
