@@ -192,7 +192,7 @@ def test_answers_that_nobody_waits_for_are_given_back() -> None:
 
 
 def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "GRACE", 0.1)
+    monkeypatch.setattr(conversation.Conversation, "grace", 0.1)
     with impostor(says()) as path, KeeperClient.connect(path) as client:
         with pytest.raises(WaitTimeoutError, match="did not answer"):
             client.list()

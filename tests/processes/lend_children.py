@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import pickle
@@ -286,6 +287,11 @@ class Hand:
     def stop(self) -> None:
         """Stop in the middle of everything, as a process does that a debugger looks at."""
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def forbid_ptrace(self) -> None:
+        """Let nobody of this user trace this process, open its descriptors or read its memory."""
+        set_dumpable, suid_dump_disable = 4, 0
+        assert ctypes.CDLL(None).prctl(set_dumpable, suid_dump_disable, 0, 0, 0) == 0
 
     def interrupt_after(self, path: str) -> None:
         """End this process the hard way while it holds what it holds."""

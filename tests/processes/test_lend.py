@@ -599,6 +599,24 @@ def test_what_was_borrowed_can_be_pickled_by_name(kind: str, path: str, hand: Ot
         hand.call("close")
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are: the signal reaches one after the other."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
+def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: OtherProcess) -> None:
+    """Nor to look into its /proc, as behind a container's seccomp, Yama, or a process that is not dumpable."""
+    with another() as other:
+        other.call("lend", path, "host")
+        other.call("forbid_ptrace")
+        hand.call("forbid_ptrace")
+        hand.call("borrow", path)
+        assert (hand.call("read") == numbers()).all()
+        hand.call("close")
+        other.call("end", path)
+
+
 @pytest.mark.standin
 def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: OtherProcess) -> None:
     with another() as other:
@@ -607,6 +625,7 @@ def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: Other
         pid = other.call("pid")
         os.kill(pid, signal.SIGSTOP)
         try:
+            until(lambda: is_stopped(pid), seconds=5, what="the lender's stop")
             started = time.monotonic()
             error, words = hand.call("try_borrow", path, timeout=0.1)
             assert (error, time.monotonic() - started < 5) == ("WaitTimeoutError", True)

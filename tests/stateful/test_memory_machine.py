@@ -171,7 +171,8 @@ class MemoryMachine(RuleBasedStateMachine):
         assert live.reservations == len(reservations) + len(areas)
         # The driver's handles, each with one counted handle. Memory that was mapped in the call that made it has none
         # until somebody wants it.
-        held = sum(isinstance(handle._undo, Release) for handle in lifetime.live())
+        undos = [handle._undo for handle in lifetime.live()]
+        held = sum(isinstance(undo, Release) and undo.driver is self.driver for undo in undos)
         assert live.handles == held <= len(allocations)
         assert self.direct or held == len(allocations)
         assert live.mappings == len(mapped)

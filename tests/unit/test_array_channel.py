@@ -18,6 +18,7 @@ import standin
 import vram
 from strangers import CudaStranger
 from vram import driver as drivers
+from vram.exchange.array_channel import _Failure
 from vram.exchange.keeping import Kept, Token
 from vram.exchange.wire import Dropped, Value, encode
 from vram.sharing.channel import Channel
@@ -315,3 +316,23 @@ class TestKept:
                 assert receiver.recv(timeout=5.0) == "next"
                 assert len(sender._kept) == 0
             sender._warm = None
+
+
+def test_i2_a_failure_keeps_nothing_that_its_callers_held(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel],
+) -> None:
+    """An error that its own frame keeps is a cycle: the locals of all callers stayed until some collection."""
+    channel = ends[0]
+    channel._inbox.append(_Failure(vram.ProtocolError("what a thread that sends has found")))
+
+    def fail() -> weakref.ref[Owner]:
+        held = Owner()
+        with pytest.raises(vram.ProtocolError):
+            channel.recv(timeout=0)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import resource
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -633,3 +635,30 @@ def test_sealing_again_while_other_threads_unmap_and_map(scene):
         os.close(fd)
     assert driver.live() == LiveObjects(1, 1, 1, G)
     assert sum("memfd:vram (" in line for line in Path("/proc/self/maps").read_text().splitlines()) == 1
+
+
+class Held:
+    """Something that a caller has in a local variable."""
+
+
+def test_i2_a_mapping_that_fails_keeps_nothing_that_its_callers_held() -> None:
+    """An error that its own frame keeps is a cycle: the locals of all callers stayed until some collection."""
+    driver = HostDriver()
+    address = driver.address_reserve(G)
+    fd = os.memfd_create("sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, G)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(AccessDeniedError):
+            driver.mem_map_import(address, G, fd, HandleKind.POSIX_FD, Access.READ_WRITE, private=False)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+        os.close(fd)
+        driver.address_free(address, G)

@@ -112,6 +112,7 @@ class Ring:
                     raise work.error
             except BaseException as error:
                 work.stop()
+                work.error = None  # it keeps this frame, and so would keep itself and all that its callers hold
                 with noted(error):
                     self._settle()
                 raise

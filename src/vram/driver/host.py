@@ -183,7 +183,10 @@ class HostDriver:
             error = UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
         for mapping in taken:
             mapping.give_back()
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # which keeps this frame, and those of all callers with what they hold
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
@@ -355,7 +358,10 @@ class HostDriver:
             ticket.is_over = True
             mapping.leave(ticket)
             self._catch_up()
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # as above
 
 
 def _refused(call: str, fd: int, access: Access, code: int) -> Exception:

@@ -264,7 +264,10 @@ class ArrayChannel(Owned):
                 self._take(left)
             value = inbox.popleft()
         if type(value) is _Failure:
-            raise value.error
+            try:
+                raise value.error
+            finally:
+                del value  # or the error, which keeps this frame, would keep itself and all that its callers hold
         if type(value) is _Ordered:
             self._order.wait(value.event, value.array.region, None if stream is None else as_stream(stream))
             return value.array

@@ -129,16 +129,12 @@ class Source:
         return bool(self._taken)
 
     def _fetch(self, memory: int, first: int) -> None:
-        gone = PeerGoneError(
-            f"the process that sent memory {memory} is gone, and with it what was not fetched yet; "
-            f"publish arrays that must outlive their maker"
-        )
         if self._is_gone:
-            raise gone
+            raise _gone(memory)
         try:
             self.channel.send(encode(Fetch(memory, first)), timeout=FETCH_SECONDS)
         except (PeerGoneError, ClosedError):
-            raise gone from None
+            raise _gone(memory) from None
         deadline = time.monotonic() + FETCH_SECONDS
         while True:
             try:
@@ -146,7 +142,7 @@ class Source:
             except Empty:
                 raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
             if answer is None:
-                raise gone
+                raise _gone(memory)
             message, fds = answer
             try:
                 if isinstance(message, Gone):
@@ -216,3 +212,10 @@ class Source:
                 answer = self._answers.get_nowait()
                 if answer is not None:
                     close_fds(answer[1])
+
+
+def _gone(memory: int) -> PeerGoneError:
+    return PeerGoneError(
+        f"the process that sent memory {memory} is gone, and with it what was not fetched yet; "
+        f"publish arrays that must outlive their maker"
+    )

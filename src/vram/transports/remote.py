@@ -198,15 +198,14 @@ class RemoteTransport(Endpoint):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_done():
             left = None if deadline is None else deadline - time.monotonic()
-            late = WaitTimeoutError(f"{what} for {timeout or 0:g} s")
             if not self._reading.acquire(timeout=-1 if left is None else max(left, 0.0)):
-                raise late
+                raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
             try:
                 if not is_done():
                     self.handle  # noqa: B018  (closed meanwhile?)
                     self._hear(left if left is None else max(left, 0.0))
             except WaitTimeoutError:
-                raise late from None
+                raise WaitTimeoutError(f"{what} for {timeout or 0:g} s") from None
             finally:
                 self._reading.release()
 
