@@ -165,19 +165,36 @@ class TestKept:
         kept.close()
         assert len(kept) == 0
 
-    def test_the_owner_is_let_go_with_the_last(self, pooled: vram.Array) -> None:
+    def test_the_owner_is_let_go_once_the_memory_is_closed_there(self, pooled: vram.Array) -> None:
+        """To free what is open elsewhere is undefined, whether anybody looks at it there or not."""
         assert pooled.pin is not None
         gone = weakref.ref(pooled.pin.keeps)
         kept = Kept()
         number = kept.keep(pooled, 7)
         assert kept.keep(pooled, 7) == number
         pooled.close()
-        for times in (1, 1):
-            gc.collect()
-            assert gone() is not None
-            kept.dropped(number, times)
+        assert kept.dropped(number, 1) is None
+        assert not kept.is_idle(7)
+        assert kept.dropped(number, 1) == 7
+        assert kept.is_idle(7)
+        assert len(kept) == 0, "nobody uses it"
+        gc.collect()
+        assert gone() is not None
+        kept.closed(8)
+        kept.closed(7)
         gc.collect()
         assert gone() is None
+        kept.closed(7)  # of a memory that is not known nothing is to be done
+
+    def test_what_is_sent_again_while_it_is_idle_is_in_use(self, pooled: vram.Array) -> None:
+        kept = Kept()
+        with pooled[:10] as part:
+            assert kept.dropped(kept.keep(part, 7), 1) == 7
+        number = kept.keep(pooled, 7)
+        assert not kept.is_idle(7)
+        assert kept.dropped(number, 1) == 7
+        kept.close()
+        assert not kept.is_idle(7)
 
     @pytest.mark.parametrize("times", [0, 3, 2**62])
     def test_s7_more_than_were_sent_are_not_given_back(self, times: int, pooled: vram.Array) -> None:
@@ -190,6 +207,7 @@ class TestKept:
         assert len(kept) == 1
         kept.dropped(number, 2)
         assert len(kept) == 0
+        kept.close()
 
     def test_what_comes_back_is_kept_on_its_own(self, pooled: vram.Array) -> None:
         assert pooled.pin is not None
@@ -206,6 +224,9 @@ class TestKept:
         gc.collect()
         assert gone() is not None
         assert kept.find(7, 64, 4) is None
+        kept.closed(7)
+        gc.collect()
+        assert gone() is not None
         back.release()
         del back
         gc.collect()
@@ -253,7 +274,6 @@ class TestKept:
         with pytest.raises(vram.PeerGoneError):
             sender.send(pooled)
         assert list(sender._kept._counts.values()) == [sent]
-        sender._warm = None
 
     def test_what_is_done_with_is_told_once_the_other_end_reads_again(self) -> None:
         """Also by who only receives."""
@@ -315,7 +335,6 @@ class TestKept:
                 sender.send("next")
                 assert receiver.recv(timeout=5.0) == "next"
                 assert len(sender._kept) == 0
-            sender._warm = None
 
 
 def test_i2_a_failure_keeps_nothing_that_its_callers_held(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import socket
 import threading
@@ -30,12 +29,13 @@ from ..lifetime import Owned
 from ..memory import Region
 from ..sharing.channel import Channel, check_timeout, close_fds
 from .borrower import Borrower
+from .due import Due
 from .handover import Lender, nothing, refer
 from .keeping import Kept, unreturned
 from .order import Order
 from .share import share
 from .wire import (
-    MAX_FORGOTTEN,
+    Closed,
     Dropped,
     EventIs,
     Forget,
@@ -69,7 +69,7 @@ class _Failure:
         self.error = error
 
 
-_HEARD = tuple(bytes([0x90 + fields, 0xA1]) + tag for fields, tag in ((2, b"d"), (2, b"f")))  # Dropped, Forget
+_HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c"))  # Dropped, Forget, Closed
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
@@ -101,7 +101,7 @@ class ArrayChannel(Owned):
     __slots__ = (
         "_borrower",
         "_channel",
-        "_dropped",
+        "_due",
         "_inbox",
         "_is_fresh",
         "_kept",
@@ -112,7 +112,6 @@ class ArrayChannel(Owned):
         "_lender",
         "_order",
         "_receiving",
-        "_retired",
         "_sending",
         "_unanswered",
         "_warm",
@@ -124,13 +123,12 @@ class ArrayChannel(Owned):
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
         self._channel = channel
-        self._lender = Lender(_weakly(self._retire), by_handle=True)
+        self._lender = Lender(_weakly(self._forget), by_handle=True)
         self._borrower = Borrower(_weakly(self._drop))
         self._kept = Kept()
         self._order = Order()
-        self._warm: Array | None = None  # memory of others that was sent last: opened there, and mostly sent again
-        self._retired: deque[int] = deque()
-        self._dropped: deque[tuple[int, int]] = deque()
+        self._warm = 0  # memory of others that was sent last: open there, and mostly sent again; 0 is none
+        self._due = Due()
         self._inbox: deque[object] = deque()
         self._is_fresh = True
         self._last: Callable[[], Array | None] = nothing
@@ -198,13 +196,13 @@ class ArrayChannel(Owned):
             If the time passed.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        if self._kept:
+        if self._kept or self._kept.idle:
             self._hear()
         try:
             with self._sending:
                 self._is_fresh = False
-                if self._retired or self._dropped:
-                    self._flush()
+                if self._due:
+                    self._due.tell(self._channel, self._let_go)
                 if isinstance(value, Array) or _is_shareable(value):
                     array = value if isinstance(value, Array) else share(value)
                     message = self._refer(array, None if stream is None else as_stream(stream), timeout)
@@ -219,10 +217,10 @@ class ArrayChannel(Owned):
                     self._channel.send(message, timeout=timeout)
                 except VramError:
                     if keep:
-                        self._kept.dropped(keep, 1)  # nobody will say so
+                        self._hear_dropped(keep, 1)  # nobody will say so
                     raise
         finally:
-            self._tell_retired()
+            self._tell_due()
 
     def recv(self, *, stream: object = None, timeout: float | None = None) -> Any:
         """Receive what the other end sent next.
@@ -249,8 +247,8 @@ class ArrayChannel(Owned):
             If what came is not what this end understands.
         """
         self.handle  # noqa: B018  (before the lock, as above)
-        if self._retired or self._dropped:  # while the other end read nothing there was no telling it
-            self._tell_retired()
+        if self._due:  # while the other end read nothing there was no telling it
+            self._tell_due()
         if timeout is not None:
             check_timeout(timeout)
         deadline = time.monotonic() + timeout if timeout else None
@@ -281,7 +279,6 @@ class ArrayChannel(Owned):
         """
         if self.is_closed:
             return
-        self._warm = None
         if self._kept:
             self._wait_until_returned()
         left = self._leave_behind()
@@ -378,7 +375,10 @@ class ArrayChannel(Owned):
         keep = 0
         if lent.data:
             self._last_keep = keep = self._kept.keep(array, lent.id)
-            self._warm = array
+            if lent.id != self._warm:
+                if self._warm:
+                    self._due.idle(self._warm)
+                self._warm = lent.id
         return encode(Shared(refer(lent.id, lent.sent, array), keep, event))
 
     def _wait_until_taken(self, timeout: float | None) -> None:
@@ -406,43 +406,34 @@ class ArrayChannel(Owned):
                 finally:
                     self._receiving.release()
 
-    def _retire(self, number: int) -> None:
-        """A memory that was lent is unmapped here. Reached from finalizers: never waits."""
-        self._retired.append(number)
-        self._tell_retired()
+    def _forget(self, memory: int) -> None:
+        """A memory that was lent is not any more. Reached from finalizers: never waits."""
+        self._due.forget(memory)
+        self._tell_due()
 
     def _drop(self, number: int, times: int) -> None:
         """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
-        self._dropped.append((number, times))
-        self._tell_retired()
+        self._due.dropped(number, times)
+        self._tell_due()
 
-    def _tell_retired(self) -> None:
-        """Tell the other end what to forget, unless somebody is sending: they look again when they are done."""
-        while (self._retired or self._dropped) and self._sending.acquire(blocking=False):
+    def _tell_due(self) -> None:
+        """Tell the other end what is due, unless somebody is sending: they look again when they are done."""
+        while self._due and self._sending.acquire(blocking=False):
             try:
-                if not self._flush():
+                if not self._due.tell(self._channel, self._let_go):
                     return
             finally:
                 self._sending.release()
 
-    def _flush(self) -> bool:
-        """Tell the other end what to forget and what is done with, if it reads. Called with the sending lock."""
-        while self._retired or self._dropped:
-            some = list(itertools.islice(self._dropped, MAX_FORGOTTEN))
-            message = Dropped(tuple(some)) if some else Forget((self._retired[0],))
-            try:
-                self._channel.send(encode(message), timeout=0)
-            except WaitTimeoutError:
-                return False
-            except (VramError, OSError):  # the end of the connection makes the other end forget everything
-                self._retired.clear()
-                self._dropped.clear()
-                return True
-            for _ in some:
-                self._dropped.popleft()
-            if not some:
-                self._retired.popleft()
-        return True
+    def _let_go(self, memory: int) -> None:
+        """Have the other end close what it uses no more, unless it was sent last. Called with the sending lock."""
+        if memory != self._warm and self._kept.is_idle(memory):
+            self._lender.let_go(memory)
+
+    def _hear_dropped(self, number: int, times: int) -> None:
+        memory = self._kept.dropped(number, times)
+        if memory is not None:
+            self._due.idle(memory)
 
     def _hear(self) -> None:
         """Hear what the other end is done with: who only sends would keep all that it ever sent.
@@ -493,10 +484,16 @@ class ArrayChannel(Owned):
             elif isinstance(message, Forget):
                 self._last = nothing  # an array on such memory is no longer the other end's
                 for number in message.memories:
-                    self._borrower.forget(number)
+                    if self._borrower.forget(number):
+                        self._due.closed(number)
+                self._tell_due()
             elif isinstance(message, Dropped):
                 for number, times in message.arrays:
-                    self._kept.dropped(number, times)
+                    self._hear_dropped(number, times)
+                self._tell_due()
+            elif isinstance(message, Closed):
+                for number in message.memories:
+                    self._kept.closed(number)
             elif isinstance(message, EventIs):
                 self._order.learn(message.number, message.event)
             else:

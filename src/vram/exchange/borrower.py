@@ -129,13 +129,21 @@ class Borrower:
         """Return the ids of all memories that are kept."""
         return tuple(self._regions)
 
-    def forget(self, number: int) -> None:
-        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before."""
+    def forget(self, number: int) -> bool:
+        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before.
+
+        Returns
+        -------
+        bool
+            Whether it is closed here now, so that its owner may free it.
+        """
         self._latest.pop(number, None)
         region = self._regions.pop(number, None)
-        if region is not None:
-            self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
-            let_go(region)
+        if region is None:
+            return True  # it could not be opened
+        self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
+        let_go(region)
+        return region.is_closed
 
     def close(self) -> None:
         """Let go of everything."""

@@ -235,6 +235,12 @@ class Lender:
             claim.release()  # from here on the region alone keeps it
         return lent
 
+    def let_go(self, number: int) -> None:
+        """Lend a memory no longer, though it is there; `retired` is told."""
+        lent = self._by_id.get(number)
+        if lent is not None:
+            lent.memory.forgo(lent.handle)
+
     def find(self, number: int) -> Lent | None:
         """Return what was lent under an id, if its memory is still there."""
         return self._by_id.get(number)

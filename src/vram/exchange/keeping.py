@@ -34,6 +34,9 @@ class Kept:
         self._by_number: dict[int, tuple[_Span, Pin, Region]] = {}
         self._by_span: dict[_Span, int] = {}
         self._counts: dict[int, int] = {}
+        self._of: dict[int, set[int]] = {}  # by the memory's number: those that are out
+        # What the other end uses no more, but may have open: the last pin, which keeps its owner until it is closed.
+        self.idle: dict[int, tuple[Pin, Region]] = {}
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -54,6 +57,10 @@ class Kept:
         with self._lock:
             number = next(self._numbers)
             self._by_number[number], self._by_span[span], self._counts[number] = (span, kept, region), number, 1
+            self._of.setdefault(memory, set()).add(number)
+            idle = self.idle.pop(memory, None)
+        if idle is not None:
+            idle[0].release()
         return number
 
     def again(self, number: int) -> bool:
@@ -81,8 +88,13 @@ class Kept:
             return found.again(offset, offset + nbytes, "came back from another process")
         return None
 
-    def dropped(self, number: int, times: int) -> None:
+    def dropped(self, number: int, times: int) -> int | None:
         """The other end is done with so many of those that it was sent under a number.
+
+        Returns
+        -------
+        int or None
+            The memory's number, if nothing of it is out any more: it is kept until it is :meth:`closed`.
 
         Raises
         ------
@@ -95,21 +107,38 @@ class Kept:
                 raise ProtocolError(f"{times} arrays were given back under number {number}; {left + times} are out")
             if left:
                 self._counts[number] = left
-                return
+                return None
             del self._counts[number]
             span, pin, region = self._by_number.pop(number)
             del self._by_span[span]
+            memory = span[0]
+            others = self._of[memory]
+            others.discard(number)
+            if not others:
+                del self._of[memory]
+                self.idle[memory] = pin, region
+                return memory
         pin.release()
         del region  # not under the lock
+        return None
+
+    def is_idle(self, memory: int) -> bool:
+        """Whether nothing of a memory is out, and the other end may have it open."""
+        return memory in self.idle
+
+    def closed(self, memory: int) -> None:
+        """The other end has closed a memory. What it was sent anew since then is another one to it."""
+        found = self.idle.pop(memory, None)
+        if found is not None:
+            found[0].release()
 
     def close(self) -> None:
         """Let go of everything: the other end is gone, or told to look after itself."""
         with self._lock:
-            kept = list(self._by_number.values())
-            self._by_number.clear()
-            self._by_span.clear()
-            self._counts.clear()
-        for _, pin, _ in kept:
+            kept = [*(pin for _, pin, _ in self._by_number.values()), *(pin for pin, _ in self.idle.values())]
+            for one in (self._by_number, self._by_span, self._counts, self._of, self.idle):
+                one.clear()
+        for pin in kept:
             pin.release()
 
 

@@ -11,6 +11,7 @@ from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryD
 
 __all__ = [
     "MAX_FORGOTTEN",
+    "Closed",
     "Dropped",
     "EventIs",
     "Fetch",
@@ -81,6 +82,12 @@ class Dropped(Struct, frozen=True, array_like=True, tag="d"):
     arrays: Annotated[tuple[tuple[Size, Size], ...], Meta(max_length=MAX_FORGOTTEN)]
 
 
+class Closed(Struct, frozen=True, array_like=True, tag="c"):
+    """A message: these, which were to be forgotten, are closed here, so their owner may free them."""
+
+    memories: Annotated[tuple[Size, ...], Meta(max_length=MAX_FORGOTTEN)]
+
+
 # -- over a channel, besides ------------------------------------------------------------------------------------
 class Shared(Struct, frozen=True, array_like=True, tag="v"):
     """An array on memory that the sender of this message shared.
@@ -141,4 +148,6 @@ class Gone(Struct, frozen=True, array_like=True, tag="gone"):
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Fetch | Took).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Forget).decode
-decode_message = msgspec.msgpack.Decoder(Shared | Returned | Part | GoOn | Forget | Dropped | EventIs | Value).decode
+decode_message = msgspec.msgpack.Decoder(
+    Shared | Returned | Part | GoOn | Forget | Dropped | Closed | EventIs | Value
+).decode

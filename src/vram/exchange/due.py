@@ -1,0 +1,72 @@
+"""What the other end of a channel is to be told of, as soon as it reads and nobody else is sending."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import VramError, WaitTimeoutError
+from ..sharing.channel import Channel
+from .wire import MAX_FORGOTTEN, Closed, Dropped, Forget, encode
+
+__all__ = ["Due"]
+
+
+class Due:
+    """Short messages in their order, many in one where they are of a kind. Finalizers put them in: nothing waits."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[str, int, int]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def forget(self, memory: int) -> None:
+        """A memory that was lent is not any more: the other end is to close it."""
+        self._items.append(("forget", memory, 0))
+
+    def dropped(self, number: int, times: int) -> None:
+        """So many arrays that came under a number are done with here."""
+        self._items.append(("dropped", number, times))
+
+    def closed(self, memory: int) -> None:
+        """A memory that was to be forgotten is closed here."""
+        self._items.append(("closed", memory, 0))
+
+    def idle(self, memory: int) -> None:
+        """The other end uses a memory no more: whoever sends next decides whether it stays open there."""
+        self._items.append(("idle", memory, 0))
+
+    def tell(self, channel: Channel, idle: Callable[[int], object]) -> bool:
+        """Say it all, without waiting; False if the other end does not read. One thread at a time."""
+        items = self._items
+        while items:
+            kind, number, _ = items[0]
+            if kind == "idle":
+                items.popleft()
+                idle(number)  # which may put something in
+                continue
+            # By index: others append meanwhile. At least one of a kind, and those of the kind that follow it.
+            count = 1
+            while count < min(len(items), MAX_FORGOTTEN) and items[count][0] == kind:
+                count += 1
+            some = [items[at] for at in range(count)]
+            try:
+                channel.send(encode(_message(kind, some)), timeout=0)
+            except WaitTimeoutError:
+                return False
+            except (VramError, OSError):  # the end of the connection makes the other end forget everything
+                items.clear()
+                return True
+            for _ in some:
+                items.popleft()
+        return True
+
+
+def _message(kind: str, some: list[tuple[str, int, int]]) -> Forget | Dropped | Closed:
+    if kind == "dropped":
+        return Dropped(tuple((number, times) for _, number, times in some))
+    numbers = tuple(number for _, number, _ in some)
+    return Forget(numbers) if kind == "forget" else Closed(numbers)
