@@ -273,6 +273,9 @@ def spoil_values(chance: random.Random, data: bytes, most: int = 3) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
+LONG = int(os.environ.get("VRAM_FUZZ_ROUNDS", "20000"))  # of each seed in the long runs
+
+
 def attach_mutated(theirs: Theirs, client: _Nobody, seed: int, rounds: int) -> int:
     """Borrow by mutated manifests; return how many could be."""
     chance = random.Random(seed)
@@ -298,7 +301,7 @@ def test_s7_mutated_manifests_are_refused_or_shown(theirs: Theirs, client: _Nobo
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 105))
 def test_s7_mutated_manifests_are_refused_or_shown_at_length(theirs: Theirs, client: _Nobody, seed: int) -> None:
-    attach_mutated(theirs, client, seed, 20_000)
+    attach_mutated(theirs, client, seed, LONG)
 
 
 # -- over a channel -------------------------------------------------------------------------------------------------
@@ -443,7 +446,7 @@ def test_s7_mutated_messages_are_refused_or_shown(theirs: Theirs) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200, 205))
 def test_s7_mutated_messages_are_refused_or_shown_at_length(theirs: Theirs, seed: int) -> None:
-    listen_to_mutated(theirs, seed, 8_000)
+    listen_to_mutated(theirs, seed, LONG * 2 // 5)
 
 
 def test_s7_no_driver_call_is_made_with_numbers_that_do_not_fit(theirs: Theirs) -> None:
