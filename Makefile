@@ -7,7 +7,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo test test-gpu test-all fuzz lint format types imports bench clean
+.PHONY: help venv weights demo test test-gpu test-all fuzz mutants lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -85,6 +85,10 @@ test-all: $(stamp) ## every suite with its slow forms
 
 fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
 	@HYPOTHESIS_PROFILE=fuzz "$(bin)/python" -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+MUTANTS ?=
+mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
+	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"
 
 lint: $(stamp) ## style and format
 	@"$(bin)/ruff" check src tests .ci
