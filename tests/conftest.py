@@ -62,6 +62,16 @@ def ledger() -> Iterator[Ledger]:
         pytest.fail("left behind:\n  " + "\n  ".join(extra), pytrace=False)
 
 
+@pytest.fixture
+def two_gpus() -> None:
+    """Skip where there is one GPU, with the one line that all such tests have in common."""
+    from vram import driver
+    from vram.spec import Location
+
+    if driver.get(Location("cuda")).device_count() < 2:
+        pytest.skip("it takes two GPUs")
+
+
 def _driver_objects() -> Counter[str]:
     """Count what the stand-in has given out; primary contexts stay, by design."""
     if WITHOUT_STANDIN is not None:

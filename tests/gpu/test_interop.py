@@ -183,11 +183,10 @@ def test_s10_a_consumers_stream_waits_for_ours(torch: Any) -> None:
         del tensor, taken
 
 
+@pytest.mark.usefixtures("two_gpus")  # there must be one that is not used
 def test_no_context_on_a_gpu_that_is_not_used() -> None:
     driver: Any = drivers.get(GPU)
     used = [device.is_used for device in driver._devices.all[1:]]
-    if not used:
-        pytest.skip("one GPU only: there is none that is not used")
     with vram.zeros(1 << 20, device=GPU) as a:
         a.fill(1)
     assert [device.is_used for device in driver._devices.all[1:]] == used

@@ -52,11 +52,6 @@ def answer(pipe: Connection) -> Any:
     return pipe.recv()
 
 
-def two_gpus() -> None:
-    if drivers.get(Location("cuda")).device_count() < 2:
-        pytest.skip("one GPU only: it takes two")
-
-
 resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
 
 
@@ -161,8 +156,8 @@ class GpuMemory:
             queue.close()
             queue.join_thread()
 
+    @pytest.mark.usefixtures("two_gpus")
     def test_a_gpu_that_is_hidden_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        two_gpus()
         with vram.zeros(100, device=GPU) as a:
             vram.publish("numbers", {"a": a})
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -171,8 +166,8 @@ class GpuMemory:
         assert kind == "UnsupportedError"
         assert "CUDA_VISIBLE_DEVICES" in said
 
+    @pytest.mark.usefixtures("two_gpus")
     def test_a_device_has_one_uuid_whatever_is_visible(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        two_gpus()
         with vram.zeros((ROWS, 256), device=OTHER) as a:
             vram.publish("numbers", {"a": a})
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
@@ -182,8 +177,8 @@ class GpuMemory:
                 assert found["a"] == [0.0] * ROWS
                 pipe.send("go on")
 
+    @pytest.mark.usefixtures("two_gpus")
     def test_a_reader_on_another_gpu(self) -> None:
-        two_gpus()
         with child(gpu_children.publish_and_wait, GPU, ROWS) as (_, maker):
             assert answer(maker) is True
             with child(gpu_children.read, OTHER) as (_, pipe):
@@ -193,8 +188,8 @@ class GpuMemory:
                 pipe.send("go on")
                 assert answer(pipe) == "released"
 
+    @pytest.mark.usefixtures("two_gpus")
     def test_a_region_of_several_gpus_grows_for_all(self) -> None:
-        two_gpus()
         driver = drivers.get(Location("cuda"))
         places = [Location("cuda", 0), Location("cuda", 1)]
         granule = driver.mem_granularity(places[0], vram.HandleKind.POSIX_FD).recommended
@@ -205,8 +200,8 @@ class GpuMemory:
                     rights = [driver.mem_get_access(region.address + start, place) for place in places]
                     assert rights == [Access.READ_WRITE] * 2
 
+    @pytest.mark.usefixtures("two_gpus")
     def test_copies_between_gpus(self) -> None:
-        two_gpus()
         with vram.asarray(np.arange(1000.0), device=GPU) as a, vram.asarray(a, device=OTHER) as b:
             assert (str(a.device), str(b.device)) == (GPU, OTHER)
             assert (b.to_host() == np.arange(1000.0)).all()

@@ -108,6 +108,7 @@ class Legacy(Between):
             yield ends
 
 
+@pytest.mark.usefixtures("two_gpus")
 class LegacyToAPeer(Between):
     kind = "ipc"
 
@@ -117,6 +118,7 @@ class LegacyToAPeer(Between):
             yield ends
 
 
+@pytest.mark.usefixtures("two_gpus")
 class Descriptors(Between):
     kind = "vmm"
 

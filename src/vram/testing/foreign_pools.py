@@ -243,7 +243,7 @@ class PoolRules(ForeignSuite):
 
     def test_a_pool_that_is_on_another_gpu_than_was_said(self, scene: Scene, other: OtherProcess) -> None:
         if scene.driver.device_count() < 2:
-            pytest.skip("one GPU only")
+            pytest.skip("it takes two GPUs")
         wrong = Location(scene.location.kind, 1)
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address:
             with _there(scene, pools, pool, other, wrong) as imported, refused_there(other, ProtocolError):
