@@ -36,6 +36,7 @@ typedef struct Work {
     uint64_t target, source, size; // bytes
     uint32_t value, width;
     Reach to, from; // what its ends were when it was issued
+    int to_device, from_device; // COPY: under which each end is looked at; two for a peer copy
     void *staged; // what a pageable source held when it was copied from
     Stream *other;
     uint64_t number;    // WAIT: of the other stream's work
@@ -78,8 +79,8 @@ static void fill(uint64_t target, size_t size, uint32_t value, uint32_t width) {
 }
 
 // Memory may have gone since deferred work was issued: on hardware a fault that no call of this context survives.
-static bool still_there(Stream *stream, uint64_t address, size_t size, bool write, Reach before) {
-    if (reach(address, size, write, stream->context->device) == before) return true;
+static bool still_there(Stream *stream, uint64_t address, size_t size, bool write, int device, Reach before) {
+    if (reach(address, size, write, device) == before) return true;
     stream->context->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
     illegal_accesses++;
     return false;
@@ -106,14 +107,14 @@ static void do_work(Stream *stream, Work *work) {
     Event *event;
     switch (work->what) {
     case COPY:
-        if (!still_there(stream, work->target, work->size, true, work->to)) break;
+        if (!still_there(stream, work->target, work->size, true, work->to_device, work->to)) break;
         if (work->staged) put(work->target, work->staged, work->size);
-        else if (still_there(stream, work->source, work->size, false, work->from)) put(work->target,
-                (void *)work->source, work->size);
+        else if (still_there(stream, work->source, work->size, false, work->from_device, work->from))
+            put(work->target, (void *)work->source, work->size);
         break;
     case FILL:
-        if (still_there(stream, work->target, work->size, true, work->to)) fill(work->target, work->size, work->value,
-                work->width);
+        if (still_there(stream, work->target, work->size, true, stream->context->device, work->to))
+            fill(work->target, work->size, work->value, work->width);
         break;
     case FREE: {
         Span *span = (Span *)ranges_at(&spans, work->target);
@@ -521,11 +522,12 @@ static CUresult copy(uint64_t target, uint64_t source, size_t size, bool device_
     Stream *stream;
     TRY(find_stream(&stream, handle, context));
     if (!size) return CUDA_SUCCESS;
-    Reach to = reach(target, size, true, stream->context->device), from = reach(source, size, false,
-            stream->context->device);
+    int device = stream->context->device;
+    Reach to = reach(target, size, true, device), from = reach(source, size, false, device);
     NEED(target && source && to != REFUSED && from != REFUSED, CUDA_ERROR_INVALID_VALUE);
     NEED((!device_target || to == REACHED) && (!device_source || from == REACHED), CUDA_ERROR_INVALID_VALUE);
-    Work work = {.what = COPY, .target = target, .source = source, .size = size, .to = to, .from = from};
+    Work work = {.what = COPY, .target = target, .source = source, .size = size, .to = to, .from = from,
+            .to_device = device, .from_device = device};
     if (!wait && deferring && pageable(source)) { // read before the call returns, as by the real one
         work.staged = malloc(size);
         NEED(work.staged, CUDA_ERROR_OUT_OF_MEMORY);
@@ -584,11 +586,8 @@ static CUresult copy_peer(uint64_t target, CUcontext to_handle, uint64_t source,
     if (!size) return CUDA_SUCCESS;
     NEED(reach(target, size, true, to->device) == REACHED && reach(source, size, false, from->device) == REACHED,
             CUDA_ERROR_INVALID_VALUE);
-    order_with_legacy(stream);
-    drain(stream); // never deferred: the two ends are on two devices, and the queue knows one
-    put(target, (void *)source, size);
-    (void)wait;
-    return CUDA_SUCCESS;
+    return submit(stream, (Work){.what = COPY, .target = target, .source = source, .size = size, .to = REACHED,
+            .from = REACHED, .to_device = to->device, .from_device = from->device}, wait);
 }
 
 static CUresult f_cuMemcpyPeer(CUdeviceptr target, CUcontext to, CUdeviceptr source, CUcontext from, size_t size) {

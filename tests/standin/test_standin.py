@@ -609,6 +609,50 @@ def test_memory_that_goes_under_deferred_work_ends_the_context(control: standin.
     ok("cuCtxPopCurrent")
 
 
+@pytest.mark.usefixtures("context")
+def test_a_peer_copy_is_deferred_too(control: standin.Standin) -> None:
+    """In the order of its stream, each end looked at under its own device."""
+    contexts = ok("cuCtxGetCurrent"), ok("cuDevicePrimaryCtxRetain", 1)
+    here = int(ok("cuMemAlloc", 64))
+    ok("cuMemsetD8", here, 0, 64)
+    there, handle = mapped(number=1, flags=0)
+    ok("cuMemSetAccess", there, GRANULE, [access(READ_WRITE, 1)], 1)
+    assert code("cuMemsetD8", there, 0, 64) == INVALID_VALUE  # no device but its own may reach it
+    stream = ok("cuStreamCreate", 1)
+    control.defer()
+    ok("cuMemsetD8Async", here, 7, 64, stream)
+    ok("cuMemcpyPeerAsync", there, contexts[1], here, contexts[0], 64, stream)
+    assert code("cuStreamQuery", stream) == NOT_READY
+    assert (ctypes.string_at(here, 1), ctypes.string_at(there, 1)) == (b"\0", b"\0")
+    ok("cuStreamSynchronize", stream)
+    assert (ctypes.string_at(here, 1), ctypes.string_at(there, 1)) == (b"\7", b"\7")
+    ok("cuMemsetD8Async", here, 8, 64, stream)
+    ok("cuMemcpyPeer", there, contexts[1], here, contexts[0], 64)  # done when it returns, behind no other stream
+    assert (ctypes.string_at(here, 1), ctypes.string_at(there, 1)) == (b"\7", b"\7")
+    ok("cuStreamDestroy", stream)
+    undo(there, handle)
+    ok("cuMemFree", here)
+    ok("cuDevicePrimaryCtxRelease", 1)
+
+
+def test_memory_that_goes_under_a_deferred_peer_copy_ends_the_context(control: standin.Standin) -> None:
+    contexts = [ok("cuDevicePrimaryCtxRetain", number) for number in (0, 1)]
+    ok("cuCtxPushCurrent", contexts[0])
+    address, handle = mapped()
+    there = mapped(number=1)
+    ok("cuMemSetAccess", there[0], GRANULE, [access(READ_WRITE, 1)], 1)
+    stream = ok("cuStreamCreate", 1)
+    control.defer()
+    ok("cuMemcpyPeerAsync", address, contexts[0], there[0], contexts[1], 64, stream)
+    undo(*there)
+    assert code("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
+    assert control.illegal() == 1
+    undo(address, handle)
+    for number in (0, 1):
+        ok("cuDevicePrimaryCtxRelease", number)
+    ok("cuCtxPopCurrent")
+
+
 # ---- multicast
 
 
