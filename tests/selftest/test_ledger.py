@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from vram import driver, lifetime
+from vram.driver import addresses as driver_addresses
+from vram.driver import libc
 from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning
 from vram.lifetime import own
@@ -69,9 +71,9 @@ def test_an_undo_in_the_wrong_order(before):
         reservation.release()
     allocation.release()
     mapping.release()
-    found = before.left_behind(grace=GRACE)
-    assert len(found) == 1
-    assert found[0].startswith("stuck: reservation #")
+    stuck, kept = before.left_behind(grace=GRACE)
+    assert stuck.startswith("stuck: reservation #")
+    assert kept == f"addresses: {G} bytes at {address:#x}"
     lifetime._stuck.pop()
     host.address_free(address, G)
     assert kinds(before) == set()
@@ -84,10 +86,74 @@ def test_objects_of_a_loaded_driver(before):
     assert {"objects", "fds"} <= kinds(before)
     host.mem_release(handle)
     found = before.left_behind(grace=GRACE)
-    assert [line.partition(":")[0] for line in found] == ["objects"]  # addresses alone: seen by nobody but the books
+    assert [line.partition(":")[0] for line in found] == ["objects", "addresses"]
     assert "reservations=1, handles=0" in found[0]
+    assert found[1] == f"addresses: {G} bytes at {address:#x}"
     host.address_free(address, G)
     assert kinds(before) == set()
+
+
+def test_addresses_that_the_books_do_not_know(before, monkeypatch):
+    """A driver that strikes a reservation out and forgets the kernel."""
+    host = HostDriver()
+    address = host.address_reserve(3 * G)
+    monkeypatch.setattr(driver_addresses.libc, "munmap", lambda start, nbytes: 0)
+    host.address_free(address, 3 * G)
+    monkeypatch.undo()
+    assert host.live().reservations == 0
+    assert before.left_behind(grace=GRACE) == [f"addresses: {3 * G} bytes at {address:#x}"]
+    libc.munmap(address, G)
+    assert before.left_behind(grace=GRACE) == [f"addresses: {2 * G} bytes at {address + G:#x}"]
+    libc.munmap(address + G, 2 * G)
+    assert kinds(before) == set()
+
+
+def test_the_tail_of_an_aligned_reservation(before, monkeypatch):
+    """More is taken than asked for; a driver that forgets what lies behind leaves it in no books."""
+    really, told = libc.munmap, []
+
+    def forgets_the_tail(start, nbytes):
+        told.append((start, nbytes))
+        return 0 if len(told) % 3 == 0 else really(start, nbytes)
+
+    host, alignment = HostDriver(), 1 << 30
+    first = host.address_reserve(G, alignment=alignment)  # what comes next to it is not aligned by luck
+    monkeypatch.setattr(driver_addresses.libc, "munmap", forgets_the_tail)
+    second = host.address_reserve(G, alignment=alignment)
+    monkeypatch.undo()
+    ((tail, nbytes),) = told[2:]  # the first try, what lies in front, what lies behind
+    assert tail == second + G
+    for address in (first, second):
+        host.address_free(address, G)
+    assert before.left_behind(grace=GRACE) == [f"addresses: {nbytes} bytes at {tail:#x}"]
+    libc.munmap(tail, nbytes)
+    assert kinds(before) == set()
+
+
+def test_addresses_of_others_are_no_false_alarm(before):
+    """Threads have guards, and malloc keeps ranges for them, also when they are gone; a driver keeps one page."""
+    kept, ready, leave = [], threading.Barrier(9), threading.Event()
+
+    def work() -> None:
+        kept.append([bytearray(1 << 17) for _ in range(64)])
+        ready.wait(30)
+        leave.wait(30)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    ready.wait(30)
+    assert kinds(before) == {"threads"}
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    host = HostDriver()
+    address, handle = host.address_reserve(G), host.mem_create(G, HOST, HandleKind.POSIX_FD)
+    host.mem_map(address, G, 0, handle)
+    host.mem_unmap(address, G)
+    host.mem_release(handle)
+    host.address_free(address, G)
+    assert before.left_behind(grace=GRACE) == []
 
 
 def test_a_leaked_descriptor(before):
@@ -112,7 +178,7 @@ def test_a_leaked_mapping(before):
     address, handle = host.address_reserve(G), host.mem_create(G, HOST, HandleKind.POSIX_FD)
     host.mem_map(address, G, 0, handle)
     host.mem_release(handle)
-    assert {"mappings", "fds"} == kinds(before)  # a mapped memfd stays open, to be retained
+    assert {"mappings", "fds", "addresses"} == kinds(before)  # a mapped memfd stays open, to be retained
     host.mem_unmap(address, G)
     host.address_free(address, G)
     assert kinds(before) == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -29,6 +30,7 @@ from vram.errors import (
     DriverError,
     OutOfMemoryError,
     ProtocolError,
+    RangeError,
     UnsupportedError,
     UsageError,
 )
@@ -241,6 +243,20 @@ def test_too_many_files_names_the_limit(scene):
         for fd in fillers:
             os.close(fd)
     os.close(scene.driver.mem_export(handle, FD))
+
+
+def test_i4_memory_that_cannot_be_sized_leaves_no_descriptor(scene):
+    """The kernel takes no file beyond the limit, a memfd neither."""
+    before = sorted(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (G // 2, limits[1]))
+    try:
+        with scene.refused(DriverError):
+            scene.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(os.listdir("/proc/self/fd")) == before, "the memfd is still open"
+    scene.create()
 
 
 def test_i4_at_the_limit_of_mappings_all_can_still_be_taken_back():
@@ -477,6 +493,119 @@ def test_a_closed_descriptor_behind_our_back_is_an_error_not_a_crash():
         driver.mem_release(handle)
     with pytest.raises(UsageError):
         driver.mem_release(handle)
+
+
+# -- what the kernel refuses ----------------------------------------------------------------------------------------
+
+
+class Refused:
+    """The real call, but those that a test picks are refused with an errno, and change nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, picks: Callable[..., bool], code: int) -> None:
+        self.real, self.picks, self.code, self.seen = getattr(libc, name), picks, code, 0
+        monkeypatch.setattr(libc, name, self)
+
+    def __call__(self, *arguments: int) -> int:
+        if self.picks(*arguments):
+            self.seen += 1
+            ctypes.set_errno(self.code)
+            return -1
+        return int(self.real(*arguments))
+
+
+def test_i4_an_unmap_that_failed_can_be_tried_again(scene):
+    """What it did not unmap is as it was, and goes with the next try."""
+    address = scene.reserve(2)
+    for at in (0, 1):
+        scene.write(scene.map(address + at * G, scene.create()), b"here")
+    with pytest.MonkeyPatch.context() as patch:
+        refused = Refused(patch, "mmap", lambda start, *_: start == address, errno.EAGAIN)
+        with scene.refused(DriverError):
+            scene.driver.mem_unmap(address, 2 * G)
+        assert refused.seen == 1
+    assert scene.read(address + G, 4) == b"here"
+    scene.unmap(address, 2 * G)
+    assert scene.driver.live().mappings == 0
+    scene.map(address, scene.create())
+
+
+def test_i4_addresses_whose_free_failed_can_be_freed_again(scene):
+    address = scene.reserve(1)
+    with pytest.MonkeyPatch.context() as patch:
+        Refused(patch, "munmap", lambda *_: True, errno.ENOMEM)
+        with scene.refused(DriverError):
+            scene.driver.address_free(address, G)
+    scene.map(address, scene.create())
+    scene.unmap(address)
+    scene.free(address)
+
+
+def test_i4_a_right_that_is_refused_for_the_second_half_leaves_the_first(scene):
+    """The kernel goes through a span in order, and has changed what comes before the part that it refuses."""
+    address = scene.reserve(3)
+    for at, access in ((0, Access.READ), (1, Access.READ)):
+        scene.map(address + at * G, scene.create(), access)
+    sealed = scene.create()
+    scene.driver.mem_seal(sealed)
+    scene.map(address + 2 * G, sealed, Access.READ)
+    before = [protection_at(address + at * G) for at in range(3)]
+    assert before == ["r--s memfd"] * 3
+    with scene.refused(AccessDeniedError):
+        scene.driver.mem_set_access(address, 3 * G, Access.READ_WRITE, (HOST,))
+    assert [protection_at(address + at * G) for at in range(3)] == before, "the kernel changed the first half"
+    assert [scene.driver.mem_get_access(address + at * G, HOST) for at in range(3)] == [Access.READ] * 3
+
+
+def test_bytes_do_not_go_on_into_the_next_reservation(scene):
+    """Mapped or not, and side by side or not: that somebody else's begins where ours ends is chance."""
+    for _ in range(20):
+        address = scene.reserve(2)
+        scene.free(address)
+        pair = [scene.driver.address_reserve(G, address=start) for start in (address, address + G)]
+        for start in pair:
+            scene._reserved[start] = G
+        if pair == [address, address + G]:
+            break
+    else:
+        pytest.fail("no two reservations came to lie side by side")
+    for start in pair:
+        scene.map(start, scene.create())
+    other = scene.memory()[0]
+    driver = scene.driver
+    for call in (
+        lambda: driver.copy(other, address + G - 2, 4),
+        lambda: driver.copy(address + G - 2, other, 4),
+        lambda: driver.fill(address + G - 2, 1, 4),
+        lambda: driver.buffer(address + G - 2, 4, readonly=True),
+        lambda: driver.populate(address, 2 * G),
+        lambda: driver.mem_set_access(address, 2 * G, Access.READ, (HOST,)),
+        lambda: driver.mem_unmap(address, 2 * G),
+    ):
+        with scene.refused(RangeError):
+            call()
+    assert scene.read(address + G - 2, 2) == scene.read(address + G, 2) == b"\0\0"
+
+
+def taken() -> int:
+    """Return the bytes of addresses of this process that are reserved and no more."""
+    spans = [
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if " ---p " in line
+    ]
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def test_i4_addresses_of_a_large_alignment_leave_nothing_beside_them(scene):
+    """More is taken than asked for, and what is in front and behind is given back."""
+    scene.unmap(scene.memory()[0])  # from now on the driver keeps a page of its own
+    before, alignment = taken(), 1 << 30
+    for _ in range(2):  # the second lies next to the first, so that it is not aligned by luck
+        address = scene.driver.address_reserve(G, alignment=alignment)
+        scene._reserved[address] = G
+        assert address % alignment == 0
+    assert taken() - before == 2 * G, "more addresses were taken than are in the books"
+    for address in [address for address, nbytes in scene._reserved.items() if address % alignment == 0]:
+        scene.free(address)
+    assert taken() == before
 
 
 # -- sealing beside other work on the same memory -------------------------------------------------------------------

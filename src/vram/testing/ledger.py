@@ -1,7 +1,11 @@
 """The ledger: what a process holds, before and after. A test that leaves anything behind fails.
 
 Counted: handles that are not undone, undos that failed, objects of the loaded drivers, file descriptors, mappings of
-shared memory, child processes and threads.
+shared memory, addresses that the host driver took, child processes and threads.
+
+Addresses are counted where the host driver takes them from the kernel, from the import of this module on. In
+``/proc/self/maps`` a range without any right is all they are, and so are the guards of threads and the spare room of
+malloc, which come and go by themselves and merge with ours; the driver's own books do not know what it forgot.
 """
 
 from __future__ import annotations
@@ -15,8 +19,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .. import driver, lifetime
+from ..driver import libc
 
 __all__ = ["Ledger"]
+
+_PAGE = 4096  # bytes; of this size is what a host driver keeps for good, to have a mapping that it can give up
+_IN_PLACE = libc.MAP_FIXED | libc.MAP_FIXED_NOREPLACE  # takes no addresses: they are ours already
+_taken: dict[int, int] = {}  # base and bytes of each range that was taken and not given back
+_mmap, _munmap = libc.mmap, libc.munmap
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,7 @@ class Ledger:
     objects: frozenset[str]
     fds: frozenset[str]
     mappings: frozenset[str]
+    addresses: frozenset[str]
     children: frozenset[str]
     threads: frozenset[str]
 
@@ -41,6 +52,7 @@ class Ledger:
             objects=frozenset(f"{name}: {d.live()}" for name, d in driver._drivers.items() if _anything(d.live())),
             fds=frozenset(_fds()),
             mappings=frozenset(_mappings()),
+            addresses=frozenset(f"{n} bytes at {base:#x}" for base, n in tuple(_taken.items()) if n != _PAGE),
             children=frozenset(_children()),
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
         )
@@ -83,6 +95,36 @@ def _mappings() -> list[str]:
     """Mappings of memory that can be shared: memfds and what the kernel calls anonymous shared memory."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "/memfd:" in line or "/dev/zero" in line]
+
+
+def _mmap_noted(address: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    base: int = _mmap(address, nbytes, protection, flags, fd, offset)
+    if base != -1 and not flags & _IN_PLACE:
+        _taken[base] = nbytes
+    return base
+
+
+def _munmap_noted(address: int, nbytes: int) -> int:
+    # Out before the call: after it another thread may be given these very addresses. Without a lock, since finalizers
+    # come here (I3): a range that is cut is known to nobody but who cuts it.
+    end = address + nbytes
+    cut = [(base, n) for base, n in tuple(_taken.items()) if base < end and address < base + n]
+    for base, _ in cut:
+        _taken.pop(base, None)
+    done: int = _munmap(address, nbytes)
+    for base, n in cut:
+        if done:
+            _taken[base] = n
+            continue
+        if base < address:
+            _taken[base] = address - base
+        if end < base + n:
+            _taken[end] = base + n - end
+    return done
+
+
+libc.mmap = _mmap_noted  # type: ignore[assignment]
+libc.munmap = _munmap_noted  # type: ignore[assignment]
 
 
 def _children() -> list[str]:
