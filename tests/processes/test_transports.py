@@ -21,6 +21,7 @@ from tests.processes import transport_children as children
 pytest.register_assert_rewrite("vram.testing.transport")
 
 import vram  # noqa: E402
+from vram import driver as drivers  # noqa: E402
 from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError  # noqa: E402
 from vram.keeper.private import short_directory  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
@@ -225,6 +226,48 @@ def test_what_a_dead_process_sent_is_refused_where_its_memory_died_with_it(path:
             process.join(SOON)
             with pytest.raises((PeerGoneError, ProtocolError)):
                 transport.recv(timeout=SOON)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("given", [False, True], ids=["its memory", "a buffer"])
+def test_what_a_dead_process_sent_is_refused_also_where_its_memory_is_open(path: str, given: bool) -> None:
+    """The driver may show something there still: nobody can say what."""
+    with child(children.sender) as (process, pipe), vram.zeros(9, "uint8", device="cuda:0") as buffer:
+        assert answer(pipe) == "here"
+        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
+        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
+            for _ in range(3):
+                pipe.send(("send", b"words", 3))
+                assert answer(pipe) == "done"
+            transport.recv(timeout=SOON).close()
+            assert transport.statistics().imported == 1
+            process.kill()
+            process.join(SOON)
+            for _ in range(3):  # what is refused stays refused
+                with pytest.raises(PeerGoneError, match="cudaMalloc memory with it"):
+                    transport.recv(buffer if given else None, timeout=SOON)
+            assert set(buffer.to_host()) == {0}
+
+
+@pytest.mark.standin
+def test_what_was_copied_while_its_maker_died_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = type(drivers.get(GPU))
+    really = driver.copy
+    with child(children.sender) as (process, pipe), vram.zeros(9, "uint8", device="cuda:0") as buffer:
+
+        def dies_meanwhile(*arguments: Any) -> None:
+            really(*arguments)
+            process.kill()
+            process.join(SOON)
+
+        assert answer(pipe) == "here"
+        pipe.send(("ipc", "socket", path, "cuda:0", "cuda:0"))
+        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON)) as transport:
+            pipe.send(("send", b"words", 3))
+            assert answer(pipe) == "done"
+            monkeypatch.setattr(driver, "copy", dies_meanwhile)
+            with pytest.raises(PeerGoneError, match="cudaMalloc memory with it"):
+                transport.recv(buffer, timeout=SOON)
 
 
 def test_what_a_dead_process_sent_is_there_where_a_descriptor_keeps_it(path: str) -> None:

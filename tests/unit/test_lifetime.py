@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -494,6 +494,81 @@ def test_i3_finalizers_never_wait_for_the_lock(log):
     holder.join(30)
     live()
     assert log == ["0", "1", "2"]
+
+
+class Turned:
+    """The real lock. Right before it is let go for the nth time, another thread does something, and is not waited for
+    by this one's `act`: it must be done with it at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object], nth: int) -> None:
+        self.real, self.step, self.left = lifetime._lock, step, nth
+        monkeypatch.setattr(lifetime, "_lock", self)
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return self.real.acquire(blocking)
+
+    def release(self) -> None:
+        self.left -= 1
+        if not self.left:
+            thread = threading.Thread(target=self.step, daemon=True)
+            thread.start()
+            thread.join(30)
+            assert not thread.is_alive(), "it waits for the lock"
+        self.real.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _is_owned(self) -> bool:
+        return bool(self.real._is_owned())  # type: ignore[attr-defined]
+
+
+def refused(claim: Claim) -> None:
+    with contextlib.suppress(BusyError):
+        claim.release(strict=True)
+
+
+GUARDED: dict[str, Callable[[Claim, Claim, Claim], object]] = {
+    "a claim": lambda one, two, spare: one.handle.claim("another"),
+    "a dependency": lambda one, two, spare: one.handle.depend(two.handle),
+    "an adoption": lambda one, two, spare: one.handle.adopt(two.handle.claim("for it")),
+    "a dependency given up": lambda one, two, spare: one.handle.forgo(two.handle),
+    "a strict release": lambda one, two, spare: spare.release(strict=True),
+    "a strict release that is refused": lambda one, two, spare: refused(two),
+    "the release of one of several": lambda one, two, spare: two.release(),
+    "the release of the last": lambda one, two, spare: spare.release(),
+    "something new": lambda one, two, spare: own("new", None, depends=[two.handle]),
+}
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("action", GUARDED)
+def test_i3_what_is_given_up_while_the_lock_is_held_is_taken_back_by_its_holder(action, nth, monkeypatch):
+    """Whoever finds the lock taken leaves, and may be the last who ever comes: nobody else would look at the queue."""
+    log: list[str] = []
+    two = own("two", lambda: log.append("two"))
+    one = own("one", lambda: log.append("one"), depends=[two.handle])
+    spare = own("spare", lambda: log.append("spare"))
+    forgotten = own("forgotten", lambda: log.append("forgotten"))
+
+    def elsewhere() -> None:
+        forgotten.release()
+        log.append("left")
+
+    turned = Turned(monkeypatch, elsewhere, nth)
+    kept = GUARDED[action](one, two, spare)
+    monkeypatch.undo()
+    assert turned.left <= 0 or nth > 1
+    if turned.left <= 0:
+        assert "forgotten" in log, "a wakeup was lost"
+        assert log.index("left") < log.index("forgotten"), "it was not left to who holds the lock"
+    for claim in (kept, spare, one, two, forgotten):
+        if isinstance(claim, Claim):
+            claim.release()
+    assert sorted(log) == sorted({*log, "one", "two", "spare", "forgotten"})
 
 
 def test_i3_undo_runs_without_the_lock():

@@ -140,8 +140,10 @@ class SharedMemoryExchange(ByteExchange):
         said, length, checksum = _HEAD.unpack(self._get(_HEAD.size, at))
         if said != number:
             return None
-        if not 0 < length <= self.most:
+        if length >= _SLOT:  # no half of a true one looks like that
             raise ProtocolError(f"a message of {length} bytes is said to be there; there is room for {self.most}")
+        if not 0 < length <= self.most:
+            return None
         payload = self._get(length, at + _HEAD.size)
         return payload if _checksum(number, payload) == checksum else None
 
