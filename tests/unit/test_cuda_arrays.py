@@ -13,9 +13,11 @@ import pytest
 
 import standin
 import vram
+from strangers import CudaStranger
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.arrays.dlpack import _python, _tensor_in, _Versioned
+from vram.arrays.dlpack import capsule as dlpack_capsule
 from vram.errors import AccessDeniedError, BusyError, ProtocolError, UnsupportedError, UsageError
 from vram.memory import Received, Region
 from vram.spec import Access, Location
@@ -356,6 +358,46 @@ def test_what_is_published_through_dlpack_is_shared_where_it_is_ours() -> None:
         assert (source.address, source.gpu, source.contiguous) == (a.address, 0, True)
         assert find(source.address, source.nbytes) == (a.region, 0)
         del source
+
+
+def test_what_a_capsule_calls_read_only_is_a_read_only_source() -> None:
+    """Those from before versions cannot say it, and read-only memory goes into none of them."""
+    from vram.arrays.sources import as_source
+
+    driver = drivers.get(GPU)
+    for access in (Access.READ, Access.READ_WRITE):
+        with Region.create(driver, GPU, capacity=1 << 21, nbytes=1 << 21, access=access) as region:
+            with Array(region, "int8", 100) as a:
+                assert as_source(Speaker(a)).readonly is (access is Access.READ)
+                if access is Access.READ_WRITE:
+                    assert as_source(Speaker(a, old=True)).readonly is False
+
+
+class OfAnother:
+    """Memory of another library, behind a capsule that says whether it may be written."""
+
+    def __init__(self, address: int, count: int, readonly: bool) -> None:
+        said = {"version": 3, "data": (address, readonly), "shape": (count,), "typestr": "<f4"}
+        self.view = np.asarray(SimpleNamespace(__array_interface__=said))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> object:
+        return dlpack_capsule(self.view, self.view.dtype, max_version=max_version, gpu=0)
+
+
+def test_memory_of_others_that_a_capsule_calls_read_only_is_not_written() -> None:
+    with CudaStranger() as stranger:
+        base = stranger.legacy(4096)
+        with vram.share(OfAnother(base, 10, False)) as first:
+            first[...] = 1
+            with vram.share(OfAnother(base, 10, True)) as shared:
+                assert shared.readonly
+                with pytest.raises(AccessDeniedError):
+                    shared[...] = 2
+                assert shared.to_host().tolist() == [1] * 10
+            assert not first.readonly
 
 
 # -- what a hostile user found -------------------------------------------------------------------------------------

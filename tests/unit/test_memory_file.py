@@ -57,7 +57,7 @@ def test_what_is_unread_is_not_overwritten(pair: tuple[SharedMemoryExchange, Sha
 def test_s7_a_message_counts_when_all_of_it_is_there(pair: tuple[SharedMemoryExchange, SharedMemoryExchange]) -> None:
     """In whatever order its bytes show; an older one in the same slot is no part of it."""
     for sender, receiver in both_ways(pair):
-        for number in range(_SLOTS):  # until each slot holds what was read long ago
+        for _ in range(_SLOTS):  # until each slot holds what was read long ago
             sender.send(b"an old message", timeout=0)
             receiver.recv(timeout=0)
         number, payload = _SLOTS + 1, b"a new message!"
