@@ -176,3 +176,29 @@ def test_i4_a_refused_right_is_not_in_the_books(scene: Scene) -> None:
         scene.driver.mem_set_access(base, G, RW, (GPU,))
     with pytest.raises(UsageError, match="access"):
         scene.driver.fill(base, 1, 1)
+
+
+# -- taking back ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
+def test_i4_an_undo_that_failed_can_be_tried_again(scene: Scene, call: str) -> None:
+    """Until then what it did not take back is in the books, and as good as before."""
+    address = scene.reserve(2)
+    handle = scene.create()
+    scene.write(scene.map(address, handle), b"here")
+    scene.map(address + G, scene.create())
+    if call == "cuMemAddressFree":
+        scene.unmap(address, 2 * G)
+    before, control = scene.driver.live(), standin.Standin()
+    with control.failing(call), pytest.raises(DriverError):
+        if call == "cuMemUnmap":
+            scene.driver.mem_unmap(address, 2 * G)
+        elif call == "cuMemRelease":
+            scene.driver.mem_release(handle)
+        else:
+            scene.driver.address_free(address, 2 * G)
+    assert scene.driver.live() == before
+    if call != "cuMemAddressFree":
+        assert scene.read(address, 4) == b"here"
+        scene.unmap(address, 2 * G)
+    scene.release(handle)
+    scene.free(address)

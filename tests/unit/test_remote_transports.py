@@ -1,12 +1,18 @@
-"""Transports between processes where the other end does not keep to what was agreed (S7)."""
+"""Transports between processes where the other end breaks what was agreed (S7), or whoever holds it forks (I7)."""
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
+
 import pytest
+from tests.processes.transport_children import WAYS
 
 import vram
 from vram.errors import ProtocolError
 from vram.exchange.wire import MemoryPart, Part
+from vram.keeper.private import short_directory
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.transports import SocketExchange, VmmTransport, remote
 from vram.transports.wire import WINDOW, Hello, Sent, encode
@@ -55,3 +61,36 @@ def test_s7_more_memories_than_may_be_described_are_refused(monkeypatch: pytest.
             with pytest.raises(ProtocolError, match="more than 3 memories"):
                 transport.recv(timeout=SOON)
             assert transport.statistics().imported == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_i7_a_forked_child_holds_no_end_open(way: str) -> None:
+    """Or the other end would not see who died: the kernel waits for the last copy of a socket, a pipe or a lock."""
+    made = []
+    with short_directory() as place:
+        path = str(Path(place) / "x")
+        thread = threading.Thread(target=lambda: made.append(WAYS[way].listen(path, SOON)))
+        thread.start()
+        here = WAYS[way].connect(path, SOON)
+        thread.join(SOON)
+    (there,) = made
+    forked, tell = os.pipe()
+    wait, go_on = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(go_on)
+        os.write(tell, b"c")
+        os.read(wait, 1)  # until the parent closes it
+        os._exit(0)
+    try:
+        assert os.read(forked, 1) == b"c"
+        with there:
+            assert not there.is_gone()
+            if way == "socket":
+                here._channel.give_away()  # a shutdown would end all copies at once
+            here.close()
+            assert there.is_gone(), "the child holds the parent's end open"
+    finally:
+        for fd in (forked, tell, wait, go_on):
+            os.close(fd)
+        assert os.waitpid(child, 0)[1] == 0
