@@ -188,14 +188,14 @@ def test_i4_an_undo_that_failed_can_be_tried_again(scene: Scene, call: str) -> N
     scene.map(address + G, scene.create())
     if call == "cuMemAddressFree":
         scene.unmap(address, 2 * G)
-    before, control = scene.driver.live(), standin.Standin()
-    with control.failing(call), pytest.raises(DriverError):
-        if call == "cuMemUnmap":
-            scene.driver.mem_unmap(address, 2 * G)
-        elif call == "cuMemRelease":
-            scene.driver.mem_release(handle)
-        else:
-            scene.driver.address_free(address, 2 * G)
+    undo: dict[str, Callable[[], object]] = {
+        "cuMemUnmap": lambda: scene.driver.mem_unmap(address, 2 * G),
+        "cuMemRelease": lambda: scene.driver.mem_release(handle),
+        "cuMemAddressFree": lambda: scene.driver.address_free(address, 2 * G),
+    }
+    before = scene.driver.live()
+    with standin.Standin().failing(call), pytest.raises(DriverError):
+        undo[call]()
     assert scene.driver.live() == before
     if call != "cuMemAddressFree":
         assert scene.read(address, 4) == b"here"
