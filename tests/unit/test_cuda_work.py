@@ -178,6 +178,21 @@ def test_i4_a_refused_right_is_not_in_the_books(scene: Scene) -> None:
         scene.driver.fill(base, 1, 1)
 
 
+def test_i4_a_loan_whose_end_fails_does_not_keep_the_others(scene: Scene, there: Scene) -> None:
+    """A copy between GPUs lends rights past the books: nobody would ever take back what it forgets."""
+    target = there.memory(2)[0]
+    base = one_for_each(scene, {GPU: RW}, {GPU: RW}, {GPU: RW})
+    scene.write(base + G - 2, b"four")
+    with standin.Standin().failing("cuMemSetAccess", nth=5) as control:  # of three loans, the end of the second
+        with pytest.raises(DriverError):
+            scene.driver.copy(target, base + G - 2, G + 4)
+        assert control.calls("cuMemSetAccess") == 6
+    assert [scene.driver.mem_get_access(base + at * G, OTHER) for at in range(3)] == [NONE, READ, NONE]
+    scene.driver.copy(target, base + G - 2, G + 4)
+    assert [scene.driver.mem_get_access(base + at * G, OTHER) for at in range(3)] == [NONE, NONE, NONE]
+    assert now(target, 4) == b"four"
+
+
 # -- taking back ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"])
 def test_i4_an_undo_that_failed_can_be_tried_again(scene: Scene, call: str) -> None:

@@ -334,9 +334,22 @@ class WorkCalls(SharingCalls):
             self._end_loan(lent, place)
 
     def _end_loan(self, lent: list[CudaMapping], place: tuple[int, int]) -> None:
+        # Each, whatever becomes of the others: nobody else would take back a right that the books do not know (I4).
+        first: DriverError | None = None
         for mapping in lent:
             before = self._grant(mapping.rights.get(place, Access.NONE), place)
-            self._call("cuMemSetAccess", mapping.address, mapping.nbytes, (before,), 1)
+            try:
+                self._call("cuMemSetAccess", mapping.address, mapping.nbytes, (before,), 1)
+            except DriverError as error:
+                if first is None:
+                    first = error
+                else:
+                    first.add_note(f"and then: {error}")
+        if first is not None:
+            try:
+                raise first
+            finally:
+                del first  # which keeps this frame, and those of all callers with what they hold
 
 
 def _place_of(mapping: CudaMapping) -> tuple[int, int]:
