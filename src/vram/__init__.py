@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .exchange.create import empty as empty
     from .exchange.create import zeros as zeros
     from .exchange.keepers import holders as holders
-    from .exchange.keepers import list_entries as list  # noqa: F401
+    from .exchange.keepers import list_entries as _list_entries
     from .exchange.keepers import remove as remove
     from .exchange.keepers import revoke as revoke
     from .exchange.keepers import show as show
@@ -79,6 +79,8 @@ if TYPE_CHECKING:
     from .spec import AllocationSpec as AllocationSpec
     from .spec import HandleKind as HandleKind
     from .spec import Location as Location
+
+    list = _list_entries  # type checkers take an import under another name for a private one
 
 __version__ = "0.1.0"
 
@@ -116,16 +118,18 @@ _EXPORTS = {
 __all__ = sorted(_EXPORTS)
 
 
-def __getattr__(name: str) -> object:
-    home = _EXPORTS.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # with it a name that is not there would be an `object` to a type checker, and no mistake
 
-    module = import_module(f".{home[0]}", __name__)
-    value = getattr(module, home[1]) if home[1] else module
-    globals()[name] = value  # found without this function from now on
-    return value
+    def __getattr__(name: str) -> object:
+        home = _EXPORTS.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        module = import_module(f".{home[0]}", __name__)
+        value = getattr(module, home[1]) if home[1] else module
+        globals()[name] = value  # found without this function from now on
+        return value
 
 
 def __dir__() -> builtins.list[str]:

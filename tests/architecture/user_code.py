@@ -1,0 +1,137 @@
+"""Every public name as a user of it writes it, and what mypy --strict says of that, run as that user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .house import ROOT
+
+__all__ = ["USES", "mypy_as_a_user", "program"]
+
+PUBLIC = ROOT / "src/vram/__init__.py"
+
+# One or more statements for each name, typed where a user would be helped by the type.
+USES = {
+    "AccessDeniedError": "caught(vram.AccessDeniedError)",
+    "AddressSpaceError": "caught(vram.AddressSpaceError)",
+    "AlignmentError": "caught(vram.AlignmentError)",
+    "BusyError": "caught(vram.BusyError)",
+    "CapacityError": "caught(vram.CapacityError)",
+    "ClosedError": "caught(vram.ClosedError)",
+    "DeviceLostError": "caught(vram.DeviceLostError)",
+    "DriverError": "caught(vram.DriverError)",
+    "ForkedError": "caught(vram.ForkedError)",
+    "InternalError": "caught(vram.InternalError)",
+    "MismatchError": "caught(vram.MismatchError)",
+    "NotFoundError": "caught(vram.NotFoundError)",
+    "OutOfMemoryError": "caught(vram.OutOfMemoryError)",
+    "PeerError": "caught(vram.PeerError)",
+    "PeerGoneError": "caught(vram.PeerGoneError)",
+    "ProtocolError": "caught(vram.ProtocolError)",
+    "RangeError": "caught(vram.RangeError)",
+    "UnsupportedError": "caught(vram.UnsupportedError)",
+    "UsageError": "caught(vram.UsageError)",
+    "VramError": "caught(vram.VramError)",
+    "WaitTimeoutError": "caught(vram.WaitTimeoutError)",
+    "LeakWarning": "warnings.simplefilter('error', vram.LeakWarning)",
+    "ReleaseWarning": "warnings.simplefilter('error', vram.ReleaseWarning)",
+    "Array": "def rows(array: vram.Array) -> int:\n    return array.shape[0]",
+    "ArrayChannel": "ours, theirs = vram.ArrayChannel.pair()\nours.send(array, timeout=1.0)\nours.close()",
+    "ArrayInfo": "def line(info: vram.ArrayInfo) -> str:\n    return f'{info.name} {info.dtype} {info.nbytes + 1}'",
+    "EntryInfo": "infos: list[vram.EntryInfo] = vram.list('models/')",
+    "HolderInfo": "who: list[vram.HolderInfo] = vram.holders()",
+    "RevokeInfo": "left: vram.RevokeInfo = vram.revoke('name', timeout=1.0)\nmore = len(left.holders)",
+    "StatisticsInfo": "counts: vram.StatisticsInfo = vram.statistics()\nsome: int = counts.entries",
+    "VersionInfo": "def newest(entry: vram.EntryInfo) -> vram.VersionInfo:\n    return entry.versions[0]",
+    "Keeper": "def at(keeper: vram.Keeper) -> str:\n    return keeper.path",
+    "keeper": "with vram.keeper(max_bytes=1 << 30) as kept:\n    assert_type(kept, vram.Keeper)",
+    "list": "for entry in vram.list('models/'):\n    assert_type(entry, vram.EntryInfo)",
+    "holders": "for holder in vram.holders('models/'):\n    assert_type(holder, vram.HolderInfo)",
+    "remove": "vram.remove('name', version=1)",
+    "revoke": "assert_type(vram.revoke('name').nbytes, int)",
+    "show": "assert_type(vram.show('name'), vram.EntryInfo)",
+    "statistics": "assert_type(vram.statistics(), vram.StatisticsInfo)",
+    "empty": "array = vram.empty((0, 3), 'float32', device='host', capacity=10)\narray.resize(4)",
+    "zeros": "assert_type(vram.zeros(4, device='host'), vram.Array)",
+    "asarray": "assert_type(vram.asarray([1.0, 2.0], device='host'), vram.Array)",
+    "copy_in": "assert_type(vram.copy_in(array), vram.Array)",
+    "share": "assert_type(vram.share(array), vram.Array)",
+    "explain": "assert_type(vram.explain(array), vram.Route)",
+    "Route": "def reason(route: vram.Route) -> str:\n    return str(route)",
+    "publish": "assert_type(vram.publish('name', {'a': array}, meta={'k': 'v'}).version, int)",
+    "Published": "def copies(published: vram.Published) -> dict[str, str]:\n    return published.copied",
+    "put": "assert_type(vram.put('name', 'model.safetensors', device='host'), vram.Published)",
+    "attach": "with vram.attach('name', timeout=1.0) as lease:\n    assert_type(lease['a'], vram.Array)",
+    "attach_or_publish": "with vram.attach_or_publish('name', lambda: {'a': array}) as a:\n    names = sorted(a)",
+    "Lease": "def views(lease: vram.Lease) -> int:\n    return len(lease.numpy()) + lease.version",
+    "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
+    "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
+    "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
+    "Access": "right: vram.Access = vram.Access.READ_WRITE",
+    "AllocationSpec": "spec = vram.AllocationSpec(1 << 20, vram.Location('host'), vram.HandleKind.POSIX_FD)",
+    "HandleKind": "kinds: vram.HandleKind = vram.HandleKind.POSIX_FD | vram.HandleKind.FABRIC",
+    "Location": "place: vram.Location = vram.Location.parse('cuda:0')",
+    "AddressReservation": "def base(reservation: vram.AddressReservation) -> int:\n    return reservation.address",
+    "Event": "def wait(event: vram.Event) -> None:\n    event.synchronize()",
+    "IpcMemHandle": "def take(handle: vram.IpcMemHandle) -> vram.IpcMemHandle:\n    return handle",
+    "MemoryMapping": "def mapped(mapping: vram.MemoryMapping) -> int:\n    return mapping.nbytes",
+    "MulticastObject": "def team(multicast: vram.MulticastObject) -> int:\n    return len(multicast.devices)",
+    "PhysicalAllocation": "def size(allocation: vram.PhysicalAllocation) -> int:\n    return allocation.nbytes",
+    "Pool": "def of(pool: vram.Pool) -> vram.Location:\n    return pool.location",
+    "Region": "def grow(region: vram.Region) -> None:\n    region.grow('2MiB')",
+    "transports": "found = vram.transports.select('host', 'host', nbytes='1MiB')",
+}
+
+_HEAD = """
+import warnings
+from typing import assert_type
+
+import vram
+
+array: vram.Array = vram.empty(3, device="host")
+
+
+def caught(kind: type[vram.VramError]) -> bool:
+    try:
+        vram.statistics()
+    except kind as error:
+        return bool(str(error))
+    return False
+"""
+
+
+def program() -> str:
+    """Return a module that uses every public name, each in a function of its own."""
+    parts = [_HEAD]
+    for name, use in USES.items():
+        body = "\n".join(f"    {line}" for line in use.splitlines())
+        head = "    array = vram.zeros(3, device='host')\n" if "array" in use.replace("vram.Array", "") else ""
+        parts.append(f"def use_{name}() -> None:\n{head}{body}\n")
+    return "\n\n".join(parts)
+
+
+def mypy_as_a_user(place: Path, package: str | None = None) -> list[str]:
+    """Return what mypy --strict has to say about the program, in a directory that knows nothing of this one.
+
+    Parameters
+    ----------
+    place : Path
+        A directory to write to.
+    package : str, optional
+        What is read in place of the package's ``__init__.py``.
+    """
+    (place / "user.py").write_text(program())
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={ROOT / '.cache/mypy-user'}"]
+    if package is not None:
+        (place / "planted.py").write_text(package)
+        command += ["--shadow-file", str(PUBLIC), str(place / "planted.py")]
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "src"), "MYPY_FORCE_COLOR": "0"}
+    done = subprocess.run(
+        [*command, "user.py"], cwd=place, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    if done.returncode not in (0, 1):
+        raise AssertionError(f"mypy did not run: {done.stdout}{done.stderr}")
+    return [line for line in done.stdout.splitlines() if ": error:" in line]

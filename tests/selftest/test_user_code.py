@@ -1,0 +1,32 @@
+"""What tests/architecture says of the public names' types catches a name that a type checker does not see."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from tests.architecture.user_code import PUBLIC, mypy_as_a_user
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed here")
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "name"),
+    [
+        ("    list = _list_entries", "    _unused = _list_entries", "list"),
+        (
+            "    from .exchange.publish import publish as publish",
+            "    from .exchange.publish import publish",
+            "publish",
+        ),
+        ("    from .keeper.session import Keeper as Keeper\n", "", "Keeper"),
+        ("    from . import transports as transports\n", "", "transports"),
+    ],
+)
+def test_a_name_taken_out_or_not_exported_is_caught(line: str, instead: str, name: str, tmp_path: Path) -> None:
+    text = PUBLIC.read_text()
+    assert text.count(line) == 1
+    wrong = mypy_as_a_user(tmp_path, text.replace(line, instead))
+    assert wrong, f"nothing was said about {name}"
+    assert any(f'"{name}"' in one or f'"vram.{name}"' in one for one in wrong), wrong
