@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .exchange.share import explain as explain
     from .exchange.share import share as share
     from .exchange.weights import put as put
+    from .keeper import keeper as keeper
     from .keeper.reports import ArrayInfo as ArrayInfo
     from .keeper.reports import EntryInfo as EntryInfo
     from .keeper.reports import HolderInfo as HolderInfo
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from .keeper.reports import StatisticsInfo as StatisticsInfo
     from .keeper.reports import VersionInfo as VersionInfo
     from .keeper.session import Keeper as Keeper
-    from .keeper.session import keeper as keeper
     from .memory import AddressReservation as AddressReservation
     from .memory import Event as Event
     from .memory import MemoryMapping as MemoryMapping
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives, and what it is called there if that differs; the verb `keeper` is its room itself.
+# Where each public name lives, and what it is called there if that differs; the room `keeper` is the verb.
 _HOMES = {
     "arrays": "Array",
     "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError DeviceLostError"

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from tests.processes.other_users import OTHER, as_user, keeper_of
 
+import vram
 from vram.errors import (
     AccessDeniedError,
     BusyError,
@@ -39,7 +40,6 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
-from vram.keeper import session
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
 from vram.keeper.messages import Attach
 from vram.keeper.private import KeeperProcess, private_keeper, short_directory
@@ -711,7 +711,7 @@ def test_i7_a_forked_child_that_leaves_the_block_leaves_its_parent_the_keeper() 
     """F8: os.fork() inside the block, and an orderly exit of the child."""
     child = -1
     try:
-        with session.keeper() as mine, short_directory() as place:
+        with vram.keeper() as mine, short_directory() as place:
             child = os.fork()
             if child == 0:
                 sys.exit(0)

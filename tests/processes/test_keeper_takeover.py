@@ -17,13 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import pytest
+from msgspec import Struct
 from tests.processes.other_users import OTHER, as_user
 
-from vram.errors import NotFoundError, PeerGoneError, WaitTimeoutError
+from vram.errors import CapacityError, NotFoundError, PeerGoneError, WaitTimeoutError
 from vram.keeper import messages as m
+from vram.keeper import takeover
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Watch
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.snapshot import Books
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
@@ -425,3 +429,122 @@ def test_a_removed_name_stays_removed_and_its_numbers_go_on(place: str) -> None:
         assert connection.publish("w", [KIB4], fds) == 3
         assert connection.statistics().max_entries == 1
     second.stop()
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def limits_of(path: str) -> tuple[int | None, int | None]:
+    with KeeperClient.connect(path) as connection:
+        found = connection.statistics()
+        return found.max_bytes, found.max_entries
+
+
+def spoken(path: str, *options: str) -> tuple[subprocess.Popen[str], list[str]]:
+    """Start a keeper as people do; return it and what it printed until it served."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "vram.keeper", "--socket", path, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = []
+    while line := process.stdout.readline():
+        lines.append(line.rstrip("\n"))
+        if "serving at" in line:
+            break
+    return process, lines
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.communicate(timeout=SOON)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> None:
+    path = f"{place}/k"
+    first = KeeperProcess(path, ["--max-bytes", "8MiB", "--max-entries", "2", "--max-entries-per-user", "1"])
+    second, lines = spoken(path, "--takeover")
+    try:
+        assert first.process.wait(SOON) == 0
+        assert limits_of(path) == (8 << 20, 2)
+        assert lines[0] == (
+            f"vram keep: took over from pid {first.pid}; limits: --max-bytes 8 MiB as before, --max-entries 2 as "
+            f"before, --max-entries-per-user 1 as before"
+        )
+        with KeeperClient.connect(path) as connection, memfds(1) as fds:
+            connection.publish("a", [KIB4], fds)
+            connection.publish("b", [KIB4], fds)
+            with pytest.raises(CapacityError, match="2 entries"):
+                connection.publish("c", [KIB4], fds)
+        third, lines = spoken(path, "--takeover", "--max-entries", "3", "--max-bytes", "none")
+        try:
+            assert second.wait(SOON) == 0
+            assert limits_of(path) == (None, 3)
+            assert lines[0] == (
+                f"vram keep: took over from pid {second.pid}; limits: --max-bytes none (was 8 MiB), --max-entries 3 "
+                f"(was 2), --max-entries-per-user 1 as before"
+            )
+            with KeeperClient.connect(path) as connection, memfds(1) as fds:
+                connection.publish("c", [KIB4], fds)
+        finally:
+            ended(third)
+    finally:
+        ended(second)
+        first.stop()
+
+
+def test_the_state_of_a_takeover_is_read_across_versions(place: str) -> None:
+    """S9: a field that one of the two does not know is left out by it, and everything else moves."""
+
+    class Older(Struct, array_like=True):
+        books: Books
+        tokens: list[tuple[int, int]]
+        connections: list[takeover.ConnectionRow]
+
+    class Newer(takeover.State, array_like=True):
+        more: dict[str, int] = {}
+
+    books = Books(7, 3, {"w": 2}, [], [], [], [], [], [])
+    limits = takeover.LimitsRow(1, 2, None, 4)
+    encode = msgspec.msgpack.encode
+    older = msgspec.msgpack.decode(encode(Older(books, [(1, 2)], [])), type=takeover.State)
+    assert (older.books, older.tokens, older.limits) == (books, [(1, 2)], None)
+    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, {"x": 1})), type=takeover.State)
+    assert (newer.books, newer.tokens, newer.limits) == (books, [(1, 2)], limits)
+    back = msgspec.msgpack.decode(encode(takeover.State(books, [(1, 2)], [], limits)), type=Older)
+    assert (back.books, back.tokens) == (books, [(1, 2)])
+    assert encode(limits) == b"\x94\x01\x02\xc0\x04"
+
+
+def test_a_successor_of_a_keeper_without_limits_in_its_state_says_so(place: str) -> None:
+    """The running keeper is of a version that hands over no limits."""
+    path = f"{place}/k"
+    old = """
+import sys
+from vram.keeper import takeover
+real = takeover.State
+takeover.State = lambda *given: real(*given[:3])
+from vram.keeper.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+    first = subprocess.Popen(
+        [sys.executable, "-P", "-c", old, "--socket", path, "--max-entries", "2"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None
+        assert "serving" in first.stdout.readline()
+        second, lines = spoken(path, "--takeover", "--max-entries", "5")
+        try:
+            assert first.wait(SOON) == 0
+            assert "an older version that does not hand over its limits: those of this command line" in lines[0]
+            assert limits_of(path) == (None, 5)
+        finally:
+            ended(second)
+    finally:
+        ended(first)

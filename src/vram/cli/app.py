@@ -14,7 +14,7 @@ import typer
 
 from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
-from ..spec import format_size, parse_size
+from ..spec import format_size
 
 __all__ = ["app", "run"]
 
@@ -54,29 +54,38 @@ def keep(
     socket: Socket = None,
     mode: Annotated[str, typer.Option(help="Permissions of the socket, octal.")] = "0600",
     group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB".')] = None,
-    max_entries: Annotated[int | None, typer.Option(help="Most names to keep.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB", or "none".')] = None,
+    max_entries: Annotated[str | None, typer.Option(help='Most names to keep, or "none".')] = None,
     max_bytes_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
-    max_entries_per_user: Annotated[int | None, typer.Option(help="The same for each user but this one.")] = None,
-    takeover: Annotated[bool, typer.Option("--takeover", help="Take everything over from the running keeper.")] = False,
+    max_entries_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
+    takeover: Annotated[
+        bool,
+        typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
+    ] = False,
 ) -> None:
-    """Run a keeper in the foreground, until SIGTERM or Ctrl-C."""
+    """Run a keeper in the foreground, until SIGTERM, Ctrl-C, or the end of its terminal. Without one (nohup, setsid, a
+    service) it ignores SIGHUP.
+    """
+    from ..keeper.__main__ import parse_limit
+
     if not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
-    if min(max_entries or 0, max_entries_per_user or 0) < 0:
-        raise UsageError("--max-entries and --max-entries-per-user count entries: 0 or more")
     # -P: what lies in the current directory is no part of the library
     command = [sys.executable, "-P", "-m", "vram.keeper", "--mode", mode]
     if socket is not None:
         command += ["--socket", socket]
     if group is not None:
         command += ["--group", group]
-    for option, size in (("--max-bytes", max_bytes), ("--max-bytes-per-user", max_bytes_per_user)):
-        if size is not None:
-            command += [option, str(parse_size(size, what=option))]
-    for option, count in (("--max-entries", max_entries), ("--max-entries-per-user", max_entries_per_user)):
-        if count is not None:
-            command += [option, str(count)]
+    limits = {
+        "--max-bytes": max_bytes,
+        "--max-bytes-per-user": max_bytes_per_user,
+        "--max-entries": max_entries,
+        "--max-entries-per-user": max_entries_per_user,
+    }
+    for option, text in limits.items():
+        if text is not None:
+            parse_limit(text, option)  # a mistake is said here, in one line
+            command += [option, text]
     if takeover:
         command.append("--takeover")
     sys.stdout.flush()

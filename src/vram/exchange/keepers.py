@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
+from ..errors import CapacityError, ClosedError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
 from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
 from ..keeper.session import Keeper
@@ -39,8 +39,12 @@ def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
         If there is none.
     AccessDeniedError, ProtocolError
         If what listens there is not to be trusted, or no keeper.
+    ClosedError
+        If `keeper` is a Keeper that was closed.
     """
     if isinstance(keeper, Keeper):
+        if keeper.is_closed:
+            raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
         return client(keeper.path)
     if keeper is not None and not isinstance(keeper, (str, os.PathLike)):
         raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")

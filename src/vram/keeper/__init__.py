@@ -3,28 +3,60 @@
 Import what you need from the modules: :mod:`.client` in programs, :mod:`.private` for a keeper of your own,
 ``python -m vram.keeper`` for the process itself. Nothing here imports numpy or a driver.
 
-The room has the name of a verb: ``with vram.keeper() as k`` calls it, and gets :func:`.session.keeper`.
+The room has the name of a verb. Importing anything from it makes it an attribute of ``vram``, where users expect the
+verb; so it is the verb, a function with what Python wants of a package.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .session import Keeper
 
 
-class _Room(ModuleType):
-    """A module that can be called: importing anything from this room makes it an attribute of ``vram``, where users
-    expect the verb."""
+def keeper(*, max_bytes: int | None = None, max_entries: int | None = None) -> Keeper:
+    """Start a private keeper, for notebooks and tests: a child process, which serves when this returns.
 
-    def __call__(self, **options: Any) -> AbstractContextManager[Keeper]:
-        from .session import keeper
+    It is this process's default and, through ``VRAM_KEEPER``, that of the children it starts, until it is closed: by
+    ``close()``, at the end of a ``with`` block, or at the end of the program. If this process is killed, the keeper
+    ends too.
 
-        return keeper(**options)
+    Parameters
+    ----------
+    max_bytes, max_entries : int, optional
+        Ceilings for what it keeps: bytes, and names.
+
+    Returns
+    -------
+    Keeper
+
+    Raises
+    ------
+    PeerGoneError, WaitTimeoutError
+        If it does not start.
+
+    Examples
+    --------
+    >>> with vram.keeper():
+    ...     published = vram.publish("numbers", {"x": numpy.arange(3)})
+
+    >>> kept = vram.keeper()  # in a notebook: it lives on from cell to cell
+    >>> kept.close()
+    """
+    from .session import start
+
+    return start(max_bytes=max_bytes, max_entries=max_entries)
 
 
-sys.modules[__name__].__class__ = _Room
+def _become_a_package(verb: Any) -> None:
+    package = sys.modules[__name__]
+    for name in ("__file__", "__loader__", "__package__", "__path__", "__spec__"):
+        setattr(verb, name, getattr(package, name))
+    verb.__name__ = __name__  # what `from vram.keeper import client` goes by
+    verb.__module__ = __name__.rpartition(".")[0]  # where it is found by its qualified name, for pickle and help()
+    sys.modules[__name__] = verb
+
+
+_become_a_package(keeper)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ..errors import VramError
-from ..spec import parse_size
+from ..errors import UsageError, VramError
+from ..spec import format_size, parse_size
 from .server import PATIENCE, KeeperServer
+
+if TYPE_CHECKING:
+    from .takeover import Succession
+
+# The limits: how each is written, and what it is called among the quotas and as an argument of KeeperServer.
+_LIMITS = (
+    ("--max-bytes", "max_bytes", "max_bytes"),
+    ("--max-entries", "max_entries", "max_entries"),
+    ("--max-bytes-per-user", "user_bytes", "max_bytes_per_user"),
+    ("--max-entries-per-user", "user_entries", "max_entries_per_user"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,16 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, or this user's)")
     parser.add_argument("--mode", default="0600", help="permissions of the socket, octal: who may connect may attach")
     parser.add_argument("--group", help="group of the socket")
-    parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"')
-    parser.add_argument("--max-entries", metavar="N", type=int, help="most names to keep")
+    parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"; "none" lifts it')
+    parser.add_argument("--max-entries", metavar="N", help='most names to keep; "none" lifts it')
     parser.add_argument("--max-bytes-per-user", metavar="SIZE", help="the same for each user but this one")
-    parser.add_argument("--max-entries-per-user", metavar="N", type=int, help="the same for each user but this one")
+    parser.add_argument("--max-entries-per-user", metavar="N", help="the same for each user but this one")
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
     )
-    parser.add_argument("--takeover", action="store_true", help="take over from the keeper that runs, if one does")
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="take over from the keeper that runs, if one does, with its limits unless others are given",
+    )
     parser.add_argument("--ready-fd", metavar="FD", type=int, default=-1, help="write the path here once it serves")
     parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
+    parser.add_argument(
+        "--directory-fd",
+        metavar="FD",
+        type=int,
+        default=-1,
+        help="the socket's directory, locked, made for this keeper alone: it is removed in the end",
+    )
     given = parser.parse_args(arguments)
     try:
         mode = int(given.mode, 8)
@@ -38,32 +62,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= mode <= 0o777:
         parser.error(f"--mode {given.mode!r} is not an octal mode such as 0660")
 
+    succession: Succession | None = None
+
     def ready() -> None:
         if given.ready_fd >= 0:
             os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
             os.close(given.ready_fd)
         else:
-            print(f"vram keep: serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it", flush=True)
+            if succession is not None:
+                _say(_told(succession))
+            _say(f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it")
 
     try:
+        limits = {
+            argument: parse_limit(text, option)
+            for option, _, argument in _LIMITS
+            if (text := getattr(given, argument)) is not None
+        }
         server = KeeperServer(
             given.socket,
             mode=mode,
             group=given.group,
-            max_bytes=None if given.max_bytes is None else parse_size(given.max_bytes, what="--max-bytes"),
-            max_entries=given.max_entries,
-            max_bytes_per_user=(
-                None
-                if given.max_bytes_per_user is None
-                else parse_size(given.max_bytes_per_user, what="--max-bytes-per-user")
-            ),
-            max_entries_per_user=given.max_entries_per_user,
+            max_bytes=limits.get("max_bytes"),
+            max_entries=limits.get("max_entries"),
+            max_bytes_per_user=limits.get("max_bytes_per_user"),
+            max_entries_per_user=limits.get("max_entries_per_user"),
             patience=given.patience,
+            directory_fd=given.directory_fd,
         )
         if given.takeover:
             from .takeover import take_over
 
-            take_over(server)
+            succession = take_over(server, [quota for _, quota, argument in _LIMITS if argument in limits])
         server.serve(ready, parent_fd=given.parent_fd)
     except VramError as error:
         print(f"vram keep: {error}", file=sys.stderr)
@@ -71,7 +101,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"vram keep: {error}", file=sys.stderr)
         return 1
+    finally:
+        if given.directory_fd >= 0:  # whoever made it may be dead. Not if another keeper took over: it is not empty
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(given.socket))
     return 0
+
+
+def parse_limit(text: str, option: str) -> int | None:
+    """Read a limit: bytes or a size for what is counted in bytes, a whole number of entries for what is counted in
+    those, or ``"none"``.
+
+    Raises
+    ------
+    UsageError
+        For anything else.
+    """
+    if text.strip().lower() == "none":
+        return None
+    if "bytes" in option:
+        return parse_size(text, what=option)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise UsageError(f'{option} {text[:40]!r} is not a number of entries: 0 or more, or "none"')
+    return int(text)
+
+
+def _told(succession: Succession) -> str:
+    """Say which limits hold after a takeover, and which of them are other ones than before."""
+    who = f"took over from pid {succession.pid or 'unknown'}"
+    before, now = succession.before, succession.now
+    if before is None:
+        return f"{who}, an older version that does not hand over its limits: those of this command line hold"
+    parts = []
+    for option, quota, _ in _LIMITS:
+        was, limit = (_limit(option, getattr(quotas, quota)) for quotas in (before, now))
+        if was != limit:
+            parts.append(f"{option} {limit} (was {was})")
+        elif getattr(now, quota) is not None:
+            parts.append(f"{option} {limit} as before")
+    return f"{who}; limits: {', '.join(parts) or 'none, as before'}"
+
+
+def _limit(option: str, limit: int | None) -> str:
+    return "none" if limit is None else format_size(limit) if "bytes" in option else str(limit)
+
+
+def _say(line: str) -> None:
+    """Print for whoever looks. What cannot be printed is no reason for a keeper to end: it may hold memory already."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: there is no standard output
+        print(f"vram keep: {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -423,8 +423,7 @@ def leave_client(connection: KeeperClient) -> None:
 
 def close_client(path: str) -> None:
     """End the connection that :func:`client` made to the keeper at `path`, if there is one."""
-    with _clients_lock:
-        existing = _clients.pop(path, None)
+    existing = _clients.pop(path, None)  # in one step, without the lock: a finalizer may come here (I3)
     if existing is not None:
         existing.close()
 

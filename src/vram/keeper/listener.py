@@ -14,7 +14,7 @@ import time
 from ..errors import BusyError, UsageError
 from ..sharing.channel import peer_credentials
 
-__all__ = ["Listener"]
+__all__ = ["Listener", "clear_path", "lock_directory"]
 
 _LAST_GROUP = 2**32 - 2  # the one after it means "leave it as it is" to chown(2)
 _START_WAIT = 5.0  # seconds to wait for another keeper that is starting in the same directory
@@ -29,6 +29,8 @@ class Listener:
         Where. What a dead keeper left there is replaced.
     mode, group : int, str or None
         Permissions and group of the socket, in force before anybody can connect.
+    directory_fd : int
+        Lent: a descriptor of the directory that holds its lock already.
 
     Raises
     ------
@@ -40,16 +42,22 @@ class Listener:
 
     inode: tuple[int, int] | None
 
-    def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None) -> None:
+    def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None, directory_fd: int = -1) -> None:
         self.path = path
         gid = -1 if group is None else _group(group)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _is_dead(path)  # or whoever serves there is named before a lock that it may hold is waited for
             # Two keepers that start at once must not both find the other's socket dead: one at a time per directory.
-            directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            where = os.path.dirname(path)
+            directory = (
+                os.dup(directory_fd)
+                if directory_fd >= 0
+                else os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            )
             try:
-                _lock(directory, path)
-                _clear(path)
+                lock_directory(directory, where)  # once more does nothing: the lock is the open file's
+                clear_path(path)
                 umask = os.umask(0o777 & ~mode)
                 try:
                     sock.bind(path)
@@ -108,25 +116,44 @@ def _group(group: str) -> int:
         raise UsageError(f"there is no group {group!r}") from None
 
 
-def _lock(directory: int, path: str) -> None:
+def lock_directory(fd: int, directory: str) -> None:
+    """Lock a directory for as long as any descriptor of this open file is open.
+
+    Raises
+    ------
+    BusyError
+        If another process has it for longer than a keeper takes to start.
+    """
     deadline = time.monotonic() + _START_WAIT
     while True:
         try:
-            return fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise BusyError(
-                    f"another process has locked {os.path.dirname(path)} for {_START_WAIT:g} s; is a keeper starting?"
+                    f"another process has locked {directory} for {_START_WAIT:g} s; is a keeper starting?"
                 ) from None
             time.sleep(0.01)
 
 
-def _clear(path: str) -> None:
-    """Remove a socket that nobody listens on any more."""
+def clear_path(path: str) -> None:
+    """Remove a socket that nobody listens on any more.
+
+    Raises
+    ------
+    BusyError, UsageError
+        If somebody listens there, or it is something else: it is left alone.
+    """
+    if _is_dead(path):
+        os.unlink(path)
+
+
+def _is_dead(path: str) -> bool:
+    """Whether there is a socket that nobody listens on; False if there is nothing. Raises for anything else."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
-        return
+        return False
     if not stat.S_ISSOCK(found.st_mode):
         raise UsageError(f"{path} exists and is no socket; choose another path or remove it")
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -140,7 +167,7 @@ def _clear(path: str) -> None:
             raise BusyError(f"another kind of server listens at {path}; choose another path") from None
         if error.errno != errno.ECONNREFUSED:
             raise UsageError(f"cannot tell who is at {path}: {error.strerror}; choose another path") from None
-        os.unlink(path)
+        return True
     else:
         who = peer_credentials(probe)
         raise BusyError(

@@ -1,4 +1,7 @@
-"""A keeper of one's own: a child process that ends with the block that started it, or with its parent."""
+"""A keeper of one's own: a child process that ends when it is told to, or with its parent.
+
+Who removes its directory, and when, is in :mod:`.directory`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ..errors import PeerGoneError, UsageError, WaitTimeoutError
 from ..sharing.channel import MAX_PATH
 from .paths import check_platform
 
-__all__ = ["KeeperProcess", "private_keeper"]
+__all__ = ["KeeperProcess", "PrivateKeeper", "private_keeper", "short_directory"]
 
 _START = 20.0  # seconds
 _STOP = 10.0
@@ -39,6 +42,8 @@ class KeeperProcess:
         The uid to run as, for which this process has to be root.
     launcher : sequence of str
         A command to put in front, such as one that sets limits and then executes its arguments.
+    fds : sequence of int
+        Descriptors that it inherits under the same numbers.
 
     Raises
     ------
@@ -56,6 +61,7 @@ class KeeperProcess:
         timeout: float = _START,
         user: int | None = None,
         launcher: Sequence[str] = (),
+        fds: Sequence[int] = (),
     ) -> None:
         check_platform()
         self.path = path
@@ -77,7 +83,7 @@ class KeeperProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=(ready_child, parent_child),
+                pass_fds=(ready_child, parent_child, *fds),
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C is for us; we stop it
                 user=user,
@@ -150,15 +156,9 @@ class KeeperProcess:
             os.close(fd)
 
 
-@contextlib.contextmanager
-def private_keeper(
-    *,
-    max_bytes: int | None = None,
-    max_entries: int | None = None,
-    options: Sequence[str] = (),
-    timeout: float = _START,
-) -> Iterator[str]:
-    """Run a keeper that only this user can reach, in a directory of its own, for the length of a ``with`` block.
+class PrivateKeeper:
+    """A keeper that only this user can reach, in a directory of its own. It runs until :meth:`stop`, or the end of
+    this process.
 
     Parameters
     ----------
@@ -169,47 +169,102 @@ def private_keeper(
     timeout : float
         Seconds within which it has to serve.
 
-    Yields
-    ------
-    str
-        The path of its socket.
+    Attributes
+    ----------
+    path : str
+        Its socket.
 
     Raises
     ------
     PeerGoneError, WaitTimeoutError
         If it does not start.
     """
-    arguments = [*options]
-    if max_bytes is not None:
-        arguments += ["--max-bytes", str(max_bytes)]
-    if max_entries is not None:
-        arguments += ["--max-entries", str(max_entries)]
-    owner = os.getpid()
-    with short_directory() as directory:
-        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), arguments, timeout=timeout)
+
+    def __init__(
+        self,
+        *,
+        max_bytes: int | None = None,
+        max_entries: int | None = None,
+        options: Sequence[str] = (),
+        timeout: float = _START,
+    ) -> None:
+        arguments = [*options]
+        if max_bytes is not None:
+            arguments += ["--max-bytes", str(max_bytes)]
+        if max_entries is not None:
+            arguments += ["--max-entries", str(max_entries)]
+        check_platform()
+        from .directory import SOCKET, make_locked, sweep  # what it stands on is on Linux only
+
+        place = _short_place()
+        sweep(place)
+        self._directory, locked = make_locked(place)
         try:
-            yield keeper.path
+            self.path = os.path.join(self._directory, SOCKET)
+            arguments += ["--directory-fd", str(locked)]
+            self._process = KeeperProcess(self.path, arguments, timeout=timeout, fds=(locked,))
+        except BaseException:
+            self._remove_directory()
+            raise
         finally:
-            if os.getpid() == owner:  # a forked child leaves the block too, and the keeper is its parent's
-                keeper.stop()
+            os.close(locked)  # the lock is the keeper's now
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """Stop it, and wait until it and its directory are gone. Idempotent."""
+        try:
+            self._process.stop()
+        finally:
+            self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        """The keeper has done it; where it was killed, this does."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def private_keeper(
+    *,
+    max_bytes: int | None = None,
+    max_entries: int | None = None,
+    options: Sequence[str] = (),
+    timeout: float = _START,
+) -> Iterator[str]:
+    """Run a :class:`PrivateKeeper` for the length of a ``with`` block, and yield the path of its socket."""
+    owner = os.getpid()
+    keeper = PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries, options=options, timeout=timeout)
+    try:
+        yield keeper.path
+    finally:
+        if os.getpid() == owner:  # a forked child leaves the block too, and the keeper is its parent's
+            keeper.stop()
 
 
 @contextlib.contextmanager
 def short_directory() -> Iterator[str]:
     """Make a directory, 0700, whose path leaves room for a socket's name, for the length of a ``with`` block."""
-    place = tempfile.gettempdir()
-    if len(os.fsencode(place)) > MAX_PATH - 40:
-        place = "/tmp"
-        if not os.access(place, os.W_OK):
-            raise UsageError(f"the temporary directory {tempfile.gettempdir()} is too long a path for a socket")
     owner = os.getpid()
-    directory = tempfile.mkdtemp(prefix="vram-", dir=place)
+    directory = tempfile.mkdtemp(prefix="vram-", dir=_short_place())
     try:
         yield directory
     finally:
         # The keeper has unlinked its socket; if it was killed, we do. Not in a forked child: its parent is in there.
         if os.getpid() == owner:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _short_place() -> str:
+    """Return the temporary directory, or one with a shorter path where a socket in it would have too long a one."""
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > MAX_PATH - 40:
+        place = "/tmp"
+        if not os.access(place, os.W_OK):
+            raise UsageError(f"the temporary directory {tempfile.gettempdir()} is too long a path for a socket")
+    return place
 
 
 def _environment() -> dict[str, str]:

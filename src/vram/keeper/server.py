@@ -61,6 +61,8 @@ class KeeperServer:
         Seconds that a peer may keep the keeper waiting before it is disconnected.
     raises_limit : bool
         Whether to raise this process's limit of descriptors as far as it goes.
+    directory_fd : int
+        Lent: a descriptor of the socket's directory that holds its lock.
     """
 
     listener: Listener
@@ -77,10 +79,12 @@ class KeeperServer:
         max_entries_per_user: int | None = None,
         patience: float = PATIENCE,
         raises_limit: bool = True,
+        directory_fd: int = -1,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
+        self._directory_fd = directory_fd
         self.patience = patience
         self.pid = os.getpid()
         self.now = time.monotonic
@@ -125,7 +129,7 @@ class KeeperServer:
     def listen(self) -> None:
         """Bind the socket; :meth:`serve` does it otherwise. Raises what :class:`Listener` raises."""
         prepare_directory(self.path, self._chosen)
-        self.listen_on(Listener(self.path, mode=self.mode, group=self.group))
+        self.listen_on(Listener(self.path, mode=self.mode, group=self.group, directory_fd=self._directory_fd))
 
     def listen_on(self, listener: Listener) -> None:
         """Serve on a socket that is there already."""
@@ -143,14 +147,15 @@ class KeeperServer:
             Lent; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
             wanted.
         signals : bool
-            Stop at SIGTERM and SIGINT; only in a process's main thread.
+            Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up; only in a process's
+            main thread.
         """
         if not self._bound:
             self.listen()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
         self.loop = asyncio.SelectorEventLoop()
         try:
-            for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
+            for number in _ending() if signals else ():
                 self.loop.add_signal_handler(number, self.stop)
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
@@ -358,6 +363,21 @@ class KeeperServer:
     def _close_in_background(self) -> None:
         while (fds := self._closer.get()) is not None:
             close_fds(fds)
+
+
+def _ending() -> tuple[signal.Signals, ...]:
+    """Return the signals that end a keeper, and ignore SIGHUP where it does not say that a terminal is gone.
+
+    Who was started with SIGHUP ignored (nohup) goes on ignoring it; who has no terminal (setsid, a service, a private
+    keeper) has none to lose, and gives nothing up for what others take as "read your configuration again".
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        try:
+            os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+            return signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+        except OSError:  # ENXIO: no controlling terminal
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return signal.SIGTERM, signal.SIGINT
 
 
 def _raise_limit() -> int:

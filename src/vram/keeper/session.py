@@ -1,19 +1,38 @@
-"""``with vram.keeper() as k``: a private keeper that is this process's default for the length of a block."""
+"""A keeper as an object: one to talk to, or a private one that was started here and is this process's default."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
 
+from ..errors import ClosedError
+from ..lifetime import Owned, own
 from .client import close_client
-from .private import private_keeper
+from .paths import ENVIRONMENT
+from .private import PrivateKeeper
 
-__all__ = ["Keeper", "keeper"]
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["Keeper", "start"]
+
+# What the environment named before each private keeper that is open became the default.
+_before: dict[str, str | None] = {}
 
 
 class Keeper:
     """A keeper to talk to; every verb takes it, or its path, as ``keeper=``.
+
+    ``vram.keeper()`` starts a private one. It ends with :meth:`close`, at the end of a ``with`` block or with this
+    process; one that is dropped without that ends too, with a LeakWarning. ``Keeper(path)`` stands for one that runs
+    already; closing that ends nothing. In a child process, forked or pickled to, a Keeper is one that runs already.
+
+    Parameters
+    ----------
+    path : str
+        The socket of a keeper.
 
     Attributes
     ----------
@@ -21,46 +40,86 @@ class Keeper:
         Its socket.
     """
 
-    __slots__ = ("path",)
+    __slots__ = ("_is_closed", "_process", "path")
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._process: _Process | None = None
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called on this object."""
+        return self._is_closed
+
+    def close(self) -> None:
+        """End the keeper, if it was started here, and free what it keeps that nobody has attached. Idempotent.
+
+        What is attached stays with its readers. ``VRAM_KEEPER`` is again what it was before this keeper started.
+        """
+        self._is_closed = True
+        if self._process is not None:
+            self._process.close()
+
+    def __enter__(self) -> Self:
+        if self._is_closed:
+            raise ClosedError(f"the keeper at {self.path} was closed here; start another")
+        if self._process is not None:
+            self._process.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed = True
+        if self._process is not None:
+            self._process.__exit__(kind, error, trace)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Keeper, (self.path,)
 
     def __repr__(self) -> str:
-        return f"<Keeper at {self.path}>"
+        return f"<Keeper at {self.path}{', closed' if self._is_closed else ''}>"
 
 
-@contextlib.contextmanager
-def keeper(*, max_bytes: int | None = None, max_entries: int | None = None) -> Iterator[Keeper]:
-    """Run a private keeper, for notebooks and tests: a child process that ends with the ``with`` block.
+class _Process(Owned):
+    """The claim on a private keeper's process."""
 
-    Inside the block it is this process's default and, through ``VRAM_KEEPER``, that of the children it starts. If
-    this process dies, the keeper ends too.
+    __slots__ = ()
 
-    Parameters
-    ----------
-    max_bytes, max_entries : int, optional
-        Ceilings for what it keeps.
+    def __init__(self, private: PrivateKeeper) -> None:
+        # At exit too: its process would end by itself, but a connection to it is better closed than cut.
+        self._claim = own(f"the private keeper at {private.path}", partial(_end, private), at_exit=True)
 
-    Yields
-    ------
-    Keeper
 
-    Raises
-    ------
-    PeerGoneError, WaitTimeoutError
-        If it does not start.
-    """
-    owner = os.getpid()
-    before = os.environ.get("VRAM_KEEPER")
-    with private_keeper(max_bytes=max_bytes, max_entries=max_entries) as path:
-        os.environ["VRAM_KEEPER"] = path
-        try:
-            yield Keeper(path)
-        finally:
-            if os.getpid() == owner:  # a forked child leaves the block too, and has nothing to undo
-                if before is None:
-                    os.environ.pop("VRAM_KEEPER", None)
-                else:
-                    os.environ["VRAM_KEEPER"] = before
-                close_client(path)
+def start(*, max_bytes: int | None = None, max_entries: int | None = None) -> Keeper:
+    """Start a private keeper and make it the default; see :func:`vram.keeper`."""
+    private = PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries)
+    try:
+        keeper = Keeper(private.path)
+        keeper._process = _Process(private)
+    except BaseException:
+        private.stop()
+        raise
+    _before[keeper.path] = os.environ.get(ENVIRONMENT)
+    os.environ[ENVIRONMENT] = keeper.path
+    return keeper
+
+
+def _end(private: PrivateKeeper) -> None:
+    """The undo of a private keeper. A finalizer may come here: it takes no locks (I3)."""
+    path = private.path
+    before = _before.pop(path, None)
+    if os.environ.get(ENVIRONMENT) == path:
+        if before is None:
+            os.environ.pop(ENVIRONMENT, None)
+        else:
+            os.environ[ENVIRONMENT] = before
+    else:  # another was started since, or the user chose one: not back to this one when that one ends
+        for other, named in tuple(_before.items()):
+            if named == path:
+                _before[other] = before
+    try:
+        close_client(path)
+    finally:
+        private.stop()

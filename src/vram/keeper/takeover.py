@@ -40,6 +40,8 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -56,6 +58,7 @@ from ..errors import (
 )
 from ..sharing.channel import MAX_FDS, Channel, close_fds, peer_credentials
 from . import messages as m
+from .accounts import Quotas
 from .connection import Connection, Held, Partial
 from .conversation import greet, open_channel
 from .failures import raised
@@ -65,7 +68,7 @@ from .snapshot import Books, restore, save
 if TYPE_CHECKING:
     from .server import KeeperServer
 
-__all__ = ["hand_over", "take_over"]
+__all__ = ["Succession", "hand_over", "take_over"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
@@ -93,13 +96,45 @@ class ConnectionRow(Struct, array_like=True):
     partials: list[PartialRow]
 
 
+class LimitsRow(Struct, array_like=True):
+    """The ceilings that a keeper was started with; those on descriptors are each process's own."""
+
+    max_bytes: int | None = None
+    max_entries: int | None = None
+    user_bytes: int | None = None
+    user_entries: int | None = None
+
+
 class State(Struct, array_like=True):
     """All that moves but the descriptors, which come in this order: the listener, the connections, for each token
-    those of its version, for each connection those of its partial publications."""
+    those of its version, for each connection those of its partial publications.
+
+    Keepers of other versions read and write it too: new fields go last, with a default for what older ones leave out.
+    """
 
     books: Books
     tokens: list[tuple[int, int]]  # number of descriptors, bytes
     connections: list[ConnectionRow]
+    limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
+
+
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """What a takeover did to the limits.
+
+    Attributes
+    ----------
+    pid : int
+        The process that was taken over from; 0 if it is of another PID namespace.
+    before : Quotas or None
+        Its limits; None if it is of an older version, which does not hand them over.
+    now : Quotas
+        The limits in force.
+    """
+
+    pid: int
+    before: Quotas | None
+    now: Quotas
 
 
 _S = TypeVar("_S", bound=Struct)
@@ -195,7 +230,9 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
         )
         for one in connections
     ]
-    state = State(books, [(len(held.fds), held.nbytes) for held in numbers], rows)
+    quotas = server.catalogue.accounts.quotas
+    limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
+    state = State(books, [(len(held.fds), held.nbytes) for held in numbers], rows, limits)
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -208,13 +245,19 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
 # -- the new keeper -------------------------------------------------------------------------------------------------
 
 
-def take_over(server: KeeperServer) -> bool:
+def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession | None:
     """Fill `server` with everything that the keeper running at its path has, and make that one exit.
+
+    Parameters
+    ----------
+    given : collection of str
+        The limits that were chosen for `server`, by their names in :class:`Quotas`: they hold from now on, whatever
+        the running keeper's are. All others are taken over.
 
     Returns
     -------
-    bool
-        False if no keeper runs there: then there is nothing to take over, and `server` may start as usual.
+    Succession or None
+        None if no keeper runs there: then there is nothing to take over, and `server` may start as usual.
 
     Raises
     ------
@@ -228,7 +271,7 @@ def take_over(server: KeeperServer) -> bool:
     try:
         channel = open_channel(server.path, server.is_chosen, PATIENCE)
     except PeerGoneError:
-        return False
+        return None
     with channel:
         who = channel.peer()
         if who.uid != os.geteuid():
@@ -237,7 +280,10 @@ def take_over(server: KeeperServer) -> bool:
         channel.send(m.encode(m.Takeover(1)), timeout=PATIENCE)
         state, fds = _receive(channel)
         try:
-            sockets = _unpack(server, state, fds)
+            quotas = server.catalogue.accounts.quotas
+            before = None if state.limits is None else _with(quotas, state.limits, ())
+            now = quotas if state.limits is None else _with(quotas, state.limits, given)
+            sockets = _unpack(server, state, fds, now)
         except BaseException:
             close_fds(fds)
             raise
@@ -249,7 +295,13 @@ def take_over(server: KeeperServer) -> bool:
         _settle_in(server, sockets[0])
         with contextlib.suppress(PeerError):  # it died just now; it had let go
             channel.send(m.encode(m.Serving()), timeout=PATIENCE)
-    return True
+    return Succession(who.pid or 0, before, now)
+
+
+def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
+    """Return quotas with the limits of another keeper, but for those that were given here."""
+    names = (name for name in LimitsRow.__struct_fields__ if name not in given)
+    return replace(quotas, **{name: getattr(limits, name) for name in names})
 
 
 def _receive(channel: Channel) -> tuple[State, list[int]]:
@@ -286,7 +338,7 @@ def _receive(channel: Channel) -> tuple[State, list[int]]:
     return state, fds
 
 
-def _unpack(server: KeeperServer, state: State, fds: list[int]) -> list[socket.socket]:
+def _unpack(server: KeeperServer, state: State, fds: list[int], quotas: Quotas) -> list[socket.socket]:
     """Rebuild everything; return the sockets, the listener first. What is in `fds` afterwards is nobody's."""
     count = 1 + len(state.connections)
     partials = [row for connection in state.connections for row in connection.partials]
@@ -307,7 +359,7 @@ def _unpack(server: KeeperServer, state: State, fds: list[int]) -> list[socket.s
     catalogue, publications = restore(
         state.books,
         token,
-        server.catalogue.accounts.quotas,
+        quotas,
         keeper_uid=server.catalogue.accounts.keeper_uid,
         nobody=server.catalogue.nobody,
     )

@@ -1,0 +1,492 @@
+"""A private keeper: an object that runs from the call to its close(), and nothing of it stays, whoever is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import inspect
+import os
+import pickle
+import pydoc
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+import vram
+from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError
+from vram.keeper import directory as directories
+from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.directory import sweep
+from vram.keeper.private import KeeperProcess, PrivateKeeper, private_keeper, short_directory
+from vram.testing.keeper import SOON, memfds, until
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A temporary directory of its own, and no keeper that anything else has chosen."""
+    with short_directory() as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.delenv("VRAM_KEEPER", raising=False)
+        yield directory
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def program(code: str, *arguments: str, expect: int = 0) -> str:
+    """Run a program of its own; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=4 * SOON,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (expect, ""), done.stdout
+    return done.stdout
+
+
+# -- an object --------------------------------------------------------------------------------------------------------
+
+
+def test_it_runs_from_the_call_to_the_close(place: str) -> None:
+    kept = vram.keeper(max_bytes=8 << 20, max_entries=2)
+    try:
+        assert type(kept) is vram.Keeper
+        assert repr(kept) == f"<Keeper at {kept.path}>"
+        assert os.environ["VRAM_KEEPER"] == kept.path
+        found = vram.statistics()
+        assert (found.max_bytes, found.max_entries) == (8 << 20, 2)
+        assert vram.list(keeper=kept) == []
+        assert not kept.is_closed
+    finally:
+        kept.close()
+    kept.close()
+    assert kept.is_closed
+    assert not alive(found.pid)
+    assert os.listdir(place) == []
+    assert "VRAM_KEEPER" not in os.environ
+    assert repr(kept) == f"<Keeper at {kept.path}, closed>"
+    with pytest.raises(ClosedError, match="was closed here"):
+        vram.list(keeper=kept)
+    with pytest.raises(ClosedError), kept:
+        pass
+    with pytest.raises(PeerGoneError):
+        vram.list(keeper=kept.path)
+
+
+def test_as_a_context_manager_it_ends_with_the_block_also_after_an_error(place: str) -> None:
+    kept = vram.keeper()
+    pid = vram.statistics().pid
+    with pytest.raises(KeyError), kept:
+        raise KeyError
+    assert kept.is_closed
+    assert not alive(pid)
+    assert os.listdir(place) == []
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_the_default_is_the_newest_that_is_open_and_in_the_end_what_it_was(
+    place: str, monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
+    monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
+    kept = [vram.keeper() for _ in range(3)]
+    left = [one.path for one in kept]
+    try:
+        for index in order:
+            kept[index].close()
+            left.remove(kept[index].path)
+            assert os.environ["VRAM_KEEPER"] == (left[-1] if left else "/nowhere/k")
+    finally:
+        for one in kept:
+            one.close()
+
+
+def test_what_the_user_chose_meanwhile_stays_chosen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with vram.keeper():
+        monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
+    assert os.environ["VRAM_KEEPER"] == "/nowhere/k"
+
+
+def test_i2_one_that_is_dropped_ends_with_a_warning(place: str) -> None:
+    kept = vram.keeper()
+    pid = vram.statistics().pid
+    names = {"kept": kept}
+    del kept
+    with pytest.warns(LeakWarning, match="private keeper at .* was not closed"):
+        names.clear()
+    gc.collect()
+    assert not alive(pid)
+    assert os.listdir(place) == []
+    assert "VRAM_KEEPER" not in os.environ
+
+
+def test_started_again_in_the_same_cell_the_new_one_is_the_default(place: str) -> None:
+    kept = vram.keeper()
+    with pytest.warns(LeakWarning):
+        kept = vram.keeper()
+    gc.collect()
+    with kept:
+        assert os.environ["VRAM_KEEPER"] == kept.path
+        assert vram.list() == []
+    assert "VRAM_KEEPER" not in os.environ
+
+
+def test_i8_cells_of_a_notebook_share_it_and_its_end_leaves_nothing(place: str) -> None:
+    """No close(): the interpreter's exit ends the process, removes the directory, and warns of nothing."""
+    said = program("""
+import code, os
+cells = '''
+import vram, numpy
+k = vram.keeper()
+
+p = vram.publish("x", {"a": numpy.arange(5)})
+
+with vram.attach("x") as lease:
+    print(int(lease["a"].numpy().sum()))
+
+print(vram.statistics().pid)
+'''
+names = {}
+for cell in cells.split("\\n\\n"):
+    exec(compile(cell, "<cell>", "exec"), names)
+""")
+    total, pid = said.split()
+    assert int(total) == 10
+    until(lambda: not alive(int(pid)), what="the end of the keeper")
+    assert os.listdir(place) == []
+
+
+def test_i7_a_forked_child_neither_ends_it_nor_owns_it(place: str) -> None:
+    with vram.keeper() as kept:
+        pid = vram.statistics().pid
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                try:
+                    with kept:
+                        status = 2
+                except ForkedError:
+                    with KeeperClient.connect(kept.path) as connection:  # as one that runs already
+                        status = 0 if connection.list() == [] else 3
+                kept.close()
+                del kept
+                gc.collect()
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert alive(pid)
+        assert os.environ["VRAM_KEEPER"] == kept.path
+        assert vram.list() == []
+
+
+def test_pickled_it_is_one_that_runs_already(place: str) -> None:
+    with vram.keeper() as kept:
+        copy = pickle.loads(pickle.dumps(kept))
+        assert copy.path == kept.path
+        assert vram.list(keeper=copy) == []
+        copy.close()
+        del copy
+        gc.collect()
+        assert vram.list() == []
+
+
+def test_one_that_runs_already_is_not_ended(place: str) -> None:
+    with private_keeper() as path:
+        other = vram.Keeper(path)
+        assert vram.list(keeper=other) == []
+        with other:
+            pass
+        assert other.is_closed
+        assert vram.list(keeper=path) == []
+        close_client(path)
+
+
+def test_one_that_does_not_start_leaves_nothing(place: str) -> None:
+    with pytest.raises(PeerGoneError, match="--max-bytes"):
+        vram.keeper(max_bytes="64 bananas")  # type: ignore[arg-type]
+    assert os.listdir(place) == []
+    assert "VRAM_KEEPER" not in os.environ
+
+
+def test_its_help_is_its_own() -> None:
+    text = pydoc.plain(pydoc.render_doc(vram.keeper))
+    assert text.startswith("Python Library Documentation: function vram.keeper")
+    assert "keeper(*, max_bytes: 'int | None' = None, max_entries: 'int | None' = None) -> 'Keeper'" in text
+    assert "Start a private keeper, for notebooks and tests" in text
+    assert "PACKAGE CONTENTS" not in text
+    assert "close(self" in pydoc.plain(pydoc.render_doc(vram.Keeper))
+    assert inspect.isfunction(vram.keeper)
+    assert pickle.loads(pickle.dumps(vram.keeper)) is vram.keeper
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import vram.keeper.client as c; assert c.client",
+        "import vram.keeper.client; assert vram.keeper.client.client; assert vram.keeper.__name__ == 'vram.keeper'",
+        "from vram.keeper import client; assert client.client",
+        "from vram.keeper.client import client; import vram; assert vram.keeper.client.client is client",
+        "import importlib; assert importlib.import_module('vram.keeper.client').client",
+        "import vram.keeper; assert callable(vram.keeper)",
+        "import vram; vram.keeper; import vram.keeper.rules as r; assert r.check_name",
+        "import pkgutil, vram\nfound = {m.name for m in pkgutil.walk_packages(vram.__path__, 'vram.')}\n"
+        "assert 'vram.keeper.client' in found",
+        "import runpy, sys; sys.argv = ['k', '--max-entries', 'x']\n"
+        "try: runpy.run_module('vram.keeper', run_name='no'); print(end='')\nexcept SystemExit: raise AssertionError",
+    ],
+)  # fmt: skip
+def test_the_verb_is_a_room_to_imports(line: str) -> None:
+    assert program(line) == ""
+
+
+# -- what stays of it -------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys, vram
+kept = vram.keeper()
+print(vram.statistics().pid, flush=True)
+{extra}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_stays_when_its_owner_is_killed(place: str) -> None:
+    pid = int(program(KILLED.format(extra=""), expect=-signal.SIGKILL))
+    until(lambda: not os.listdir(place), what="the end of the directory")
+    until(lambda: not alive(pid), what="the end of the keeper")
+
+
+def test_what_stays_when_both_are_killed_goes_with_the_next_start(place: str) -> None:
+    extra = "os.kill(vram.statistics().pid, signal.SIGKILL)"
+    pid = int(program(KILLED.format(extra=extra), expect=-signal.SIGKILL))
+    until(lambda: not alive(pid), what="the end of the keeper")
+    (left,) = os.listdir(place)
+    assert os.listdir(f"{place}/{left}") == ["keeper.sock"]
+    with vram.keeper() as kept:
+        assert os.listdir(place) == [os.path.basename(os.path.dirname(kept.path))]
+    assert os.listdir(place) == []
+
+
+def make(place: str, name: str, mode: int = 0o700) -> str:
+    path = f"{place}/{name}"
+    os.mkdir(path)
+    os.chmod(path, mode)
+    return path
+
+
+def test_only_what_a_dead_private_keeper_left_is_swept(place: str) -> None:
+    """Whatever else there is stays as it is, and so does what somebody holds."""
+    dead = make(place, "vram-private-dead0000")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
+        gone.bind(f"{dead}/keeper.sock")
+    make(place, "vram-private-empty000")
+    with contextlib.ExitStack() as stack:
+        stay = {make(place, "vram-private-tooshrt"), make(place, "vram-privat-other0000"), make(place, "vram-0")}
+        stay.add(make(place, "vram-private-Capital0"))
+        stay.add(make(place, "vram-private-isopen00", 0o755))
+        os.symlink(make(place, "elsewhere"), f"{place}/vram-private-symlink0")
+        stay |= {f"{place}/elsewhere", f"{place}/vram-private-symlink0"}
+        stay.add(make(place, "vram-private-hasmore0"))
+        open(f"{place}/vram-private-hasmore0/notes", "w").close()
+        stay.add(make(place, "vram-private-notsock0"))
+        open(f"{place}/vram-private-notsock0/keeper.sock", "w").close()
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        stay.add(make(place, "vram-private-listens0"))  # taken over from the keeper that had the lock
+        listening.bind(f"{place}/vram-private-listens0/keeper.sock")
+        listening.listen()
+        stay.add(make(place, "vram-private-starting"))  # made and locked, and nothing in it yet
+        fd = os.open(f"{place}/vram-private-starting", os.O_RDONLY)
+        stack.callback(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        open(f"{place}/vram-private-isafile0", "w").close()
+        stay.add(f"{place}/vram-private-isafile0")
+        running = PrivateKeeper()  # sweeps, too
+        stack.callback(running.stop)
+        stay.add(os.path.dirname(running.path))
+        sweep(place)
+        assert {f"{place}/{name}" for name in os.listdir(place)} == stay
+        with KeeperClient.connect(running.path) as connection:
+            assert connection.list() == []
+        assert os.listdir(f"{place}/vram-private-hasmore0") == ["notes"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_what_is_of_another_user_is_left_alone(place: str) -> None:
+    os.chown(make(place, "vram-private-theirs00"), 12_345, 12_345)
+    sweep(place)
+    assert os.listdir(place) == ["vram-private-theirs00"]
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "before it is locked"])
+def test_a_directory_that_is_swept_while_it_is_made_is_made_again(
+    place: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another process sweeps in the moment between making the directory and locking it."""
+    swept: list[str] = []
+    make, lock = tempfile.mkdtemp, directories.lock_directory
+
+    def sweep_once(directory: str) -> None:
+        if not swept:
+            swept.append(directory)
+            sweep(place)
+            assert not os.path.exists(directory)
+
+    def made(**options: str) -> str:
+        directory = make(**options)
+        if moment == "before it is opened":
+            sweep_once(directory)
+        return directory
+
+    def locked(fd: int, directory: str) -> None:
+        if moment == "before it is locked":
+            sweep_once(directory)
+        lock(fd, directory)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    monkeypatch.setattr(directories, "lock_directory", locked)
+    with vram.keeper() as kept:
+        assert len(swept) == 1
+        assert os.path.dirname(kept.path) != swept[0]
+        assert vram.list() == []
+    assert os.listdir(place) == []
+
+
+def test_many_that_start_and_sweep_at_once_all_run(place: str) -> None:
+    code = """
+import vram
+for _ in range(5):
+    with vram.keeper():
+        assert vram.list() == []
+"""
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+        for _ in range(4)
+    ]
+    try:
+        said = [child.communicate(timeout=8 * SOON)[1] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert said == [""] * 4
+    assert os.listdir(place) == []
+
+
+# -- SIGHUP -----------------------------------------------------------------------------------------------------------
+
+# A session of its own with standard input as its terminal, as a login has; then a keeper in its place.
+LOGIN = """
+import fcntl, os, signal, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-P", "-m", "vram.keeper", *sys.argv[2:]])
+"""
+
+
+@contextlib.contextmanager
+def on_a_terminal(path: str, how: str) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Run a keeper on a terminal; yield it and, in a list, the end of the terminal that can be closed."""
+    ours, theirs = os.openpty()
+    ends = [ours]
+    ready, ready_child = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOGIN, how, "--socket", path, "--ready-fd", str(ready_child)],
+            stdin=theirs,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(ready_child,),
+        )
+    finally:
+        os.close(theirs)
+        os.close(ready_child)
+    try:
+        assert os.read(ready, 4096) == os.fsencode(path) + b"\n"
+        yield process, ends
+    finally:
+        os.close(ready)
+        process.kill()
+        process.wait()
+        for end in ends:
+            os.close(end)
+
+
+def serves(path: str) -> bool:
+    with KeeperClient.connect(path) as connection:
+        return connection.list() != []
+
+
+def publish(path: str) -> None:
+    with KeeperClient.connect(path) as connection, memfds(1) as fds:
+        connection.publish("w", [Segment(4096)], fds)
+
+
+def test_the_end_of_its_terminal_ends_a_keeper_as_sigterm_does(place: str) -> None:
+    path = f"{place}/k"
+    with on_a_terminal(path, "login") as (process, ends):
+        publish(path)
+        os.close(ends.pop())
+        assert process.wait(SOON) == 0
+        assert os.listdir(place) == []
+
+
+def test_sighup_ends_a_keeper_on_a_terminal_as_sigterm_does(place: str) -> None:
+    path = f"{place}/k"
+    with on_a_terminal(path, "login") as (process, _):
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(SOON) == 0
+        assert os.listdir(place) == []
+
+
+def test_under_nohup_a_keeper_outlives_its_terminal(place: str) -> None:
+    path = f"{place}/k"
+    with on_a_terminal(path, "nohup") as (process, ends):
+        publish(path)
+        os.close(ends.pop())
+        process.send_signal(signal.SIGHUP)
+        for _ in range(3):
+            assert serves(path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SOON) == 0
+        assert os.listdir(place) == []
+
+
+def test_without_a_terminal_a_keeper_ignores_sighup(place: str) -> None:
+    """A service, or a keeper after setsid; KeeperProcess gives each a session of its own."""
+    keeper = KeeperProcess(f"{place}/k")
+    try:
+        publish(keeper.path)
+        keeper.process.send_signal(signal.SIGHUP)
+        for _ in range(3):
+            assert serves(keeper.path)
+        assert keeper.process.poll() is None
+    finally:
+        assert keeper.stop() == 0
+
+
+def test_a_private_keeper_ignores_sighup_and_ends_with_its_owner(place: str) -> None:
+    with vram.keeper() as kept:
+        publish(kept.path)
+        pid = vram.statistics().pid
+        os.kill(pid, signal.SIGHUP)
+        for _ in range(3):
+            assert serves(kept.path)
+        assert alive(pid)
+    assert not alive(pid)
+    assert os.listdir(place) == []
