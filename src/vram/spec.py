@@ -16,6 +16,7 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_ELSEWHERE = re.compile(r"(cpu|ram|host|cuda|gpu)(?::?(\d{1,4}))?", re.IGNORECASE)
 _DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36}|host|numa(?::\d{1,4})?)")
 
 
@@ -82,7 +83,9 @@ class Location:
             return HOST
         match = _DEVICE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise UsageError(f'device {text!r:.80} is not one of "host", "cuda:0", "cuda:GPU-<uuid>"')
+            raise UsageError(
+                f'device {text!r:.80} is not one of "host", "cuda:0", "cuda:GPU-<uuid>"{_meant(str(text)[:80])}'
+            )
         return cls("cuda", int(match[1]) if match[1].isdigit() else match[1])
 
     def __str__(self) -> str:
@@ -90,6 +93,16 @@ class Location:
 
 
 HOST = Location("host")
+
+
+def _meant(text: str) -> str:
+    """Return a hint for what other libraries call a device; empty where there is none."""
+    match = _ELSEWHERE.fullmatch(text.strip())
+    if match is None:
+        return ""
+    kind, number = match[1].lower(), match[2] or "0"
+    meant = "host" if kind in ("cpu", "ram", "host") else f"cuda:{number}"
+    return f'; for {text.strip()!r} write "{meant}"'
 
 
 @dataclass(frozen=True, slots=True)

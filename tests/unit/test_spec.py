@@ -39,6 +39,25 @@ def test_no_places(bad):
 
 
 @pytest.mark.parametrize(
+    ("elsewhere", "here"),
+    [
+        ("cpu", "host"),
+        ("CPU", "host"),
+        ("cpu:0", "host"),
+        ("cuda", "cuda:0"),
+        ("gpu", "cuda:0"),
+        ("gpu:3", "cuda:3"),
+        ("cuda1", "cuda:1"),
+    ],
+)
+def test_what_other_libraries_call_a_device_gets_a_hint(elsewhere, here):
+    with pytest.raises(UsageError, match=f"for '{elsewhere}' write \"{here}\"$"):
+        Location.parse(elsewhere)
+    with pytest.raises(UsageError, match=r'"cuda:GPU-<uuid>"$'):
+        Location.parse("xpu:0")
+
+
+@pytest.mark.parametrize(
     ("written", "nbytes"),
     [
         (0, 0),

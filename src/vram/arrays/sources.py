@@ -14,6 +14,7 @@ from . import torch as torch_views
 from .array import Array
 from .cuda import CudaSource
 from .dtypes import as_dtype
+from .tables import columns_of, each_column, is_table
 from .views import NDArray, find
 
 __all__ = ["CudaSource", "Source", "as_source", "find"]
@@ -88,6 +89,8 @@ def as_source(value: object) -> Source | CudaSource:
         return cuda.of_dlpack(value, _name_of(value))
     else:
         view = _of_any(value, place)
+    if view.dtype.hasobject and is_table(value):
+        raise UsageError(f"{columns_of(value)}: **{{{each_column(value, prefix='table/')}}}")
     as_dtype(view.dtype)
     return Source(view)
 

@@ -29,10 +29,14 @@ CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Say in an error which array it is about."""
+    """Say in an error which array it is about: in its message, which is all that many a log shows."""
     try:
         yield
     except VramError as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"array {name!r:.80}: {error.args[0]}", *error.args[1:])
+        raise
+    except Exception as error:  # of another library, whose words are its own
         error.add_note(f"that is array {name!r:.80}")
         raise
 

@@ -174,7 +174,8 @@ class Placement:
             if self._sources is None:
                 copy.region.grow(copy.region.capacity)
             for item in copy.items:
-                target = copy.take(item)
+                with named(item.name):
+                    target = copy.take(item)
                 if self._sources is None:
                     target.close()
                     continue

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
+from ..arrays.tables import columns_of, each_column, is_table
 from ..errors import UsageError
 from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
@@ -90,7 +91,9 @@ def publish(
     Raises
     ------
     UsageError
-        For a bad name, a mapping of something else than arrays, too many segments.
+        For a bad name, a mapping of something else than arrays, too many segments. It names the array. For a table,
+        such as a pandas DataFrame, it says which line publishes its columns: a table also has an index, and columns
+        that are no numbers, and neither is left out without being asked.
     AccessDeniedError
         If the name belongs to another user.
     CapacityError
@@ -132,6 +135,8 @@ def publish_to(
         The claim on the name that this publication fulfils.
     """
     if not isinstance(arrays, Mapping):
+        if is_table(arrays):
+            raise UsageError(f"{columns_of(arrays)}: vram.publish({name!r:.80}, {{{each_column(arrays)}}})")
         raise UsageError(
             f'publish takes a mapping of names to arrays, not a {type(arrays).__name__}; one array is {{"name": array}}'
         )
