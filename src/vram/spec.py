@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 
-__all__ = ["Access", "AllocationSpec", "HandleKind", "Location", "format_size", "parse_size", "round_up"]
+__all__ = [
+    "Access",
+    "AllocationSpec",
+    "HandleKind",
+    "Location",
+    "format_count",
+    "format_size",
+    "parse_size",
+    "round_up",
+]
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -158,6 +167,11 @@ def format_size(nbytes: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if value == int(value) else f"{value:.1f} {unit}"
+
+
+def format_count(number: int, thing: str, things: str = "") -> str:
+    """Write a number of things for people: ``"1 name"``, ``"2 names"``, ``"1 entry"`` with `things` ``"entries"``."""
+    return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from safetensors.numpy import save_file
 
 import vram
 from vram.bench import NAMES
-from vram.cli import main
+from vram.cli import demo, main
 from vram.keeper.private import short_directory
 
 VRAM = Path(sys.executable).with_name("vram")
@@ -292,6 +293,70 @@ def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
     assert facts["workers"] == 1
     assert facts["tensors"] == 2
     assert facts["copies"] < 1.02
+
+
+def on_a_terminal(*arguments: object, **environment: str) -> str:
+    """Run a command whose output is a terminal; return all it printed."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    ours, theirs = os.openpty()
+    try:
+        process = subprocess.Popen(
+            [VRAM, *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            env={**inherited, "COLUMNS": "120", "TERM": "xterm-256color", **environment},
+        )
+    finally:
+        os.close(theirs)
+    said = b""
+    try:
+        with contextlib.suppress(OSError):  # EIO: the last who had the other end is gone
+            while part := os.read(ours, 65536):
+                said += part
+        assert process.wait(SOON) == 0, said.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return said.decode().replace("\r\n", "\n")
+
+
+def test_the_demo_has_colours_on_a_terminal_and_a_table_in_the_end(file: Path, tmp_path: Path) -> None:
+    nobody = str(tmp_path / "nobody.sock")
+    arguments = ("demo", "--weights", file, "--workers", 1)
+    shown = on_a_terminal(*arguments, VRAM_KEEPER=nobody)
+    assert "\x1b[31m" in shown  # red: the kill
+    assert "\x1b[1;32mproved:" in shown
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    assert "\x1b" not in plain
+    assert "1 process attached it" in plain
+    assert "kept under 1 name," in plain
+    assert not re.search(r"\b1 (names|readers|processes|leases)\b", plain)
+    table = plain.partition("in short")[2]
+    assert table.splitlines()[1].split() == ["step", "what", "bytes", "time"]
+    steps = [line.split()[0] for line in table.splitlines()[2:] if line.startswith(" ") and line[1] != " "]
+    assert steps == ["start", "publish", "kill", "attach", "share", "protect", "grow", "grow", "replace", "leave"]
+    assert re.search(r"^ publish +2 tensors of a file +54 B +[0-9.]+ (us|ms|s) *$", table, re.MULTILINE)
+
+
+def test_the_demo_prints_no_colours_where_they_are_not_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wanted in (True, False):
+        monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+        monkeypatch.setenv("TERM", "xterm-256color")
+        if wanted:
+            monkeypatch.delenv("NO_COLOR", raising=False)
+        else:
+            monkeypatch.setenv("NO_COLOR", "1")
+        story = demo._Story(as_json=False)
+        story.tell("killed", "red")
+        story.measure("kill", "it", 5, 0.25)
+        story.close("proved")
+        said = capsys.readouterr().out
+        assert bool(re.search(r"\x1b\[(?:\d+;)*3\dm", said)) is wanted, said
+        assert re.search(r"kill.* it .*5 B.* 250\.0 ms", said)
 
 
 @pytest.mark.standin

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vram.errors import UsageError
-from vram.spec import HOST, Access, AllocationSpec, HandleKind, Location, format_size, parse_size, round_up
+from vram.spec import (
+    HOST,
+    Access,
+    AllocationSpec,
+    HandleKind,
+    Location,
+    format_count,
+    format_size,
+    parse_size,
+    round_up,
+)
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
@@ -36,6 +46,11 @@ def test_places(text, location):
 def test_no_places(bad):
     with pytest.raises(UsageError, match='is not one of "host", "cuda:0"'):
         Location.parse(bad)
+
+
+def test_counts_are_written_as_people_do():
+    assert [format_count(n, "name") for n in (0, 1, 2)] == ["0 names", "1 name", "2 names"]
+    assert [format_count(n, "entry", "entries") for n in (1, 2)] == ["1 entry", "2 entries"]
 
 
 @pytest.mark.parametrize(

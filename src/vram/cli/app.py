@@ -14,7 +14,7 @@ import typer
 
 from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
-from ..spec import format_size
+from ..spec import format_count, format_size
 
 __all__ = ["app", "run"]
 
@@ -112,7 +112,8 @@ def put(
     _print(
         published,
         as_json,
-        f"{name} version {published.version}: {published.arrays} arrays, {format_size(published.nbytes)} on {device}, "
+        f"{name} version {published.version}: {format_count(published.arrays, 'array')}, "
+        f"{format_size(published.nbytes)} on {device}, "
         + ("shared in place" if published.zero_copy else f"{len(published.copied)} of them copied"),
     )
 

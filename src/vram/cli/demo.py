@@ -17,16 +17,23 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
 import vram
 
 from .. import driver as drivers
 from ..arrays.weights import plan as weights_plan
 from ..errors import InternalError, VramError
-from ..spec import Location, format_size
+from ..spec import Location, format_count, format_size
+from .tables import printer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["run_demo"]
 
@@ -37,16 +44,41 @@ ROWS, WIDTH = 4096, 384
 
 @dataclass
 class _Story:
-    """What was proved so far; each line is printed as it happens."""
+    """What was proved so far; each line is printed as it happens, and what was measured once more in the end."""
 
     as_json: bool
     facts: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
+    console: Console = field(default_factory=printer)
+    measured: list[tuple[str, str, str, str]] = field(default_factory=list)  # step, what, bytes, time
 
-    def tell(self, line: str, **facts: Any) -> None:
+    def tell(self, line: str, style: str = "", **facts: Any) -> None:
+        """Print a line, in a rich style where there are colours."""
         self.facts |= facts
         if not self.as_json:
-            print(f"{time.perf_counter() - self.began:6.2f} s  {line}", flush=True)
+            text = Text(f"{time.perf_counter() - self.began:6.2f} s  ", style="dim")
+            text.append(line, style=Style.parse(f"not dim {style}"))
+            self.console.print(text, soft_wrap=True)
+            self.console.file.flush()
+
+    def measure(self, step: str, what: str, nbytes: int | None = None, seconds: float | None = None) -> None:
+        """Note a row of the closing table."""
+        size = "" if nbytes is None else format_size(nbytes)
+        self.measured.append((step, what, size, "" if seconds is None else _duration(seconds)))
+
+    def close(self, proved: str) -> None:
+        """Print the closing table, and what it all has proved."""
+        table = Table(box=None, title="in short", title_justify="left", title_style="bold", header_style="bold")
+        table.add_column("step", style="cyan", no_wrap=True)
+        table.add_column("what")
+        table.add_column("bytes", justify="right", no_wrap=True)
+        table.add_column("time", justify="right", no_wrap=True)
+        for row in self.measured:
+            table.add_row(*row)
+        self.console.print()
+        self.console.print(table)
+        self.console.print()
+        self.console.print(Text(proved, style="bold green"), soft_wrap=True)
 
     def prove(self, holds: bool, claim: str) -> None:
         if not holds:
@@ -102,8 +134,9 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
         pid = vram.statistics().pid
         story.tell(
             f"a private keeper runs: pid {pid}, {_rss(pid)} resident, ready after {_ms(started)}",
-            keeper_start_seconds=time.perf_counter() - started,
+            keeper_start_seconds=(took := time.perf_counter() - started),
         )
+        story.measure("start", "a private keeper: its resident memory", _resident(pid), took)
         _publish_and_die(file, chosen, story)
         on_host = chosen == "host"
         crew = [stage.enter_context(_child(_reader, keeper.path, str(file))) for _ in range(workers)]
@@ -120,14 +153,17 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
         left = vram.statistics()
         story.prove(left.leases == 0, "every lease came back")
         story.tell(
-            f"all readers are gone: 0 leases, {format_size(left.nbytes)} kept under {left.entries} names, "
-            f"keeper at {_rss(pid)}",
+            f"all readers are gone: 0 leases, {format_size(left.nbytes)} kept under "
+            f"{format_count(left.entries, 'name')}, keeper at {_rss(pid)}",
             leases_left=left.leases,
         )
+        story.measure("leave", f"0 leases left; kept under {format_count(left.entries, 'name')}", left.nbytes)
     if as_json:
         print(json.dumps(story.facts, indent=2))
     else:
-        print("\nproved: memory that outlived its maker, shared without a copy, grown in place, replaced under readers")
+        story.close(
+            "proved: memory that outlived its maker, shared without a copy, grown in place, replaced under readers"
+        )
 
 
 # -- the acts ---------------------------------------------------------------------------------------------------
@@ -135,39 +171,49 @@ def _publish_and_die(file: Path, device: str, story: _Story) -> None:
     with _child(_publisher, str(file), device) as publisher:
         version, arrays, nbytes, seconds = publisher.answer()
         story.tell(
-            f"process {publisher.process.pid} published {arrays} tensors, {format_size(nbytes)}, as 'minilm' "
-            f"version {version} in {seconds:.3f} s",
+            f"process {publisher.process.pid} published {format_count(arrays, 'tensor')}, {format_size(nbytes)}, as "
+            f"'minilm' version {version} in {seconds:.3f} s",
             tensors=arrays,
             nbytes=nbytes,
             publish_seconds=seconds,
         )
+        story.measure("publish", f"{format_count(arrays, 'tensor')} of a file", nbytes, seconds)
         publisher.process.kill()
         publisher.process.join(DEADLINE)
         story.prove(publisher.process.exitcode == -signal.SIGKILL, "the publisher was killed")
-        story.tell(f"process {publisher.process.pid} was killed with SIGKILL; its memory was not")
+        story.tell(f"process {publisher.process.pid} was killed with SIGKILL; its memory was not", "red")
+        story.measure("kill", "the publisher, with SIGKILL; its memory stays", nbytes)
 
 
 def _read_everywhere(crew: list[_Child], file: Path, story: _Story) -> None:
     reports = [child.ask("check") for child in crew]
     story.prove(all(report["same"] == report["tensors"] for report in reports), "every tensor is as in the file")
     attach = sorted(report["attach"] for report in reports)[len(reports) // 2]
+    tensors = reports[0]["tensors"]
+    compared = "its only tensor" if tensors == 1 else f"all {tensors} tensors"
     story.tell(
-        f"{len(crew)} processes attached it and compared all {reports[0]['tensors']} tensors byte for byte with the "
+        f"{format_count(len(crew), 'process', 'processes')} attached it and compared {compared} byte for byte with the "
         f"file: the same; attach to first byte took {attach * 1e6:.0f} us",
         attach_seconds=attach,
         workers=len(crew),
     )
+    story.measure(
+        "attach", f"{format_count(len(crew), 'reader')}, to the first byte (median); every byte is as in the file",
+        story.facts["nbytes"], attach,
+    )  # fmt: skip
 
 
 def _count_copies(crew: list[_Child], story: _Story) -> None:
     shares = [child.ask("pss") for child in crew]
     copies = sum(share for share, _ in shares) / shares[0][1]
     story.prove(copies < 1.02, "the readers share one copy")
+    together = "together they hold" if len(crew) > 1 else "it holds"
     story.tell(
-        f"together they hold {copies:.2f} copies of its {format_size(shares[0][1])} (PSS), with the keeper alone "
-        f"keeping it alive",
+        f"{together} {copies:.2f} copies of its {format_size(shares[0][1])} (PSS), with the keeper alone keeping it "
+        f"alive",
         copies=copies,
     )
+    story.measure("share", f"{copies:.2f} copies held by {format_count(len(crew), 'reader')}", shares[0][1])
 
 
 def _try_to_write(story: _Story) -> None:
@@ -186,8 +232,10 @@ def _try_to_write(story: _Story) -> None:
     story.prove(done.returncode == -signal.SIGSEGV, "the kernel stopped the write")
     story.tell(
         "a process that tried to make it writable was refused by the kernel (EACCES), and one that wrote anyway was "
-        "stopped by it (SIGSEGV)"
+        "stopped by it (SIGSEGV)",
+        "red",
     )
+    story.measure("protect", "a writer, refused by the kernel and then stopped by it")
 
 
 def _grow(crew: list[_Child], device: str, story: _Story) -> None:
@@ -210,8 +258,13 @@ def _grow(crew: list[_Child], device: str, story: _Story) -> None:
             before = there
             story.tell(
                 f"an array grew to {rows} rows, {format_size(vectors.nbytes)}, in {seconds * 1e6:.0f} us, in place; "
-                f"{len(crew)} processes see them, each at the address it knew"
+                + (
+                    "1 process sees them, at the address it knew"
+                    if len(crew) == 1
+                    else f"{len(crew)} processes see them, each at the address it knew"
+                )
             )
+            story.measure("grow", f"an array in place, to {rows} rows", vectors.nbytes, seconds)
         story.facts["grown_rows"] = rows
 
 
@@ -220,17 +273,23 @@ def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None
         changed: dict[str, Any] = {name: -array.to_host() for name, array in lease.items()}
     if device != "host":  # what is published stays where it is
         changed = {name: vram.asarray(array, device=device) for name, array in changed.items()}
+    started = time.perf_counter()
     published = vram.publish("minilm", changed, consume=True)
+    seconds = time.perf_counter() - started
     reports = [child.ask("after") for child in crew]
     story.prove(all(report["stale"] for report in reports), "old readers know that they are old")
     story.prove(all(report["same"] == report["tensors"] for report in reports), "old readers read on undisturbed")
     story.prove(all(report["new"] == published.version for report in reports), "new readers see the new version")
     story.prove(all(report["changed"] == report["tensors"] for report in reports), "the new version is all new")
+    they = "it reads on the old bytes, still as in the file, and sees all the new ones when it upgrades"
+    if len(crew) > 1:
+        they = "they read on the old bytes, still as in the file, and see all the new ones when they upgrade"
+    readers = format_count(len(crew), "reader")
     story.tell(
-        f"version {published.version} was published under {len(crew)} readers of version 1: they read on the old "
-        f"bytes, still as in the file, and see all the new ones when they upgrade",
+        f"version {published.version} was published under {readers} of version 1: {they}",
         second_version=published.version,
     )
+    story.measure("replace", f"version {published.version}, under {readers} of version 1", published.nbytes, seconds)
 
 
 # -- the children -----------------------------------------------------------------------------------------------
@@ -390,9 +449,18 @@ def _pss() -> int:
     return total
 
 
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _rss(pid: int) -> str:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return format_size(pages * os.sysconf("SC_PAGE_SIZE"))
+    return format_size(_resident(pid))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _ms(started: float) -> str:

@@ -18,16 +18,21 @@ from ..spec import format_size
 if TYPE_CHECKING:
     from ..transports import Selection
 
-__all__ = ["bench_tables", "detail_tables", "entry_table", "holder_table", "route_table", "show_table"]
+__all__ = ["bench_tables", "detail_tables", "entry_table", "holder_table", "printer", "route_table", "show_table"]
 
 
-def show_table(table: Table) -> None:
-    """Print a table, as wide as it needs to be where nobody looks at a terminal."""
-    # What is in the cells was written by whoever may publish: words, not markup.
+def printer() -> Console:
+    """Return what prints: with colours on a terminal unless NO_COLOR is set, as wide as need be where there is none."""
+    # What is printed may have been written by whoever may publish: words, not markup.
     console = Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 200
-    console.print(table)
+    return console
+
+
+def show_table(table: Table) -> None:
+    """Print a table."""
+    printer().print(table)
 
 
 def entry_table(entries: Sequence[EntryInfo]) -> Table:

@@ -135,11 +135,7 @@ def publish_to(
         The claim on the name that this publication fulfils.
     """
     if not isinstance(arrays, Mapping):
-        if is_table(arrays):
-            raise UsageError(f"{columns_of(arrays)}: vram.publish({name!r:.80}, {{{each_column(arrays)}}})")
-        raise UsageError(
-            f'publish takes a mapping of names to arrays, not a {type(arrays).__name__}; one array is {{"name": array}}'
-        )
+        raise UsageError(_no_mapping(name, arrays))
     if consume and not isinstance(arrays, MutableMapping):
         kind = type(arrays).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
@@ -149,6 +145,12 @@ def publish_to(
         plan.done(client.path, name, version)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
+
+
+def _no_mapping(name: object, given: object) -> str:
+    if is_table(given):
+        return f"{columns_of(given)}: vram.publish({name!r:.80}, {{{each_column(given)}}})"
+    return f'publish takes a mapping of names to arrays, not a {type(given).__name__}; one array is {{"name": array}}'
 
 
 def publish_loaded(

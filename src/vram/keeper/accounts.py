@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from ..errors import CapacityError
-from ..spec import format_size
+from ..spec import format_count, format_size
 from .records import Session, Tally, Version
 
 __all__ = ["Accounts", "Quotas", "Usage"]
@@ -40,6 +40,12 @@ class Usage:
         self.nbytes += nbytes
         self.entries += entries
         self.handles += handles
+
+
+def _written(number: int, what: str) -> str:
+    if what == "byte":
+        return format_size(number)
+    return format_count(number, what, "entries" if what == "entry" else "")
 
 
 class Accounts:
@@ -92,24 +98,23 @@ class Accounts:
             freed_bytes, freed_handles = replaced.nbytes, replaced.handles
         quotas, used = self.quotas, self.total
         limits = [
-            (quotas.max_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "bytes", "the keeper"),
-            (quotas.max_entries, used.entries + entries, entries, "entries", "the keeper"),
-            (quotas.max_handles, used.handles + handles - freed_handles, handles, "descriptors", "the keeper"),
+            (quotas.max_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", "the keeper"),
+            (quotas.max_entries, used.entries + entries, entries, "entry", "the keeper"),
+            (quotas.max_handles, used.handles + handles - freed_handles, handles, "descriptor", "the keeper"),
         ]
         if uid != self.keeper_uid:
             used = self.of(uid)
             limits += [
-                (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "bytes", f"uid {uid}"),
-                (quotas.user_entries, used.entries + entries, entries, "entries", f"uid {uid}"),
-                (quotas.user_handles, used.handles + handles - freed_handles, handles, "descriptors", f"uid {uid}"),
+                (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", f"uid {uid}"),
+                (quotas.user_entries, used.entries + entries, entries, "entry", f"uid {uid}"),
+                (quotas.user_handles, used.handles + handles - freed_handles, handles, "descriptor", f"uid {uid}"),
             ]
         for limit, total, asked, what, whose in limits:
             if limit is not None and total > limit and asked:
-                write = format_size if what == "bytes" else str
                 raise CapacityError(
-                    f"no room for {write(asked)}{'' if what == 'bytes' else ' ' + what} more: {whose} may hold "
-                    f"{write(limit)}{'' if what == 'bytes' else ' ' + what} and would hold {write(total)}; remove "
-                    f"entries, wait for readers of old versions, or raise the keeper's limit"
+                    f"no room for {_written(asked, what)} more: {whose} may hold {_written(limit, what)} and would "
+                    f"hold {format_size(total) if what == 'byte' else total}; remove entries, wait for readers of old "
+                    f"versions, or raise the keeper's limit"
                 )
 
     def add(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
