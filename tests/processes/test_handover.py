@@ -29,6 +29,7 @@ from vram.errors import (
     ForkedError,
     PeerGoneError,
     ProtocolError,
+    UnsupportedError,
     UsageError,
     VramError,
     WaitTimeoutError,
@@ -557,16 +558,18 @@ def test_i7_a_forked_child_cannot_use_it(pair: tuple[ArrayChannel, ArrayChannel]
 
 def test_what_cannot_be_said_is_refused_and_nothing_is_sent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
     one, other = pair
-    for value in (object(), iter({1, 2}), 2**70, "\ud800", b"x" * 70_000, [np.arange(3)], {"a": rows}):
+    for value in (object(), iter({1, 2}), 2**70, "\ud800", b"x" * 70_000, [object()], {"a": rows}):
         with pytest.raises(UsageError):
             one.send(value)
         one.send("and on")
         assert other.recv(timeout=SOON) == "and on"
 
 
-def test_a_list_of_arrays_is_refused_with_a_remedy(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
-    with rows() as a, pytest.raises(UsageError, match="vram arrays and plain values"):
-        pair[0].send([a])
+def test_an_array_that_cannot_be_shared_is_refused_with_a_remedy_also_in_a_list(
+    pair: tuple[ArrayChannel, ArrayChannel],
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"^\[0\]: .*copy_in"):
+        pair[0].send([np.arange(3)])
 
 
 def test_waiting_ends_in_time(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

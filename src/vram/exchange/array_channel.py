@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import socket
 import threading
@@ -9,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -27,8 +28,9 @@ from ..errors import (
 )
 from ..lifetime import Owned
 from ..memory import Region
-from ..sharing.channel import Channel, check_timeout, close_fds
+from ..sharing.channel import MAX_MESSAGE, Channel, check_timeout, close_fds
 from .borrower import Borrower
+from .containers import Packed, named, pack, refuse, unpack
 from .due import Due
 from .handover import Lender, nothing, refer
 from .keeping import Kept, unreturned
@@ -40,6 +42,7 @@ from .wire import (
     EventIs,
     Forget,
     GoOn,
+    Mixed,
     Part,
     Returned,
     Shared,
@@ -60,6 +63,15 @@ class _Ordered:
         self.array, self.event = array, event
 
 
+class _Mixed:
+    """In the inbox in place of a container: some of its arrays may be used once events are done."""
+
+    __slots__ = ("arrays", "tree")
+
+    def __init__(self, tree: object, arrays: list[Array | _Ordered]) -> None:
+        self.tree, self.arrays = tree, arrays
+
+
 class _Failure:
     """In the inbox in place of a value: what was wrong with a message that a sending thread took off the socket."""
 
@@ -72,6 +84,7 @@ class _Failure:
 _HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c"))  # Dropped, Forget, Closed
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
+_REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
 
 
@@ -173,10 +186,12 @@ class ArrayChannel(Owned):
         return self._channel.give_away()
 
     def send(self, value: object, *, stream: object = None, timeout: float | None = None) -> None:
-        """Send an array, or any value that msgpack can say (None, numbers, strings, bytes, lists, dicts).
+        """Send an array, a plain value (None, bool, int, float, str, bytes), or a tuple, list or dict of all these.
 
         Anything that :func:`vram.share` takes is an array here, such as a tensor on a GPU. Its owner is kept until the
-        other end is done with it, if its memory lives only as long as that.
+        other end is done with it, if its memory lives only as long as that. Containers arrive as they were sent, up to
+        32 in one another, with at most 512 arrays and 64 KiB of everything else; an array that is in one twice is the
+        same object twice. If one thing in it cannot be sent, nothing is.
 
         Parameters
         ----------
@@ -189,7 +204,7 @@ class ArrayChannel(Owned):
         Raises
         ------
         UsageError
-            If the array's memory cannot leave this process, or the value cannot be said.
+            If an array's memory cannot leave this process, or a value cannot be said, with the path to it.
         PeerGoneError
             If the other end is closed.
         WaitTimeoutError
@@ -209,10 +224,13 @@ class ArrayChannel(Owned):
                     keep = self._last_keep
                 else:
                     keep = 0
+                    if isinstance(value, (tuple, list, dict)) and (packed := _packed(value)) is not None:
+                        self._send_packed(packed, None if stream is None else as_stream(stream), timeout)
+                        return
                     try:
                         message = encode(Value(value))
                     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                        raise UsageError(f"a channel carries vram arrays and plain values: {error}") from None
+                        raise refuse(value, _is_array, error) from None
                 try:
                     self._channel.send(message, timeout=timeout)
                 except VramError:
@@ -235,7 +253,7 @@ class ArrayChannel(Owned):
 
         Returns
         -------
-        Array or value
+        Array, value, or container of these
 
         Raises
         ------
@@ -267,9 +285,18 @@ class ArrayChannel(Owned):
             finally:
                 del value  # or the error, which keeps this frame, would keep itself and all that its callers hold
         if type(value) is _Ordered:
-            self._order.wait(value.event, value.array.region, None if stream is None else as_stream(stream))
-            return value.array
+            return self._when_filled(value, None if stream is None else as_stream(stream))
+        if type(value) is _Mixed:
+            waits = None if stream is None else as_stream(stream)
+            return unpack(value.tree, [self._when_filled(array, waits) for array in value.arrays])
         return value
+
+    def _when_filled(self, found: Array | _Ordered, stream: int | None) -> Array:
+        """Return a received array once what fills it is done, or a stream waits for that."""
+        if not isinstance(found, _Ordered):
+            return found
+        self._order.wait(found.event, found.array.region, stream)
+        return found.array
 
     def close(self, *, strict: bool = False) -> None:
         """Close the connection and let go of what the other end shared; arrays that are alive keep their memory.
@@ -328,6 +355,41 @@ class ArrayChannel(Owned):
         return f"<ArrayChannel, {'closed' if self.is_closed else f'fd {self._channel.fileno()}'}>"
 
     # -- sending ------------------------------------------------------------------------------------------------
+    def _send_packed(self, packed: Packed, stream: int | None, timeout: float | None) -> None:
+        """Send a container: all of it, or nothing, and then nothing is lent that was not before (I4)."""
+        arrays: list[tuple[str, Array]] = []
+        for steps, value in packed.arrays:
+            path = named(steps)
+            with _at(path):
+                arrays.append((path, value if isinstance(value, Array) else share(value)))
+        try:
+            size = len(encode(packed.tree)) + sum(_REFERENCE + 9 * len(array.shape) for _, array in arrays)
+        except (ValueError, OverflowError) as error:
+            raise refuse(packed.value, _is_array, error) from None
+        if size > MAX_MESSAGE - 64:
+            raise UsageError(
+                f"a container of {len(arrays)} arrays and {size} bytes of everything else; a message has "
+                f"{MAX_MESSAGE}. Send its parts one by one, or make arrays of what is long"
+            )
+        before = self._lender.numbers()
+        kept: list[int] = []
+        try:
+            referred = []
+            for path, array in arrays:
+                with _at(path):
+                    referred.append(msgspec.Raw(self._refer(array, stream, timeout)))
+                if self._last_keep:
+                    kept.append(self._last_keep)
+            # Each is encoded already, as a message of its own.
+            self._channel.send(encode(Mixed(packed.tree, tuple(referred))), timeout=timeout)  # type: ignore[arg-type]
+        except BaseException:
+            for number in kept:  # nobody will say so
+                self._hear_dropped(number, 1)
+            self._last, self._last_keep = nothing, 0
+            for number in self._lender.numbers() - before:
+                self._lender.let_go(number)
+            raise
+
     def _refer(self, array: Array, stream: int | None, timeout: float | None) -> bytes:
         """Return the message for an array, after what its receiver needs to know of the memory."""
         region = array.region
@@ -461,19 +523,12 @@ class ArrayChannel(Owned):
                 message = decode_message(payload)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"not a message between array channels: {error}") from None
-            if isinstance(message, Shared):
-                array = self._borrower.array(message.reference, message.keep)
-                self._inbox.append(_Ordered(array, message.event) if message.event else array)
+            if isinstance(message, (Shared, Returned)):
+                self._inbox.append(self._arrived(message))
             elif isinstance(message, Value):
                 self._inbox.append(message.value)
-            elif isinstance(message, Returned):
-                home = self._lender.at_home(message.reference, self._kept)
-                if home is None:
-                    number = message.reference.memory
-                    gone = ClosedError(f"an array of memory {number} came back after it was closed here")
-                    self._inbox.append(_Failure(gone))
-                else:
-                    self._inbox.append(home)
+            elif isinstance(message, Mixed):
+                self._inbox.append(self._arrived_together(message))
             elif isinstance(message, Part):
                 try:
                     self._borrower.learn(message.part, fds)
@@ -501,6 +556,64 @@ class ArrayChannel(Owned):
         finally:
             if fds:
                 close_fds(fds)
+
+    def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
+        """Return what a reference to an array means here."""
+        if isinstance(message, Shared):
+            array = self._borrower.array(message.reference, message.keep)
+            return _Ordered(array, message.event) if message.event else array
+        home = self._lender.at_home(message.reference, self._kept)
+        if home is None:
+            number = message.reference.memory
+            return _Failure(ClosedError(f"an array of memory {number} came back after it was closed here"))
+        return home
+
+    def _arrived_or_not(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
+        try:
+            return self._arrived(message)
+        except VramError as error:
+            # Without the frames: what they hold would be kept by an error that is kept in one of them.
+            return _Failure(error.with_traceback(None))
+
+    def _arrived_together(self, message: Mixed) -> _Mixed | _Failure:
+        """Return a container, or what is wrong with one of its arrays. All are looked at: each may be kept for us by
+        its sender, who hears that it is done with when it is dropped here."""
+        arrays: list[Array | _Ordered] = []
+        wrong: _Failure | None = None
+        for one in message.arrays:
+            found = self._arrived_or_not(one)
+            if isinstance(found, _Failure):
+                wrong = wrong or found
+            else:
+                arrays.append(found)
+        if wrong is not None:
+            return wrong
+        unpack(message.value, arrays)  # the check (S7)
+        return _Mixed(message.value, arrays)
+
+
+def _packed(value: object) -> Packed | None:
+    """Take a container apart; None if msgpack has words for all of it."""
+    try:
+        packed = pack(value, _is_array)
+    except UsageError:
+        return None  # what it refuses, such as a set or a date, msgpack may have words for; if not, it is refused there
+    return None if packed.is_plain else packed
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Array) or _is_shareable(value)
+
+
+@contextlib.contextmanager
+def _at(path: str) -> Iterator[None]:
+    """Say in an error where in a container the array is that it is about."""
+    try:
+        yield
+    except VramError as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"{path}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def _is_shareable(value: object) -> bool:

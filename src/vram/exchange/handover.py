@@ -235,6 +235,10 @@ class Lender:
             claim.release()  # from here on the region alone keeps it
         return lent
 
+    def numbers(self) -> set[int]:
+        """Return the numbers of all memory that is lent."""
+        return set(self._by_id)
+
     def let_go(self, number: int) -> None:
         """Lend a memory no longer, though it is there; `retired` is told."""
         lent = self._by_id.get(number)

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryDescriptor
 
 __all__ = [
+    "MAX_ARRAYS",
     "MAX_FORGOTTEN",
     "Closed",
     "Dropped",
@@ -19,6 +20,7 @@ __all__ = [
     "GoOn",
     "Gone",
     "MemoryPart",
+    "Mixed",
     "Part",
     "Reference",
     "Returned",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 MAX_FORGOTTEN = 4096  # memories in one message
+MAX_ARRAYS = 512  # arrays in one container
 Size = Annotated[int, Meta(ge=0, le=2**62)]
 Count = Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)]
 
@@ -124,6 +127,16 @@ class Value(Struct, frozen=True, array_like=True, tag="x"):
     value: Any
 
 
+class Mixed(Struct, frozen=True, array_like=True, tag="t"):
+    """A container with arrays or tuples in it, as :mod:`.containers` takes it apart.
+
+    What is in `arrays` is as if it had come in a message of its own. A sender puts in what it has encoded already.
+    """
+
+    value: Any
+    arrays: Annotated[tuple[Shared | Returned, ...], Meta(max_length=MAX_ARRAYS)]
+
+
 # -- between endpoints, besides ---------------------------------------------------------------------------------
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
     """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer."""
@@ -149,5 +162,5 @@ encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Fetch | Took).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Forget).decode
 decode_message = msgspec.msgpack.Decoder(
-    Shared | Returned | Part | GoOn | Forget | Dropped | Closed | EventIs | Value
+    Shared | Returned | Part | GoOn | Forget | Dropped | Closed | EventIs | Value | Mixed
 ).decode
