@@ -1,8 +1,9 @@
-"""Memory of others and the ways in which it travels: the CUDA driver keeps the contract, in CI on the stand-in, and
-with ``make test-gpu`` on real GPUs."""
+"""Memory of others and the ways in which it travels: the CUDA driver keeps the contract on every GPU, in CI on the
+stand-in, which has two, and with ``make test-gpu`` on those of the machine."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,12 @@ from vram.driver.protocol import Driver
 from vram.spec import Location
 from vram.testing.foreign import ForeignContract, Stranger
 
-HERE = Location("cuda", 0)
+CUDA = Location("cuda")
+
+
+def gpus() -> range:
+    """Every GPU that this run is for: an ordinal of 0 is what a wrong answer looks like, too."""
+    return range(drivers.get(CUDA).device_count() if os.environ.get("VRAM_TEST_GPU") else 2)
 
 
 class CudaForeign(ForeignContract):
@@ -23,20 +29,21 @@ class CudaForeign(ForeignContract):
 
     @pytest.fixture
     def driver(self) -> Driver:
-        return drivers.get(HERE)
+        return drivers.get(CUDA)
 
-    @pytest.fixture
-    def location(self) -> Location:
-        return HERE
+    @pytest.fixture(params=gpus(), ids="cuda:{}".format)
+    def location(self, request: pytest.FixtureRequest) -> Location:
+        return Location("cuda", request.param)
 
     @pytest.fixture(scope="class")
     @classmethod
     def elsewhere(cls) -> Callable[[], Any]:
-        return partial(drivers.get, HERE)
+        return partial(drivers.get, CUDA)
 
     @pytest.fixture
-    def stranger(self, driver: Driver) -> Iterator[Stranger]:
-        with CudaStranger() as stranger:
+    def stranger(self, location: Location) -> Iterator[Stranger]:
+        assert isinstance(location.id, int)
+        with CudaStranger(location.id) as stranger:
             yield stranger
 
 

@@ -32,6 +32,22 @@ def read(pipe: Connection, device: str | None) -> None:
     pipe.send("released")
 
 
+class Interface:
+    """Numbers of another library, as ``__cuda_array_interface__`` shows them."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<i4", "version": 3}
+
+
+def borrow(pipe: Connection, path: str) -> None:
+    """Borrow one array, say where it is and what is in it, and add one."""
+    with vram.borrow(path, access="rw") as lease:
+        found = lease.array.to_host()
+        where = str(lease.array.device), lease.array.__dlpack_device__()
+        lease.array[:] = found + 1
+    pipe.send((*where, found.tolist()))
+
+
 def read_hidden(pipe: Connection) -> None:
     """Attach although the GPU is hidden from this process; say what came of it."""
     try:

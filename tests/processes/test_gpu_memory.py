@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -16,16 +17,20 @@ import pytest
 from tests.processes import gpu_children
 
 import vram
+from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
 from vram.errors import AccessDeniedError, UnsupportedError
+from vram.keeper.private import short_directory
 from vram.memory import Region
-from vram.spec import Access, Location
+from vram.spec import Access, HandleKind, Location
 
 SOON = 60.0
 SPAWN = multiprocessing.get_context("spawn")
 ROWS = 4096
 GPU, OTHER = "cuda:0", "cuda:1"
+# The first GPU is what a wrong answer about an address looks like, too.
+GPUS = range(drivers.get(Location("cuda")).device_count() if os.environ.get("VRAM_TEST_GPU") else 2)
 pytestmark = [pytest.mark.usefixtures("kept", "hand_over"), pytest.mark.filterwarnings("default::DeprecationWarning")]
 
 
@@ -205,6 +210,29 @@ class GpuMemory:
         with vram.asarray(np.arange(1000.0), device=GPU) as a, vram.asarray(a, device=OTHER) as b:
             assert (str(a.device), str(b.device)) == (GPU, OTHER)
             assert (b.to_host() == np.arange(1000.0)).all()
+
+    @pytest.mark.parametrize("gpu", GPUS)
+    @pytest.mark.parametrize("kind", ["vmm", "legacy", "pool"])
+    def test_memory_of_another_library_is_lent_from_every_gpu(self, kind: str, gpu: int) -> None:
+        """S3: and is known to be on it, here and where it is opened."""
+        driver: Any = drivers.get(Location("cuda"))
+        granule = driver.mem_granularity(Location("cuda", gpu), HandleKind.POSIX_FD).recommended
+        with short_directory() as folder, CudaStranger(gpu) as stranger:
+            base = {
+                "vmm": lambda: stranger.mapped((granule,), HandleKind.POSIX_FD),
+                "legacy": lambda: stranger.legacy(granule),
+                "pool": lambda: stranger.pooled(granule, shareable=True)[1],
+            }[kind]()
+            theirs = gpu_children.Interface(base + 4096, (ROWS,))
+            route = vram.explain(theirs)
+            assert (route.made_by, route.device) == (kind, f"cuda:{gpu}")
+            with vram.share(theirs) as array:
+                array[:] = np.arange(ROWS, dtype="i4")
+            with vram.lend(theirs, at=f"{folder}/lent", writable=True):
+                with child(gpu_children.borrow, f"{folder}/lent") as (_, pipe):
+                    assert answer(pipe) == (f"cuda:{gpu}", (2, gpu), list(range(ROWS)))
+            with vram.share(theirs) as array:
+                assert array.to_host().tolist() == [number + 1 for number in range(ROWS)]
 
     def test_contexts_are_made_where_work_is_done(self) -> None:
         with child(gpu_children.devices) as (_, pipe):

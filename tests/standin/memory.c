@@ -373,6 +373,11 @@ static CUresult f_cuPointerGetAttribute(void *out, CUpointer_attribute which, CU
     return attribute(out, which, (Span *)ranges_at(&spans, address), address);
 }
 
+// Symbols of the library as they are of the real one: who does not believe the bindings looks them up by name.
+EXPORT CUresult cuPointerGetAttribute(void *out, CUpointer_attribute which, CUdeviceptr address) {
+    return f_cuPointerGetAttribute(out, which, address);
+}
+
 // An attribute that does not apply reads 0, and -2 as the ordinal: an unknown address is no error here.
 static CUresult f_cuPointerGetAttributes(unsigned count, CUpointer_attribute *which, void **out, CUdeviceptr address) {
     ENTER;
@@ -386,6 +391,10 @@ static CUresult f_cuPointerGetAttributes(unsigned count, CUpointer_attribute *wh
         if (which[i] == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) *(int *)out[i] = -2;
     }
     return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute *which, void **out, CUdeviceptr address) {
+    return f_cuPointerGetAttributes(count, which, out, address);
 }
 
 static CUresult f_cuPointerSetAttribute(const void *value, CUpointer_attribute which, CUdeviceptr address) {

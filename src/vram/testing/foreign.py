@@ -127,7 +127,8 @@ class ForeignContract(LegacyRules, EventRules, PoolRules, ForeignSuite):
         with scene.exported(handle) as fd:
             imported = scene.keep(scene.driver.mem_import(fd, FD, 2 * scene.g), 2)
         # The driver exports nothing that came from elsewhere, and says so here.
-        assert asked.pointer_info(scene.map(scene.reserve(2), imported)).kinds == HandleKind.NONE
+        info = asked.pointer_info(scene.map(scene.reserve(2), imported))
+        assert (info.kinds, info.made_by, info.location) == (HandleKind.NONE, "vmm", scene.location)
 
     def test_memory_that_nobody_may_access_yet_is_refused(self, scene: Scene, stranger: Stranger) -> None:
         asked = self.capability(scene.driver, Foreign)

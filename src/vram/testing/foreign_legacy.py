@@ -33,6 +33,7 @@ class LegacyRules(ForeignSuite):
             assert scene.read(base + 3, 10) == b"from there"
             info = other.call("pointer_info", there + 9)
             assert (info.base, info.nbytes, info.made_by, info.kinds) == (there, SIZE, "opened", 0)
+            assert info.location == scene.location
             other.call("ipc_close", there)
         with refused_there(other, UsageError):  # no window any more
             other.read(there, 1)

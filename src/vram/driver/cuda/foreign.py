@@ -26,6 +26,18 @@ from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
 from ..foreign import HANDLE_BYTES, PointerInfo
 from ..protocol import LiveObjects
+from .attributes import (
+    ALLOWED_HANDLE_TYPES,
+    BUFFER_ID,
+    CONTEXT,
+    DEVICE_ORDINAL,
+    IS_LEGACY_IPC_CAPABLE,
+    IS_MANAGED,
+    MEMORY_TYPE,
+    MEMPOOL,
+    PointerAttributes,
+    attribute,
+)
 from .bindings import UINT32, UINT64, Bindings, read, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
@@ -38,10 +50,10 @@ _HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _NO_PEERS = (217, 711)  # PEER_ACCESS_UNSUPPORTED, TOO_MANY_PEERS
 _NOT_A_HANDLE = (INVALID_VALUE, INVALID_HANDLE, MAP_FAILED, NOT_PERMITTED, NOT_FOUND, UNKNOWN)
-# CU_POINTER_ATTRIBUTE_*
-_CONTEXT, _MEMORY_TYPE, _BUFFER_ID, _ORDINAL, _IS_MANAGED = 1, 2, 7, 9, 8
-_LEGACY, _KINDS, _POOL = 10, 14, 17
-_ASKED = (_ORDINAL, _MEMORY_TYPE, _BUFFER_ID, _LEGACY, _KINDS, _POOL, _CONTEXT, _IS_MANAGED)
+_ASKED = (
+    *(DEVICE_ORDINAL, MEMORY_TYPE, BUFFER_ID, IS_LEGACY_IPC_CAPABLE),
+    *(ALLOWED_HANDLE_TYPES, MEMPOOL, CONTEXT, IS_MANAGED),
+)
 
 
 class ForeignCalls(WorkCalls):
@@ -51,7 +63,7 @@ class ForeignCalls(WorkCalls):
         super().__init__(bindings, devices)
         self._windows: dict[int, Window] = {}
         self._numbers = itertools.count(1)
-        self._asked = [self._api.CUpointer_attribute(number) for number in _ASKED]
+        self._attributes = PointerAttributes(bindings, *_ASKED)
 
     def live(self) -> LiveObjects:
         known = super().live()
@@ -59,10 +71,7 @@ class ForeignCalls(WorkCalls):
 
     # -- what is at an address ----------------------------------------------------------------------------------
     def pointer_info(self, address: int) -> PointerInfo:
-        if not 0 < address < 1 << 64:
-            raise UsageError(f"{address:#x} is no address")
-        found = self._call("cuPointerGetAttributes", len(self._asked), self._asked, address)
-        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = map(_number, found)
+        ordinal, memory_type, identity, legacy, kinds, pool, context, managed = self._attributes(address)
         if not identity or (ordinal < 0 and not memory_type):
             raise UsageError(f"{address:#x} is no address that the driver knows")
         used = (device.ordinal for device in self._devices.all if device.is_used)
@@ -97,7 +106,7 @@ class ForeignCalls(WorkCalls):
 
     def pointer_identity(self, address: int) -> int:
         try:
-            return int(self._call("cuPointerGetAttribute", self._asked[2], address))
+            return attribute(self._call, BUFFER_ID, address)
         except DriverError as error:
             if error.code != INVALID_VALUE:
                 raise
@@ -282,8 +291,3 @@ class ForeignCalls(WorkCalls):
 def bytes_of(struct: Any) -> bytes:
     """Return the 64 bytes of a handle."""
     return ctypes.string_at(int(struct.getPtr()), HANDLE_BYTES)
-
-
-def _number(value: Any) -> int:
-    """What the bindings make of an attribute: numbers, flags, enumerations, handles, None."""
-    return 0 if value is None else int(value)

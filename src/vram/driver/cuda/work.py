@@ -16,6 +16,7 @@ from ...errors import DeviceLostError, DriverError, RangeError, UsageError
 from ...lifetime import noted
 from ...spec import Access, Location
 from .. import libc
+from .attributes import DEVICE_ORDINAL, attribute
 from .bindings import Bindings
 from .devices import DEVICE, Current, Device, Devices
 from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_READY
@@ -116,8 +117,7 @@ class WorkCalls(SharingCalls):
     # -- in the order of a stream -------------------------------------------------------------------------------
     def ordinal_of(self, address: int) -> int:
         try:
-            attribute = self._api.CUpointer_attribute(9)  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-            ordinal = int(self._call("cuPointerGetAttribute", attribute, address))
+            ordinal = attribute(self._call, DEVICE_ORDINAL, address)
         except DriverError as error:
             if error.code != INVALID_VALUE:
                 raise

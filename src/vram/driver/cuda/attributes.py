@@ -1,0 +1,90 @@
+"""What the driver says of a pointer, in memory of our own: not as the bindings tell it, of which some tell it wrong.
+
+The driver writes as many bytes as an attribute has (1, 4 or 8) into 8 that are zero, so one kind of number fits all but
+the ordinal, which is negative where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from ...errors import UsageError
+from .bindings import Bindings
+
+__all__ = [
+    "ALLOWED_HANDLE_TYPES",
+    "BUFFER_ID",
+    "CONTEXT",
+    "DEVICE_ORDINAL",
+    "IS_LEGACY_IPC_CAPABLE",
+    "IS_MANAGED",
+    "MEMORY_TYPE",
+    "MEMPOOL",
+    "PointerAttributes",
+    "attribute",
+]
+
+# CU_POINTER_ATTRIBUTE_*
+CONTEXT, MEMORY_TYPE, BUFFER_ID, IS_MANAGED, DEVICE_ORDINAL = 1, 2, 7, 8, 9
+IS_LEGACY_IPC_CAPABLE, ALLOWED_HANDLE_TYPES, MEMPOOL = 10, 14, 17
+
+
+class PointerAttributes:
+    """Asks the driver for some attributes, in one call.
+
+    Parameters
+    ----------
+    *numbers : int
+        Which, by their numbers in cuda.h.
+    """
+
+    __slots__ = ("_bindings", "_count", "_numbers", "_signed", "_which")
+
+    def __init__(self, bindings: Bindings, *numbers: int) -> None:
+        self._bindings = bindings
+        self._count = len(numbers)
+        self._numbers = (ctypes.c_int * len(numbers))(*numbers)
+        self._which = ctypes.addressof(self._numbers)
+        self._signed = [at for at, number in enumerate(numbers) if number == DEVICE_ORDINAL]
+
+    def __call__(self, address: int) -> list[int]:
+        """Return the attributes; of an address that the driver does not know 0, and -2 as the ordinal.
+
+        Raises
+        ------
+        DriverError
+            If the driver refuses to answer at all.
+        UsageError
+            If that is no address at all.
+        """
+        _check(address)
+        count = self._count
+        room = (ctypes.c_uint64 * (2 * count))()  # the answers, and behind them where each goes
+        start = ctypes.addressof(room)
+        room[count:] = [start + 8 * at for at in range(count)]
+        self._bindings.past("cuPointerGetAttributes", count, self._which, start + 8 * count, address)
+        found = room[:count]
+        for at in self._signed:
+            found[at] = ctypes.c_int32(found[at]).value
+        return found
+
+
+def attribute(bindings: Bindings, number: int, address: int) -> int:
+    """Return one attribute; unlike with several, the driver refuses an address that it does not know.
+
+    Raises
+    ------
+    DriverError
+        INVALID_VALUE for such an address.
+    UsageError
+        If that is no address at all.
+    """
+    _check(address)
+    room = ctypes.c_uint64()
+    bindings.past("cuPointerGetAttribute", ctypes.addressof(room), number, address)
+    return ctypes.c_int32(room.value).value if number == DEVICE_ORDINAL else room.value
+
+
+def _check(address: int) -> None:
+    if not 0 < address < 1 << 64:  # ctypes would cut it to 64 bits, and another address is asked for
+        raise UsageError(f"{address:#x} is no address")
