@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ _BUILT = _HERE.parent.parent / "build" / "standin"
 _FLAGS = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden"]
 _LINK = ["-Wl,-soname,libcuda.so.1", "-lpthread"]
 _HEADERS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+_OLDEST_HEADER = 12090  # CUDA_VERSION; names that came later are written in standin.h
 
 
 class StandinError(RuntimeError):
@@ -38,8 +40,15 @@ def missing() -> str | None:
         return "cuda-bindings is not installed"
     if _compiler() is None:
         return "no C compiler to build the stand-in driver with"
-    if _include() is None:
+    include = _include()
+    if include is None:
         return f"no cuda.h to build the stand-in driver with: install {_HEADERS[0]}"
+    version = _header_version(include)
+    if version < _OLDEST_HEADER:
+        return (
+            f"{include / 'cuda.h'} is of CUDA {version // 1000}.{version % 1000 // 10}, and the stand-in driver needs "
+            f"that of {_OLDEST_HEADER // 1000}.{_OLDEST_HEADER % 1000 // 10} or newer: install {_HEADERS[0]}"
+        )
     return None
 
 
@@ -49,7 +58,12 @@ def _compiler() -> str | None:
 
 @cache
 def _include() -> Path | None:
-    """Return the directory of cuda.h, newest wheel first; whichever it is, the library serves every binding."""
+    """Return the directory of cuda.h, newest wheel first; whichever it is, the library serves every binding.
+
+    ``VRAM_STANDIN_INCLUDE`` names another one, such as a toolkit's.
+    """
+    if chosen := os.environ.get("VRAM_STANDIN_INCLUDE"):
+        return Path(chosen) if (Path(chosen) / "cuda.h").exists() else None
     for name in _HEADERS:
         try:
             files = importlib.metadata.files(name) or []
@@ -59,6 +73,11 @@ def _include() -> Path | None:
             if file.name == "cuda.h":
                 return Path(str(file.locate())).resolve().parent
     return None
+
+
+def _header_version(include: Path) -> int:
+    found = re.search(r"^#define CUDA_VERSION (\d+)", (include / "cuda.h").read_text(errors="replace"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def build() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from cuda.bindings import driver
@@ -109,12 +110,15 @@ def shareable_pool(types: int = 1) -> Any:
     return ok("cuMemPoolCreate", made)
 
 
-def attributes(address: int, *names: str) -> list[Any]:
-    """Return pointer attributes, by the ends of their names."""
-    return [
-        ok("cuPointerGetAttribute", getattr(driver.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{n}"), address)
-        for n in names
-    ]
+def attributes(address: int, *names: str) -> list[int]:
+    """Return pointer attributes, by the ends of their names: as the driver says them, since bindings differ in that."""
+    ask, found = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute, []
+    for name in names:
+        number, room = getattr(driver.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}"), ctypes.c_int64()
+        status = ask(ctypes.byref(room), int(number), ctypes.c_uint64(address))
+        assert status == 0, f"{name} -> {status}"
+        found.append(room.value)
+    return found
 
 
 def multicast_prop(devices: int = 2, nbytes: int = GRANULE, types: int = 1) -> Any:

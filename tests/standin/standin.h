@@ -4,10 +4,10 @@
 #define _GNU_SOURCE
 #define __CUDA_API_VERSION_INTERNAL // turns off cuda.h's renaming of cuFoo to cuFoo_v2: versions are named here
 #include <cuda.h>
-#if CUDA_VERSION < 13000 // the library serves both bindings, whichever header it was built with
+// The library serves all bindings, whichever header it was built with, from that of 12.9 on: what came later is written
+// here, over the header's own word where that has it. A test holds the names that are used to what 12.9 knows.
 #define CUDA_ERROR_MULTICAST_RESOURCE_FULL ((CUresult)47)
-#define CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED 145
-#endif
+#define CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ((CUdevice_attribute)145)
 
 #include <stdbool.h>
 #include <stddef.h>
