@@ -209,7 +209,7 @@ class Standin:
         except ValueError:
             raise StandinError("the libcuda.so.1 in this process is not the stand-in") from None
         library.vram_standin_live.restype = ctypes.c_longlong
-        for name in ("calls", "would_hang", "illegal", "faults_played", "called"):
+        for name in ("calls", "would_hang", "would_crash", "illegal", "faults_played", "called"):
             getattr(library, f"vram_standin_{name}").restype = ctypes.c_long
         library.vram_standin_fail.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
         library.vram_standin_set_free.argtypes = [ctypes.c_int, ctypes.c_ulonglong]
@@ -261,6 +261,10 @@ class Standin:
     def would_hang(self) -> int:
         """Count the calls since the last clear that would never have returned on hardware."""
         return int(self._library.vram_standin_would_hang())
+
+    def would_crash(self) -> int:
+        """Count the calls since the last clear in which hardware ends the process, inside the driver."""
+        return int(self._library.vram_standin_would_crash())
 
     def illegal(self) -> int:
         """Count the deferred copies and fills since the last clear whose memory was gone when they ran."""

@@ -195,6 +195,8 @@ int device_of_number(int number) {
     return -1;
 }
 
+bool valid_node(int node) { return node >= 0 && node < config.numa_nodes; }
+
 bool can_access_peer(int from, int to) { return from != to && !config.no_peer; }
 
 bool charge(int device, size_t size) {
@@ -275,7 +277,7 @@ static int attribute(CUdevice_attribute which, int device) {
     // As measured: the attribute says yes, and the create that follows is not permitted. Attributes lie.
     case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED: return version >= 12030 && !config.no_vmm;
     case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: return version >= 12010 && !config.no_vmm;
-    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: return 0;
+    case CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID: return devices[device].number % config.numa_nodes;
     case CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: return version >= 12020 && !config.no_vmm;
     case CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: return version >= 13000 && !config.no_vmm;
     default: return 0;

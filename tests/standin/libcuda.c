@@ -12,7 +12,7 @@ EXPORT const char vram_standin[] = "vram stand-in for libcuda.so.1"; // no real 
 
 Config config;
 bool initialized, forked, deferring;
-long would_hang, illegal_accesses;
+long would_hang, would_crash, illegal_accesses;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -32,6 +32,8 @@ static void read_config(void) {
     config.driver_version = (int)env_number("VRAM_STANDIN_DRIVER_VERSION", 13000);
     config.devices = (int)env_number("VRAM_STANDIN_DEVICES", 2);
     if (config.devices > MAX_DEVICES) config.devices = MAX_DEVICES;
+    config.numa_nodes = (int)env_number("VRAM_STANDIN_NUMA_NODES", 2);
+    if (config.numa_nodes < 1) config.numa_nodes = 1;
     config.memory = (size_t)env_number("VRAM_STANDIN_MEMORY", 8ll << 30) / GRANULE * GRANULE;
     config.no_peer = env_on("VRAM_STANDIN_NO_PEER");
     config.no_vmm = env_on("VRAM_STANDIN_NO_VMM");
@@ -222,6 +224,7 @@ EXPORT long long vram_standin_live(const char *what) { LOCKED(long long,
         initialized ? live(what) : live(what) < 0 ? -1 : 0); }
 EXPORT long vram_standin_calls(const char *name) { LOCKED(long, site_named(name)->calls); }
 EXPORT long vram_standin_would_hang(void) { LOCKED(long, would_hang); }
+EXPORT long vram_standin_would_crash(void) { LOCKED(long, would_crash); }
 EXPORT long vram_standin_illegal(void) { LOCKED(long, illegal_accesses); }
 EXPORT long vram_standin_faults_played(void) { LOCKED(long, faults_played); }
 
@@ -238,7 +241,7 @@ EXPORT void vram_standin_clear(void) { // no more faults, all counts 0; what liv
         free(fault);
     }
     for (Site *site = sites; site; site = site->next) site->calls = 0;
-    faults_played = would_hang = illegal_accesses = 0;
+    faults_played = would_hang = would_crash = illegal_accesses = 0;
     pthread_mutex_unlock(&mutex);
 }
 

@@ -129,13 +129,13 @@ extern const Entry device_entries[], vmm_entries[], memory_entries[], ipc_entrie
         stream_entries[], multicast_entries[];
 
 typedef struct Config {
-    int driver_version, devices;
+    int driver_version, devices, numa_nodes;
     size_t memory;
     bool no_peer, no_vmm, fabric;
 } Config;
 extern Config config;
 extern bool initialized, forked, deferring;
-extern long would_hang, illegal_accesses;
+extern long would_hang, would_crash, illegal_accesses;
 
 /* ---- devices and contexts (device.c) ---- */
 
@@ -166,6 +166,7 @@ Context *find_context(CUcontext handle);
 bool valid_device(int device);
 int device_of_number(int number); // ordinal here, -1: hidden from this process
 bool can_access_peer(int from, int to);
+bool valid_node(int node); // of the host's memory
 bool charge(int device, size_t size); // false: the device's memory is exceeded; the host has no limit
 void uncharge(int device, size_t size);
 void open_arenas(void);

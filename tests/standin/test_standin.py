@@ -135,9 +135,23 @@ def test_create_checks_location_and_handle_types() -> None:
     assert code("cuMemCreate", GRANULE, prop(HOST_NUMA_CURRENT), 0) == INVALID_VALUE
     assert code("cuMemCreate", GRANULE, prop(types=8), 0) == NOT_PERMITTED  # fabric: the attribute says yes
     assert ok("cuDeviceGetAttribute", driver.CUdevice_attribute(128), 0) == 1
-    assert code("cuMemCreate", GRANULE, prop(types=2), 0) == NOT_SUPPORTED
+    for types in (2, 4):  # WIN32, WIN32_KMT
+        assert code("cuMemCreate", GRANULE, prop(types=types), 0) == INVALID_VALUE
     ok("cuMemRelease", create(kind=HOST, types=0))
-    ok("cuMemRelease", create(kind=HOST_NUMA))
+
+
+def test_memory_of_the_host_is_on_one_of_its_nodes() -> None:
+    node = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+    assert [ok("cuDeviceGetAttribute", node, device) for device in (0, 1)] == [0, 1]
+    for number in (0, 1):
+        address, handle = mapped(kind=HOST_NUMA, number=number)
+        where = ok("cuMemGetAllocationPropertiesFromHandle", handle).location
+        assert (int(where.type), where.id) == (HOST_NUMA, number)
+        ok("cuMemSetAccess", address, GRANULE, [access(READ_WRITE, number, HOST_NUMA)], 1)
+        assert code("cuMemSetAccess", address, GRANULE, [access(READ_WRITE, 2, HOST_NUMA)], 1) == INVALID_VALUE
+        undo(address, handle)
+    for number in (2, -1):
+        assert code("cuMemCreate", GRANULE, prop(HOST_NUMA, number), 0) == INVALID_VALUE
 
 
 def test_memory_of_a_device_ends(control: standin.Standin) -> None:

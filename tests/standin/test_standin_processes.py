@@ -32,6 +32,7 @@ from tests.standin.calls import (
     NOT_SUPPORTED,
     OUT_OF_MEMORY,
     PEER_UNSUPPORTED,
+    UNKNOWN,
     access,
     code,
     create,
@@ -250,6 +251,18 @@ def test_pools(control: standin.Standin) -> None:
     os.close(fd)
     for one in (address - 4096, address):
         ok("cuMemFreeAsync", one, 0)
+    ok("cuMemPoolDestroy", pool)
+
+
+def test_an_allocation_of_a_pool_that_ends_who_opens_it(control: standin.Standin) -> None:
+    """Of 5 GiB it is opened; a larger one would be a crash inside the driver, counted instead."""
+    pool = shareable_pool()
+    fd = int(ok("cuMemPoolExportToShareableHandle", pool, FD, 0))
+    for nbytes, said in ((5 << 30, ["0", "0"]), ((5 << 30) + 1, [str(UNKNOWN), "1"])):
+        address = int(ok("cuMemAllocFromPoolAsync", nbytes, pool, 0))
+        assert ask("large_pool", fd, hexed(ok("cuMemPoolExportPointer", address)), fds=[fd]) == said
+        ok("cuMemFreeAsync", address, 0)
+    os.close(fd)
     ok("cuMemPoolDestroy", pool)
 
 

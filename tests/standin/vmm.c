@@ -71,8 +71,8 @@ static CUresult check_location(const CUmemLocation *location, unsigned handle_ty
     case CU_MEM_LOCATION_TYPE_DEVICE: return valid_device(location->id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
     case CU_MEM_LOCATION_TYPE_HOST: // header of 13: not shareable between processes
         return config.driver_version >= 13000 && !handle_types ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    case CU_MEM_LOCATION_TYPE_HOST_NUMA: // this machine has one node
-        return config.driver_version >= 12020 && location->id == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    case CU_MEM_LOCATION_TYPE_HOST_NUMA: // measured, for a node that does not exist
+        return config.driver_version >= 12020 && valid_node(location->id) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     default: return CUDA_ERROR_INVALID_VALUE; // HOST_NUMA_CURRENT is for other calls
     }
 }
@@ -80,7 +80,7 @@ static CUresult check_location(const CUmemLocation *location, unsigned handle_ty
 static CUresult check_handle_types(unsigned types) {
     NEED(!(types & ~(unsigned)(FD | FABRIC | CU_MEM_HANDLE_TYPE_WIN32 | CU_MEM_HANDLE_TYPE_WIN32_KMT)),
             CUDA_ERROR_INVALID_VALUE);
-    NEED(!(types & (CU_MEM_HANDLE_TYPE_WIN32 | CU_MEM_HANDLE_TYPE_WIN32_KMT)), CUDA_ERROR_NOT_SUPPORTED);
+    NEED(!(types & (CU_MEM_HANDLE_TYPE_WIN32 | CU_MEM_HANDLE_TYPE_WIN32_KMT)), CUDA_ERROR_INVALID_VALUE); // measured
     if (types & FABRIC) {
         NEED(config.driver_version >= 12030, CUDA_ERROR_INVALID_VALUE);
         NEED(config.fabric, CUDA_ERROR_NOT_PERMITTED); // measured: no IMEX channel, whatever the attribute says
@@ -306,6 +306,8 @@ static CUresult check_access(const Span *span, const CUmemAccessDesc *desc) {
              CUDA_ERROR_INVALID_DEVICE);
         return CUDA_SUCCESS;
     case CU_MEM_LOCATION_TYPE_HOST_NUMA:
+        NEED(valid_node(desc->location.id), CUDA_ERROR_INVALID_VALUE);
+        // fall through
     case CU_MEM_LOCATION_TYPE_HOST: // the host reads host memory only
         NEED(span->device < 0 && !span->memory->multicast, CUDA_ERROR_INVALID_VALUE);
         return CUDA_SUCCESS;
@@ -356,8 +358,8 @@ static CUresult f_cuMemGetAccess(unsigned long long *flags, const CUmemLocation 
         *flags = span->access[location->id];
         return CUDA_SUCCESS;
     }
-    NEED(location->type == CU_MEM_LOCATION_TYPE_HOST || location->type == CU_MEM_LOCATION_TYPE_HOST_NUMA,
-            CUDA_ERROR_INVALID_VALUE);
+    NEED(location->type == CU_MEM_LOCATION_TYPE_HOST ||
+            (location->type == CU_MEM_LOCATION_TYPE_HOST_NUMA && valid_node(location->id)), CUDA_ERROR_INVALID_VALUE);
     *flags = span->host_access;
     return CUDA_SUCCESS;
 }
@@ -423,8 +425,7 @@ static CUresult f_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *o
         memcpy(&token, handle, sizeof token);
         NEED(token_valid(&token, 'f') && (fd = token_open(&token)) >= 0, CUDA_ERROR_INVALID_VALUE);
     } else {
-        return type == CU_MEM_HANDLE_TYPE_WIN32 ||
-                type == CU_MEM_HANDLE_TYPE_WIN32_KMT ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_VALUE;
+        return CUDA_ERROR_INVALID_VALUE; // WIN32 among them, as measured for create
     }
     CUresult status = import_fd(out, fd);
     if (status != CUDA_SUCCESS) close(fd);

@@ -174,6 +174,14 @@ def pool(passed: str, token: str) -> None:
     ok("cuMemFreeAsync", address, 0)
 
 
+def large_pool(passed: str, token: str) -> None:
+    """Import a pool and a pointer; say the code, and how often it would have crashed."""
+    _context()
+    imported = ok("cuMemPoolImportFromShareableHandle", int(passed), FD, 0)
+    _say(code("cuMemPoolImportPointer", imported, _token(driver.CUmemPoolPtrExportData, token)))
+    _say(ctypes.CDLL("libcuda.so.1").vram_standin_would_crash())
+
+
 def event(token: str) -> None:
     """Open an interprocess event, say whether it is done, wait for it, say it again."""
     _context()

@@ -16,6 +16,7 @@ import standin
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.driver.cuda import CudaDriver, failures
+from vram.driver.cuda.devices import _current_node
 from vram.errors import (
     AddressSpaceError,
     AlignmentError,
@@ -205,12 +206,26 @@ def test_places_of_the_host(cuda: CudaDriver) -> None:
     assert "cuda:numa:99" in refused(cuda.mem_create, G, Location("cuda", "numa:99"), FD)
     assert "cuda:elsewhere" in refused(cuda.mem_create, G, Location("cuda", "elsewhere"), FD)
     assert "cuda:..." in refused(cuda.mem_create, G, Location("host"), FD)
-    for where, kinds in (("host", NONE), ("numa:0", FD), ("numa", FD), ("numa", NONE)):
+    assert "cuda:numa:2" in refused(cuda.mem_create, G, Location("cuda", "numa:2"), FD)
+    for where, kinds in (("host", NONE), ("numa:0", FD), ("numa:1", FD), ("numa", FD), ("numa", NONE)):
         handle = cuda.mem_create(G, Location("cuda", where), kinds)
         found = cuda.mem_properties(handle)
         assert (found.handle_kinds, found.nbytes) == (kinds, G)
-        assert str(found.location) == ("cuda:host" if where == "host" else "cuda:numa:0")
+        here = where if where != "numa" else f"numa:{_current_node()}"
+        assert str(found.location) == f"cuda:{here}"
         cuda.mem_release(handle)
+
+
+def test_memory_of_another_node_of_the_host_stays_there(cuda: CudaDriver) -> None:
+    """Sent to another process as well: the place is told by the driver, not by who sends it."""
+    home = Location("cuda", "numa:1")
+    with PhysicalAllocation.create(cuda, G, home) as memory:
+        again = cuda.mem_import(memory.export(), FD, G)
+        assert cuda.mem_properties(again).location == home
+        cuda.mem_release(again)
+
+
+def test_what_is_of_a_gpu_only_names_one(cuda: CudaDriver) -> None:
     for call in (cuda.device_info, cuda.stream_create, cuda.mem_info):
         assert "name a GPU" in refused(call, Location("cuda", "numa:0"))
 

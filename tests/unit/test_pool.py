@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -310,6 +311,27 @@ def test_nothing_a_peer_says_is_believed(theirs: Theirs, imported: Pool) -> None
         with pytest.raises(UsageError, match="access"):
             imported.open(token, SIZE, access=3)
         assert region.nbytes == SIZE
+
+
+def test_i11_what_would_crash_the_driver_is_refused_before_it(imported: Pool, theirs: Theirs) -> None:
+    control = standin.Standin()
+    control.clear()
+    for nbytes in ((5 << 30) + 1, 8 << 30, 1 << 60):
+        with pytest.raises(UnsupportedError, match="crashes whoever opens it"):
+            imported.open(theirs.tokens[0], nbytes)
+    assert (control.calls("cuMemPoolImportPointer"), control.would_crash()) == (0, 0)
+
+
+def test_i11_memory_of_a_pool_that_would_crash_its_borrower_is_not_lent(driver: Any, tmp_path: Path) -> None:
+    """Of a pool of ours as of another library's: before a peer is involved (S3)."""
+    one, other = vram.ArrayChannel.pair()
+    with Pool.create(driver, HERE) as pool, pool.allocate((5 << 30) + 1) as region, one, other:
+        with Array(region, "uint8", (100,)) as array:
+            assert "crashes whoever opens it" in str(vram.explain(array))
+            for way in (lambda: vram.lend(array, at=tmp_path / "lent"), lambda: one.send(array)):
+                with pytest.raises(UnsupportedError, match="crashes whoever opens it"):
+                    way()
+    assert not (tmp_path / "lent").exists()
 
 
 def test_what_must_outlive_it_does(theirs: Theirs, imported: Pool) -> None:

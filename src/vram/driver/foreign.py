@@ -238,6 +238,8 @@ class Pools(Protocol):
         ------
         UsageError
             If it is no such base, or the pool cannot leave the process, or was not exported before (measured).
+        UnsupportedError
+            If it is larger than :data:`MAX_POOL_ALLOCATION`.
         """
 
     def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
@@ -247,6 +249,8 @@ class Pools(Protocol):
         ------
         ProtocolError
             If the bytes are none of that pool, or what they name has not `nbytes` or is on another GPU than was said.
+        UnsupportedError
+            If it is larger than :data:`MAX_POOL_ALLOCATION`.
         UsageError
             If it is open already.
         """

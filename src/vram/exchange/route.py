@@ -126,7 +126,7 @@ def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: objec
     if kind is HandleKind.POOL and first.nbytes > MAX_POOL_ALLOCATION:
         kind, remedy = HandleKind.NONE, COPY
         reason = (
-            f"an allocation of a pool larger than {format_size(MAX_POOL_ALLOCATION)}, which crash whoever opens them"
+            f"an allocation of a pool larger than {format_size(MAX_POOL_ALLOCATION)}, which crashes whoever opens it"
         )
     elif kind is HandleKind.NONE:
         reason, remedy = _why_none(first, kinds, obj)

@@ -192,6 +192,19 @@ class PoolRules(ForeignSuite):
                         other.call("pool_open_pointer", imported, token, nbytes)
                 other.call("pool_close_pointer", other.call("pool_open_pointer", imported, token, SIZE))
 
+    def test_what_would_crash_whoever_opens_it_does_not_leave(self, scene: Scene) -> None:
+        """I11: refused before a peer is involved (S3); the size that a peer states is checked in the test above."""
+        with self._pool(scene) as (pools, pool), _exported(pools, pool):
+            try:
+                address = pools.pool_allocate(pool, MAX_POOL_ALLOCATION + 1, DEFAULT)
+            except OutOfMemoryError:
+                pytest.skip(f"less than {MAX_POOL_ALLOCATION + 1} bytes are free")
+            try:
+                with scene.refused(UnsupportedError):
+                    pools.pool_export_pointer(address)
+            finally:
+                pools.pool_free(address, DEFAULT)
+
     def test_bytes_that_are_none_of_the_pool(self, scene: Scene, other: OtherProcess) -> None:
         with self._pool(scene) as (pools, pool), _allocated(pools, pool) as address, self._pool(scene) as (_, second):
             token = _token(pools, pool, address)

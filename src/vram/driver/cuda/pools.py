@@ -131,8 +131,16 @@ class PoolCalls(ForeignCalls):
         self._close("pool_free", address, "pool", stream)
 
     def pool_export_pointer(self, address: int) -> bytes:
+        info = self.pointer_info(address)
+        if info.made_by != "pool" or info.base != address:
+            inside = info.made_by == "pool"
+            what = f"inside an allocation that begins at {info.base:#x}" if inside else f"memory of {info.made_by}"
+            raise UsageError(
+                f"pool_export_pointer({address:#x}): it takes the base of memory of a pool; this is {what}"
+            )
+        _check_openable("pool_export_pointer", info.nbytes)
         try:
-            with self._on(self._devices.all[self.ordinal_of(address)]):
+            with self._on(self._devices.device(info.location)):
                 return bytes_of(self._call("cuMemPoolExportPointer", address))
         except DriverError as error:
             if error.code not in _REFUSED or error.call != "cuMemPoolExportPointer":
@@ -145,11 +153,7 @@ class PoolCalls(ForeignCalls):
     def pool_open_pointer(self, pool: int, handle: bytes, nbytes: int) -> int:
         if nbytes <= 0:
             raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
-        if nbytes > MAX_POOL_ALLOCATION:
-            raise UnsupportedError(
-                f"opening {nbytes} bytes of a pool", f"at most {MAX_POOL_ALLOCATION} in one allocation",
-                "a driver that larger ones crash the opening process with", "Copy it: vram.copy_in()",
-            )  # fmt: skip
+        _check_openable("pool_open_pointer", nbytes)
         wanted = self._struct("CUmemPoolPtrExportData", handle)
         device = self._devices.all[self._ordinal(pool)]
         call = "cuMemPoolImportPointer"
@@ -211,6 +215,15 @@ class PoolCalls(ForeignCalls):
         # A pool of another library knows its own GPU; the driver only wants that any context is current.
         used = (device.ordinal for device in self._devices.all if device.is_used)
         return self._contexts[self._pools.get(pool, next(used, 0))]
+
+
+def _check_openable(call: str, nbytes: int) -> None:
+    """Refuse an allocation that ends the process which opens it, inside the driver: nothing of it is sent or opened."""
+    if nbytes > MAX_POOL_ALLOCATION:
+        raise UnsupportedError(
+            f"{call} of {nbytes} bytes in one allocation of a pool", f"at most {MAX_POOL_ALLOCATION}",
+            "a driver in which a larger one crashes whoever opens it", "Copy it: vram.copy_in()",
+        )  # fmt: skip
 
 
 class _OpenAlready(Exception):
