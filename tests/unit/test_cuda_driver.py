@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import standin
+import vram
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.driver.cuda import CudaDriver, failures
@@ -158,7 +159,7 @@ def test_a_device_that_is_not_there(cuda: CudaDriver, place: str) -> None:
     for call, arguments in calls:
         said = refused(call, *arguments)
         assert place in said
-        assert "2 GPUs visible" in said
+        assert f"no {place} among the 2 GPUs visible to this process" in said
         assert cuda.device_info(GPU).uuid in said
 
 
@@ -370,6 +371,84 @@ def test_a_driver_that_is_too_old() -> None:
     assert asked("print(cuda.versions[0], cuda.support(Location('cuda', 0)).posix_fd)", driver_version=11080) == (
         "11.8 \n11.8 \nit works"
     )
+
+
+@pytest.mark.parametrize(("version", "written"), [(10010, "10.1"), (11020, "11.2"), (11030, "11.3")])
+def test_a_driver_older_than_all_that_is_needed(version: int, written: str) -> None:
+    said = asked(driver_version=version)
+    assert said.startswith(f"memory on a GPU needs a driver of CUDA 11.4 or newer; have {written}. Upgrade"), said
+
+
+def test_the_oldest_driver_that_is_taken_works() -> None:
+    then = "cuda.mem_release(cuda.mem_create(2 << 20, Location('cuda', 1), HandleKind(1)))"
+    assert asked(f"{then}; print('made')", driver_version=11040) == "made\nmade\nit works"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "mem_create(2 << 20, Location('cuda', 0), HandleKind.FABRIC)",
+        "mem_create(2 << 20, Location('cuda', 0), HandleKind.FABRIC | HandleKind.POSIX_FD)",
+        "mem_granularity(Location('cuda', 0), HandleKind.FABRIC)",
+        "pool_create(Location('cuda', 0), HandleKind.FABRIC)",
+        "multicast_create(2, 2 << 20, HandleKind.FABRIC)",
+    ],
+)
+def test_fabric_of_a_driver_that_has_not_heard_of_it(call: str) -> None:
+    """Not the fault of a missing IMEX channel, which no setting would bring."""
+    said = asked(f"cuda.{call}", "import os\nos.environ['VRAM_MULTICAST'] = 'on'", driver_version=12020)
+    assert "needs a driver of CUDA 12.3; have 12.2. Upgrade the NVIDIA driver, or ask for" in said
+    assert "IMEX" not in said
+    assert "12.2" in asked("print(cuda.support(Location('cuda', 0)).fabric)", driver_version=12020)
+
+
+def test_memory_that_leaves_by_fabric_only_says_so() -> None:
+    script = """
+import vram
+from vram import driver
+from vram.arrays import Array
+from vram.memory import Region
+cuda = driver.get(vram.Location("cuda"))
+place = vram.Location("cuda", 0)
+for kinds in (vram.HandleKind.FABRIC, vram.HandleKind.NONE, vram.HandleKind.FABRIC | vram.HandleKind.POSIX_FD):
+    with Region.create(cuda, place, capacity=2 << 20, nbytes=1, handle_kinds=kinds) as region:
+        with Array(region, "uint8", 1) as array:
+            print(vram.explain(array))
+"""
+    fabric, none, both = child(script, fabric=True).splitlines()
+    assert "being memory made with handle_kinds=HandleKind.FABRIC." in fabric
+    assert "being memory made with handle_kinds=HandleKind.NONE." in none
+    assert "goes by file descriptor" in both
+
+
+def test_what_somebody_else_said_is_not_cut_in_a_word() -> None:
+    patched = """
+from cuda.bindings import driver as api
+def cuDriverGetVersion():
+    raise RuntimeError({said!r})
+api.cuDriverGetVersion = cuDriverGetVersion
+"""
+    said = asked(
+        before=patched.format(said="The driver " + "is not installed here, " * 5 + "says the loader.\nSecond.")
+    )
+    assert said == (
+        "memory on a GPU needs an NVIDIA driver (libcuda.so.1); have none that can be loaded: The driver "
+        + "is not installed here, " * 5
+        + 'says the loader. Install the NVIDIA driver, or use device="host"'
+    )
+    said = asked(before=patched.format(said="driverless " * 100))
+    words = said.partition("loaded: ")[2].partition(" ...")[0].split()
+    assert set(words) == {"driverless"}
+    assert 20 < len(words) < 30
+
+
+def test_a_gpu_that_is_not_there_reads_like_a_sentence() -> None:
+    for place in NOWHERE:
+        with pytest.raises(UnsupportedError) as refused:
+            vram.empty(4, device=place)
+        assert str(refused.value).startswith(
+            f"memory on {place} needs that GPU; have no {place} among the 2 GPUs visible to this process (GPU-"
+        )
 
 
 def test_a_driver_that_lacks_a_function() -> None:

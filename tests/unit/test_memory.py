@@ -334,6 +334,32 @@ def test_what_was_shrunk_is_unmapped_when_shrink_returns() -> None:
     race(work, work, work)
 
 
+def test_a_mapping_of_memory_that_was_sealed_says_that_it_is_read_only() -> None:
+    driver = HostDriver()
+    with (
+        PhysicalAllocation.create(driver, 1 << 21, HOST) as memory,
+        AddressReservation.reserve(driver, 1 << 21) as there,
+    ):
+        with MemoryMapping.map(there, 0, memory) as mapping:
+            assert mapping.access is Access.READ_WRITE
+            memory.seal()
+            assert mapping.access is Access.READ
+
+
+@pytest.mark.parametrize("created", [HandleKind.NONE, HandleKind.POSIX_FD])
+@pytest.mark.parametrize("kind", [kind for kind in HandleKind if kind != HandleKind.POSIX_FD])
+def test_what_cannot_be_exported_so_is_advised_what_can(created: HandleKind, kind: HandleKind) -> None:
+    """Not to ask at creation for what create refuses as well: POSIX_FD is what there is."""
+    with PhysicalAllocation.create(HostDriver(), 1 << 21, HOST, handle_kinds=created) as memory:
+        with pytest.raises(
+            UsageError, match=f"cannot be exported as {kind.name}: it was created for {created.name}"
+        ) as no:
+            memory.export(kind)
+        assert ("Export it as that" in str(no.value)) is bool(created)
+        assert str(kind.name) not in str(no.value).partition(created.name or "")[2], "advised what was just refused"
+        assert "POSIX_FD" in str(no.value)
+
+
 def test_threads_that_export_at_once_get_one_descriptor(driver: HookedDriver) -> None:
     with PhysicalAllocation.create(driver, G, HOST) as allocation:
         found: list[int] = []

@@ -37,6 +37,7 @@ from vram.transports import (
     measure,
     select,
 )
+from vram.transports.remote import RemoteTransport
 
 GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
 SOON = 30.0
@@ -355,6 +356,31 @@ def test_what_works_on_the_host() -> None:
     for cls in (PeerTransport, IpcTransport, StagedTransport, VmmTransport):
         with pytest.raises(UsageError):
             cls.available("host", "gpu 5")
+
+
+@pytest.mark.standin
+def test_a_refusal_advises_what_there_is() -> None:
+    """Within one process staged goes over the host; between two no transport does."""
+    for src, dst in (("host", "cuda:0"), ("cuda:0", "host"), ("host", "host")):
+        for cls in (PeerTransport, IpcTransport, VmmTransport):
+            if cls is VmmTransport and src == dst:
+                continue
+            answer = cls.available(src, dst)
+            assert isinstance(answer, No)
+            between = issubclass(cls, RemoteTransport)
+            assert ("staged" in answer.reason, "array.to_host()" in answer.reason) == (not between, between)
+            with pytest.raises(UnsupportedError) as refused:
+                cls(src, dst, *([None] if between else []))
+            assert refused.value.have.startswith(f"{src} and {dst}: ")
+
+
+def test_what_is_no_exchange_is_told_what_is() -> None:
+    with pytest.raises(UsageError) as refused:
+        select("host", "host", exchange=object())  # type: ignore[arg-type]
+    named = str(refused.value).partition(" is no exchange: ")[2].removesuffix(" are").replace(" and ", ", ").split(", ")
+    assert len(named) == 3
+    for name in named:
+        assert hasattr(transports.__dict__[name], "carries_fds")
 
 
 @pytest.mark.standin

@@ -1,7 +1,8 @@
 """Every source of memory against every way to another process, by doing it: the table of docs/sharing.md.
 
-``python -m vram.bench.sources cuda:0`` prints it. What a cell says was tried: the bytes were compared in the other
-process, or the reason is the error's own. A source that needs a setting of its own is tried in a process that has it.
+``python -m vram.bench.sources cuda:0`` prints it, for any GPU of the machine. What a cell says was tried: the bytes
+were compared in the other process, or the reason is the error's own. A source that needs a setting of its own is tried
+in a process that has it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -111,7 +113,10 @@ def _numba(device: str, stage: contextlib.ExitStack) -> Any:
 
 def _rmm(device: str, stage: contextlib.ExitStack) -> Any:
     import rmm
+    from cuda.bindings import runtime
 
+    runtime.cudaSetDevice(int(device.rpartition(":")[2]))
+    rmm.reinitialize(devices=int(device.rpartition(":")[2]))
     return rmm.DeviceBuffer.to_device(_expected().tobytes())
 
 
@@ -199,7 +204,7 @@ def _try(way: str, source: Any, folder: Path, other: Child, channel: vram.ArrayC
     except VramError as error:
         return f"no: {_short(error)}"
     except Exception as error:  # noqa: BLE001  (a cell of a table, whatever it is)
-        return f"no: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+        return f"no: {type(error).__name__}: {_cell((str(error).splitlines() or [''])[0])}"
     if isinstance(found, VramError):
         return f"no: {_short(found)}"
     return "works" if found == wanted else f"WRONG BYTES ({found[:16]!r})"
@@ -242,7 +247,12 @@ def _bytes_of(source: Any) -> bytes:
 
 def _short(error: VramError) -> str:
     have = getattr(error, "have", "") or str(error)
-    return " ".join(str(have).replace("|", "/").split())[:160]
+    return _cell(str(have))
+
+
+def _cell(text: str) -> str:
+    """The words as a cell of the table, whole words only."""
+    return textwrap.shorten(text.replace("|", "/"), 160, placeholder=" ...")
 
 
 def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: str) -> None:
@@ -345,7 +355,7 @@ def main(arguments: list[str]) -> None:
             rows.append(json.loads(done.stdout.splitlines()[-1]))
         except (IndexError, ValueError):
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            rows.append({"source": name, "route": f"did not run: {last[:160]}"})
+            rows.append({"source": name, "route": f"did not run: {_cell(last)}"})
     print("| source | route | " + " | ".join(WAYS) + " |")
     print("|---" * (2 + len(WAYS)) + "|")
     for row in rows:

@@ -216,7 +216,7 @@ class Imports:
                 )  # fmt: skip
         except UsageError as error:
             raise UnsupportedError(
-                "borrowing memory in the process that made it", "another process", str(error),
+                "borrowing memory in the process that made it", "another process", f"this one ({error})",
                 "Use the array as it is here",
             ) from None  # fmt: skip
 

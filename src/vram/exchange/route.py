@@ -140,7 +140,7 @@ def _why_none(info: PointerInfo, kinds: HandleKind, obj: object) -> tuple[str, s
     """Why memory that the driver knows cannot leave the process, and what to do."""
     if kinds:
         return (
-            f"memory made to leave the process as {kinds.name} only, which does not work within this machine",
+            f"memory made to leave the process as {kinds.name} only, by which nothing is shared here",
             COPY,
         )
     if info.made_by == "vmm":
@@ -185,19 +185,19 @@ def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
     if region.location != HOST and not isinstance(region.location.id, int):
         return Route(
             HandleKind.NONE, "vram", device, nbytes, 0, 0, False,
-            "memory of the host that NVIDIA's driver made is at no place that other processes know by name",
+            "memory of the host that NVIDIA's driver made, at no place that other processes know by name",
             'Use device="host" for what is shared, or copy with vram.copy_in(..., device="host")',
         )  # fmt: skip
     allocations, start = region.segments(offset, offset + nbytes)
-    kinds = HandleKind.POSIX_FD
-    for allocation in allocations:
-        kinds &= allocation.handle_kinds
+    lacking = {
+        allocation.handle_kinds for allocation in allocations if HandleKind.POSIX_FD not in allocation.handle_kinds
+    }
     for allocation in allocations:
         allocation.close()
-    if not kinds:
+    if lacking:
+        made = " and ".join(sorted(f"handle_kinds=HandleKind.{kinds.name}" for kinds in lacking))
         return Route(
-            HandleKind.NONE, "vram", device, nbytes, len(allocations), start, False,
-            "memory made with handle_kinds=HandleKind.NONE",
+            HandleKind.NONE, "vram", device, nbytes, len(allocations), start, False, f"memory made with {made}",
             "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
         )  # fmt: skip
     return Route(HandleKind.POSIX_FD, "vram", device, nbytes, len(allocations), start, True)

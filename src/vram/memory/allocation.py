@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..driver.protocol import Driver, Identity, Sealing
-from ..errors import UnsupportedError, UsageError
+from ..errors import UnsupportedError
 from ..lifetime import Claim, Handle, Owned, own, unwinding
 from ..spec import HandleKind, Location, format_size
 from . import checks
@@ -207,10 +207,7 @@ class PhysicalAllocation(Owned):
         handle = self.handle
         memory = self._memory
         if checks.kinds(kind) not in memory.handle_kinds or not kind:
-            raise UsageError(
-                f"{handle.label} cannot be exported as {kind.name}: it was created for "
-                f"{memory.handle_kinds.name}. Ask for it at creation: handle_kinds=HandleKind.{kind.name or 'POSIX_FD'}"
-            )
+            raise checks.not_exported(handle.label, kind, memory.handle_kinds)
         with memory.lock:
             fd = memory.exported.get(kind)
             if fd is None:

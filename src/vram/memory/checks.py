@@ -9,7 +9,7 @@ from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
 from ..spec import Access, HandleKind, Location, parse_size
 
-__all__ = ["access", "aligned", "descriptor", "kinds", "place", "positive", "size"]
+__all__ = ["access", "aligned", "descriptor", "kinds", "not_exported", "place", "positive", "size"]
 
 
 def size(value: int | str, what: str) -> int:
@@ -57,6 +57,16 @@ def kinds(value: HandleKind) -> HandleKind:
     if type(value) is not HandleKind:
         raise UsageError(f"handle kinds must be a HandleKind such as HandleKind.POSIX_FD, not {value!r}")
     return value
+
+
+def not_exported(label: str, kind: HandleKind, created_for: HandleKind) -> UsageError:
+    """Return the error for memory that was not created to leave the process in a way, with one that there is."""
+    remedy = "Export it as that" if HandleKind.POSIX_FD in created_for else (
+        "Ask for it at creation: handle_kinds=HandleKind.POSIX_FD"
+    )  # fmt: skip
+    if kind != HandleKind.POSIX_FD:
+        remedy = f"Memory made here leaves the process as POSIX_FD. {remedy}"
+    return UsageError(f"{label} cannot be exported as {kind.name}: it was created for {created_for.name}. {remedy}")
 
 
 def access(value: Access) -> Access:

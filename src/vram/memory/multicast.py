@@ -307,10 +307,7 @@ class MulticastObject(Owned):
         """Lend a descriptor of this object: duplicate or send it, never close it. Closed with the object."""
         handle, team = self.handle, self._team
         if checks.kinds(kind) not in team.kinds or not kind:
-            raise UsageError(
-                f"the {handle.label} cannot be exported as {kind.name}: it was created for {team.kinds.name}. "
-                f"Ask for it at creation: handle_kinds=HandleKind.{kind.name or 'POSIX_FD'}"
-            )
+            raise checks.not_exported(f"the {handle.label}", kind, team.kinds)
         using = handle.claim("export")  # another thread may close this object while the driver works
         try:
             return team.export(kind)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import CopyOnWrite, Driver
-from ..errors import DeviceLostError, RangeError, UnsupportedError, UsageError
+from ..errors import DeviceLostError, RangeError, UnsupportedError, UsageError, VramError
 from ..lifetime import Claim, Handle, Owned, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import checks
@@ -342,7 +342,10 @@ class MemoryMapping(Owned):
 
     @property
     def access(self) -> Access:
-        """What the allocation's location may do here, as last set through this object."""
+        """What the allocation's location may do here: asked of the driver, whoever set it; once closed, what it was."""
+        if not self.is_closed:
+            with suppress(VramError):  # closed meanwhile, or the device is lost
+                self._access = self.driver.mem_get_access(self.address, self._memory.location)
         return self._access
 
     @property
@@ -377,5 +380,5 @@ class MemoryMapping(Owned):
             self._access = right
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else self._access.letters
+        state = "closed" if self.is_closed else self.access.letters
         return f"<MemoryMapping {self._memory.location} {self.address:#x} {format_size(self.nbytes)}, {state}>"

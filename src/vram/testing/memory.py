@@ -336,10 +336,15 @@ class MemoryContract(SharedRegionContract):
                         mapping.set_access(access, [location])
                         assert mapping.access is access
                         assert driver.mem_get_access(mapping.address, location) == access
+                    for access in (RW, READ):  # set by somebody else, who knows the address
+                        driver.mem_set_access(mapping.address, granule, access, [location])
+                        assert mapping.access is access
+                        assert repr(mapping).endswith(f", {access.letters}>")
                     for wrong in ((3, None), (RW, []), (RW, [Location("elsewhere")])):
                         with pytest.raises(UsageError):
                             mapping.set_access(*wrong)
                     assert mapping.access is READ
+                assert mapping.access is READ, "what it was at last"
                 with pytest.raises(ClosedError):
                     mapping.set_access(RW)
 

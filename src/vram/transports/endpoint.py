@@ -41,7 +41,9 @@ class Endpoint(Owned, ABC):
         answer = type(self).available(src, dst)
         if isinstance(answer, No):
             raise UnsupportedError(
-                f"the {self.kind} transport from {src} to {dst}", "two places that it can work between", answer.reason
+                f"the {self.kind} transport from {src} to {dst}",
+                "two places that it can work between",
+                f"{src} and {dst}: {answer.reason}",
             )
         self.src = name_place(src)
         self.dst = name_place(dst)

@@ -31,7 +31,7 @@ from .contract import Estimate, ExportedBuffer, No, Yes
 from .exchanges import Exchange, SocketExchange, wait_until
 from .local import fit_with
 from .measure import measured
-from .places import as_array, check_place, on_gpus, ready, unless
+from .places import COPY_FIRST, as_array, check_place, on_gpus, ready, unless
 from .remote import RemoteTransport, array_on
 from .vmm import VmmTransport
 from .wire import Allocation
@@ -77,7 +77,7 @@ class IpcTransport(RemoteTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether both places are GPUs that reach each other; see the contract."""
-        return unless(on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, "use vmm on the host, or staged"))
+        return unless(on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, COPY_FIRST))
 
     @classmethod
     def measure(cls, src: Location, dst: Location) -> Estimate:

@@ -18,7 +18,7 @@ from ..memory.foreign import ForeignRegion
 from ..spec import Location
 from .contract import No, Yes
 from .local import LocalTransport, Message
-from .places import on_gpus, unless
+from .places import STAGED, on_gpus, unless
 
 __all__ = ["PeerTransport"]
 
@@ -40,7 +40,7 @@ class PeerTransport(LocalTransport):
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether both places are GPUs of this process that reach each other; see the contract."""
-        return unless(on_gpus("peer is between GPUs", src, dst, "use staged"))
+        return unless(on_gpus("peer is between GPUs", src, dst, STAGED))
 
     def _keep(self, array: Array) -> Message:
         message = super()._keep(array)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
+    "COPY_FIRST",
+    "STAGED",
     "as_array",
     "check_fits",
     "check_place",
@@ -29,6 +31,11 @@ __all__ = [
     "shown_on",
     "unless",
 ]
+
+
+# What a refusal advises: within one process, and between two, where no transport goes over the host.
+STAGED = "use staged, which goes over the host"
+COPY_FIRST = "copy it to the host and send that: vram.asarray(array.to_host())"
 
 
 def name_place(place: Location | str) -> Location:
@@ -62,20 +69,20 @@ def unless(refused: No | None) -> Yes | No:
 
 
 def on_gpus(what: str, src: Location | str, dst: Location | str, instead: str) -> No | None:
-    """Return why two places are not two GPUs, or one, that reach each other; `instead` is what reaches the host."""
+    """Return why two places are not two GPUs, or one, that reach each other; `instead` is the way over the host."""
     places = Location.parse(src), Location.parse(dst)
     for place in places:
         if place.kind != "cuda":
             return No(f"{what}, and {place} is none: {instead}")
     refused = refusal(*places)
-    return peers(visible(places[0]), visible(places[1])) if refused is None else refused
+    return peers(visible(places[0]), visible(places[1]), instead) if refused is None else refused
 
 
-def peers(src: Location, dst: Location) -> No | None:
-    """Return why the GPU at `dst` cannot reach memory at `src`; None if it can."""
+def peers(src: Location, dst: Location, instead: str) -> No | None:
+    """Return why the GPU at `dst` cannot reach memory at `src`, and what to do; None if it can."""
     driver: Any = drivers.get(src)
     reason: str = driver.peer_refusal(dst.id, src.id)
-    return No(f"{reason}; staged goes over the host") if reason else None
+    return No(f"{reason}; {instead}") if reason else None
 
 
 def as_array(buffer: object) -> Array:

@@ -136,7 +136,7 @@ def select(
     if memory not in ("vmm", "legacy"):
         raise UsageError(f'memory is "vmm" or "legacy", not {memory!r:.40}')
     if exchange is not None and not hasattr(exchange, "carries_fds"):
-        raise UsageError(f"{exchange!r:.60} is no exchange: SocketExchange, PipeExchange and MemoryExchange are")
+        raise UsageError(f"{exchange!r:.60} is no exchange: SocketExchange, PipeExchange and SharedMemoryExchange are")
     judged = [_judge(cls, src, dst, size, exchange, memory) for cls in TRANSPORTS]
     usable = sorted((r for r in judged if r.is_available), key=lambda route: route.seconds or 0.0)
     ranked = []

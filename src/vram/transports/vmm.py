@@ -27,7 +27,7 @@ from .contract import Estimate, ExportedBuffer, No, Yes
 from .exchanges import Exchange, SocketExchange
 from .local import fit_with
 from .measure import measured
-from .places import as_array, check_place, name_place, on_gpus, ready, refusal, unless
+from .places import COPY_FIRST, as_array, check_place, name_place, on_gpus, ready, refusal, unless
 from .remote import RemoteTransport, array_on
 from .wire import Allocation
 
@@ -70,7 +70,7 @@ class VmmTransport(RemoteTransport):
         """Say whether the destination can map the source's memory; see the contract."""
         if Location.parse(src) == Location.parse(dst) == HOST:
             return unless(refusal(HOST))
-        refused = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, "use staged")
+        refused = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, COPY_FIRST)
         if refused is not None:
             return refused
         home = name_place(src)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from ...errors import UnsupportedError
 from ...spec import HandleKind
+from .bindings import version_text
 
 __all__ = ["check_kinds"]
 
+_FABRIC_SINCE = 12030  # of the driver: before it, it knows no such kind (INVALID_VALUE)
 _SHAREABLE = HandleKind.POSIX_FD | HandleKind.FABRIC
 
 
-def check_kinds(call: str, kinds: HandleKind) -> None:
-    """Refuse handle kinds that memory made here can never have."""
+def check_kinds(call: str, kinds: HandleKind, driver_version: int) -> None:
+    """Refuse handle kinds that memory made here can never have, and those that this driver has not heard of."""
     if kinds & (HandleKind.WIN32 | HandleKind.WIN32_KMT):
         raise UnsupportedError(
             f"{call}: handle kind {kinds.name}", "Windows", "Linux, where memory is shared by file descriptors",
@@ -21,4 +23,10 @@ def check_kinds(call: str, kinds: HandleKind) -> None:
         raise UnsupportedError(
             f"{call}: handle kind {kinds.name}", "memory made by another API (cudaMalloc or a pool)",
             "memory made with cuMemCreate", "Ask for HandleKind.POSIX_FD",
+        )  # fmt: skip
+    if HandleKind.FABRIC in kinds and driver_version < _FABRIC_SINCE:
+        raise UnsupportedError(
+            f"{call}: handle kind {kinds.name}", f"a driver of CUDA {version_text(_FABRIC_SINCE)}",
+            version_text(driver_version),
+            "Upgrade the NVIDIA driver, or ask for HandleKind.POSIX_FD, which works within one machine",
         )  # fmt: skip

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,10 @@ from .failures import failure
 __all__ = ["UINT32", "UINT64", "Bindings", "read", "version_text", "write"]
 
 _OLDEST = (12, 9, 6)  # before it the GIL was held in calls, and struct fields differed
+# As cuDriverGetVersion says it. The newest function that every use needs is cuDeviceGetUuid_v2, which bindings 13 call
+# (CUDA 11.4); pools came with 11.2, virtual memory management with 10.2. What is newer is asked for where it is used.
+_OLDEST_DRIVER = 11040
+_SHOWN = 300  # characters of somebody else's words
 # What is called past the bindings, with the types of cuda.h.
 _PAST = {
     "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64),
@@ -52,7 +57,8 @@ class Bindings:
     Raises
     ------
     UnsupportedError
-        If there is no cuda-bindings, no NVIDIA driver, or no GPU: each with its own words and remedy.
+        If there is no cuda-bindings, no NVIDIA driver, one that is too old, or no GPU: each with its own words and
+        remedy.
     """
 
     def __init__(self) -> None:
@@ -67,6 +73,11 @@ class Bindings:
         try:
             # Before cuInit, so that an error of that can say which driver it was.
             self.driver_version = int(self("cuDriverGetVersion"))
+            if self.driver_version < _OLDEST_DRIVER:
+                raise UnsupportedError(
+                    "memory on a GPU", f"a driver of CUDA {version_text(_OLDEST_DRIVER)} or newer",
+                    version_text(self.driver_version), 'Upgrade the NVIDIA driver, or use device="host"',
+                )  # fmt: skip
             self("cuInit", 0)
         except DriverError as error:
             raise _no_device(error, self.driver_version) from None
@@ -239,7 +250,7 @@ def _no_device(error: DriverError, version: int) -> Exception:
     """Why cuInit failed, in words that tell the causes apart."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if error.code == 100:
-        why = f"the driver ({version_text(version)}) finds none"
+        why = f"none that the driver ({version_text(version)}) finds"
         why += f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
         return UnsupportedError("memory on a GPU", "a GPU", why, 'Use device="host"')
     if error.code == 34:
@@ -258,7 +269,9 @@ def _status(api: Any, code: int) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+    """The first line of somebody else's words, without the period that ours follow; whole words where it is long."""
+    line = (str(error).splitlines() or [""])[0].strip().rstrip(".") or type(error).__name__
+    return line if len(line) <= _SHOWN else textwrap.shorten(line, _SHOWN, placeholder=" ...")
 
 
 def _after_fork_in_child() -> None:

@@ -157,12 +157,12 @@ class Devices:
             raise UsageError(f'the cuda driver serves "cuda:..." only, not "{location}"')
         if isinstance(where, int):
             if not 0 <= where < len(self.all):
-                raise UsageError(f"there is no {location}: {self._seen()}")
+                raise UsageError(f"no {location} among {self._seen()}")
             return DEVICE, where
         if where.startswith("GPU-"):
             device = self._by_uuid.get(where.lower().replace("gpu-", "GPU-", 1))
             if device is None:
-                raise UsageError(f"{location} is not visible to this process: {self._seen()}")
+                raise UsageError(f"no {location} among {self._seen()}")
             return DEVICE, device.ordinal
         numa = _NUMA.fullmatch(where)
         if where != "host" and numa is None:
@@ -182,7 +182,8 @@ class Devices:
     def _seen(self) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = len(self.all)
-        seen = f"{count} GPU{'s' * (count != 1)} visible ({', '.join(device.uuid for device in self.all)})"
+        uuids = ", ".join(device.uuid for device in self.all)
+        seen = f"the {count} GPU{'s' * (count != 1)} visible to this process ({uuids})"
         return seen + (f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "")
 
 

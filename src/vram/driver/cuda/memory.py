@@ -275,7 +275,7 @@ class MemoryCalls:
         """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""
         prop = self._props.get((place, int(kinds)))
         if prop is None:
-            check_kinds(call, kinds)
+            check_kinds(call, kinds, self._call.driver_version)
             if place[0] == HOST and kinds:
                 raise UnsupportedError(
                     f"memory on {location} that leaves the process as {kinds.name}",
@@ -343,4 +343,4 @@ class MemoryCalls:
         one, other = self._devices.all[device], self._devices.all[memory_of]
         if int(self._call("cuDeviceCanAccessPeer", one.handle, other.handle)):
             return ""
-        return f"{one.name} (cuda:{device}) and {other.name} (cuda:{memory_of}) are no peers, says the driver"
+        return f"no peers, says the driver: {one.name} (cuda:{device}) and {other.name} (cuda:{memory_of})"

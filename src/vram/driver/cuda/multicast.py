@@ -73,7 +73,7 @@ class MulticastCalls(PoolCalls):
 
     def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
         self._multicast_on()
-        check_kinds("multicast_granularity", handle_kinds)
+        check_kinds("multicast_granularity", handle_kinds, self._call.driver_version)
         key = (num_devices, nbytes, int(handle_kinds))
         found = self._teams.get(key)
         if found is None:
@@ -104,7 +104,7 @@ class MulticastCalls(PoolCalls):
     def multicast_import(self, fd: int, kind: HandleKind, nbytes: int, num_devices: int) -> int:
         self._multicast_on()
         if kind != HandleKind.POSIX_FD:
-            check_kinds("multicast_import", kind)
+            check_kinds("multicast_import", kind, self._call.driver_version)
             raise UsageError("multicast_import: kind must be POSIX_FD")
         check_size("multicast_import", nbytes, self.multicast_granularity(num_devices, nbytes, kind).minimum)
         try:
@@ -244,7 +244,7 @@ class MulticastCalls(PoolCalls):
                        "Copy to each GPU on its own")  # fmt: skip
 
     def _team_prop(self, call: str, num_devices: int, nbytes: int, kinds: HandleKind) -> Any:
-        check_kinds(call, kinds)
+        check_kinds(call, kinds, self._call.driver_version)
         if not 1 <= num_devices < 1 << 32 or not 0 <= nbytes < 1 << 63:
             raise UsageError(f"{call}: a multicast object of {nbytes} bytes for {num_devices} devices cannot be")
         prop = self._api.CUmulticastObjectProp()

@@ -41,7 +41,7 @@ class PoolCalls(ForeignCalls):
     # -- pools --------------------------------------------------------------------------------------------------
     def pool_create(self, location: Location, handle_kinds: HandleKind) -> int:
         device = self._devices.device(location)
-        check_kinds("pool_create", handle_kinds)
+        check_kinds("pool_create", handle_kinds, self._call.driver_version)
         prop = self._api.CUmemPoolProps()
         for offset, value in ((0, _PINNED), (4, int(handle_kinds)), (8, DEVICE), (12, device.ordinal)):
             write(prop, offset, UINT32, value)
@@ -65,7 +65,7 @@ class PoolCalls(ForeignCalls):
 
     def pool_export(self, pool: int, kind: HandleKind) -> int:
         if kind != HandleKind.POSIX_FD:
-            check_kinds("pool_export", kind)
+            check_kinds("pool_export", kind, self._call.driver_version)
             raise UsageError("pool_export: kind must be POSIX_FD")
         call, fds = "cuMemPoolExportToShareableHandle", list[int]()
         try:
@@ -85,7 +85,7 @@ class PoolCalls(ForeignCalls):
 
     def pool_import(self, fd: int, kind: HandleKind, location: Location) -> int:
         if kind != HandleKind.POSIX_FD:
-            check_kinds("pool_import", kind)
+            check_kinds("pool_import", kind, self._call.driver_version)
             raise UsageError("pool_import: kind must be POSIX_FD")
         device = self._devices.device(location)
         try:

@@ -75,7 +75,7 @@ class SharingCalls(MemoryCalls):
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> CudaMemory:
         """Open memory, whose driver handle is still to be claimed."""
         if kind != HandleKind.POSIX_FD:
-            check_kinds(call, kind)
+            check_kinds(call, kind, self._call.driver_version)
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes, self._granule())
         try:
