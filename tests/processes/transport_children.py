@@ -29,7 +29,7 @@ def cuda_malloc(nbytes: int, device: int = 0) -> int:
     from tests.standin.calls import ok
 
     ok("cuInit", 0)
-    ok("cuCtxPushCurrent", ok("cuDevicePrimaryCtxRetain", device))
+    ok("cuCtxSetCurrent", ok("cuDevicePrimaryCtxRetain", device))  # not pushed: nobody would take it off again
     return int(ok("cuMemAlloc", nbytes))
 
 
