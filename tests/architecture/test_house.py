@@ -11,6 +11,7 @@ LONG = {
     "vram/exchange/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/driver/books.py": "one set of books for both drivers; why each step needs no lock is only seen in one place",
     "vram/driver/protocol.py": "the contract between house and drivers, more than half of it what each call promises",
+    "vram/exchange/lease.py": "one lease from its mapping to its end; half of it is what each question promises",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
     "vram/keeper/client.py": "everything that can be said to a keeper; half of it is what each call promises",
     "vram/keeper/conversation.py": "how threads share one connection: who reads, who waits, who was interrupted",

@@ -375,9 +375,11 @@ def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
             os.unlink(place)
             successor = KeeperProcess(place)
             assert vram.list(keeper=place) == []
-            refuses(lambda: lease.stale, PeerGoneError, "keeper")
+            assert lease.stale
+            assert not lease.revoked
             refuses(lease.upgrade, NotFoundError, "n")
             vram.publish("n", {"x": np.arange(7)}, keeper=place)
+            assert lease.stale
             with lease.upgrade() as newer:
                 assert newer["x"].shape == (7,)
             vram.publish("n", lease, keeper=place)
@@ -390,6 +392,37 @@ def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
         keeper.stop()
         if successor is not None:
             successor.stop()
+
+
+def test_s5_a_lease_is_stale_once_another_keeper_serves_whatever_that_has(place: str) -> None:
+    """Also where that has the same name and the same number: it is other memory. While none serves, what asks a keeper
+    says how to start one, and `stale` does what `upgrade` does, again and again: who polls it finds the next keeper."""
+    keepers = [KeeperProcess(place)]
+    try:
+        vram.publish("n", {"x": np.arange(5)}, keeper=place)
+        with vram.attach("n", keeper=place) as lease:
+            assert not lease.stale
+            for turn in range(2):
+                keepers[-1].kill()
+                asks = (lambda: lease.stale, lambda: lease.revoked, lease.upgrade, lease.fileno)
+                for use in (*asks, *asks):
+                    refuses(use, PeerGoneError, "vram keep")
+                os.unlink(place)
+                keepers.append(KeeperProcess(place))
+                assert vram.publish("n", {"x": np.arange(6 + turn)}, keeper=place).version == lease.version
+                for _ in range(2):
+                    assert lease.stale
+                    assert not lease.revoked
+                refuses(lease.fileno, PeerGoneError, "is gone")  # or it would wait for news of other memory
+                with lease.upgrade() as newer:
+                    assert newer["x"].shape == (6 + turn,)
+                    assert not newer.stale
+                    assert newer.fileno() > 0
+            assert lease["x"].numpy().tolist() == [0, 1, 2, 3, 4]
+        assert vram.statistics(keeper=place).leases == 0
+    finally:
+        for keeper in keepers:
+            keeper.stop()
 
 
 def test_s5_a_process_that_is_killed_gives_everything_back(kept: vram.Keeper) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
-from ..errors import BusyError, NotFoundError, ProtocolError, UsageError, VramError
+from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Listening, Watch
 from ..lifetime import Owned, unwinding
 from ..memory import Region
@@ -192,20 +192,38 @@ class Lease(Owned, Mapping[str, Array]):
     # -- newer versions -----------------------------------------------------------------------------------------
     @property
     def stale(self) -> bool:
-        """Whether the entry was published again, or removed, since.
+        """Whether the entry was published again, or removed, since: :meth:`upgrade` attaches what there is now.
+
+        The keeper that granted this lease may end; what is mapped stays readable. Once another one serves at its path
+        this is True, whatever that one has: it is other memory, also under the same name and number.
 
         Raises
         ------
         PeerGoneError
-            If the keeper is gone; what is mapped stays readable.
+            If the keeper is gone, as long as no other serves at its path; the error says how to start one.
         """
         self.handle  # noqa: B018
-        return self._client.is_stale(self._return.lease_id)
+        with contextlib.suppress(PeerGoneError):
+            return self._client.is_stale(self._return.lease_id)
+        self._reconnect()
+        return True
+
+    def _reconnect(self) -> KeeperClient:
+        """Return the connection to whoever serves at the path now: another keeper, or lender, may be there by now."""
+        try:
+            return connect(self._client.path)
+        except PeerGoneError as error:
+            raise PeerGoneError(self._client.gone_words.format(path=self._client.path)) from error
 
     def fileno(self) -> int:
         """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
 
         It belongs to the lease. Do not read from it; ask :attr:`stale` and :attr:`revoked`.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper that granted this lease was gone before this was first called.
         """
         self.handle  # noqa: B018
         if self._watch is None:
@@ -220,10 +238,10 @@ class Lease(Owned, Mapping[str, Array]):
         NotFoundError, WaitTimeoutError
             If the entry was removed, and did not come back within `timeout` seconds.
         PeerGoneError
-            If there is no keeper.
+            If the keeper is gone, as long as no other serves at its path; the error says how to start one.
         """
         self.handle  # noqa: B018
-        client = connect(self._client.path)  # another keeper may be there by now
+        client = self._reconnect()
         return Lease(
             client,
             client.attach(self.name, access=wire_access(self.access), timeout=check_seconds(timeout)),
@@ -237,16 +255,20 @@ class Lease(Owned, Mapping[str, Array]):
         """Whether the owner asked the readers of this version to let go (:func:`revoke`).
 
         What is mapped stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
-        asking the keeper.
+        asking the keeper. The end of the keeper revokes nothing, and another one that serves at its path has no say in
+        this memory: then it is False.
 
         Raises
         ------
         PeerGoneError
-            If the keeper is gone; that revokes nothing.
+            If the keeper is gone, as long as no other serves at its path; the error says how to start one.
         """
         if not self._revoked:
             self.handle  # noqa: B018
-            self._revoked = self._client.is_revoked(self._return.lease_id)
+            try:
+                self._revoked = self._client.is_revoked(self._return.lease_id)
+            except PeerGoneError:
+                self._reconnect()
         return self._revoked
 
     def on_revoke(self, callback: Callable[[Lease], object]) -> None:

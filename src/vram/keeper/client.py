@@ -277,8 +277,12 @@ class KeeperClient(Looking):
         ------
         UsageError
             If this connection has no such lease.
+        PeerGoneError
+            If the keeper that granted it is gone.
         """
         leased = self._leased(lease_id)
+        if not self.is_usable:
+            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
         return Watch(KeeperClient.connect(self.path, label=self.label, like=self), *leased)
 
     # -- retiring -------------------------------------------------------------------------------------------------
