@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import pickle
+import queue
 import signal
 import threading
 from multiprocessing.reduction import ForkingPickler
@@ -94,6 +95,8 @@ class Hand:
         self._leases: dict[str, vram.Lease] = {}
         self._views: dict[str, Any] = {}
         self._told: dict[str, threading.Event] = {}
+        self._reader: threading.Thread | None = None
+        self._found: list[Any] = []
         self._sources = Sources()
         self._lendings: dict[str, vram.Lending] = {}
 
@@ -110,6 +113,46 @@ class Hand:
         except VramError as error:
             return type(error).__name__, str(error)
         return "", ""
+
+    def start_reading(self, path: str, **options: Any) -> str:
+        """Borrow and read at once, in another thread, without waiting for it: the work that fills the memory may be
+        undone for as long as the caller likes.
+
+        Returns
+        -------
+        str
+            What that thread came to first: ``"waits"`` for an event, or ``"read"``, without having waited for any.
+        """
+        driver: Any = drivers.get(Location("cuda"))
+        came: queue.SimpleQueue[str] = queue.SimpleQueue()
+        kind = type(driver)
+        real = kind.event_synchronize
+
+        def waits(self: Any, event: int) -> None:
+            came.put("waits")
+            real(self, event)
+
+        def run() -> None:
+            try:
+                with vram.borrow(path, **options) as lease:
+                    self._found.append(lease.array.to_host())
+            except BaseException as error:
+                self._found.append(error)
+            came.put("read")
+
+        kind.event_synchronize = waits
+        try:
+            self._reader = threading.Thread(target=run)
+            self._reader.start()
+            return came.get(timeout=30)
+        finally:
+            kind.event_synchronize = real
+
+    def end_reading(self) -> Any:
+        """Return what the thread of :meth:`start_reading` read."""
+        assert self._reader is not None
+        self._reader.join(30)
+        return self._found.pop()
 
     def read(self, key: str = "", name: str | None = None) -> Any:
         """Return what is in an array."""

@@ -332,7 +332,10 @@ def test_a_claim_passes_on_when_it_is_abandoned_or_its_holder_goes(keeper: str, 
 
 
 def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: KeeperClient) -> None:
-    """A signal handler that raises, in the middle of a wait: the lease that may come all the same is given back."""
+    """A signal handler that raises, in the middle of a wait: the lease that may come all the same is given back.
+
+    The wait has no end of its own, and the cancellation goes ahead of the next request: nothing else could end it.
+    """
 
     class Interrupted(Exception):
         pass
@@ -340,15 +343,22 @@ def test_an_interrupted_wait_is_forgotten_and_nothing_is_lost(keeper: str, one: 
     def interrupt(*_: object) -> None:
         raise Interrupted
 
+    def once_it_waits() -> None:
+        with KeeperClient.connect(keeper) as looker:
+            until(lambda: looker.statistics().waiting == 1, what="the wait")
+        signal.pthread_kill(main, signal.SIGALRM)
+
+    main = threading.get_ident()
     before = signal.signal(signal.SIGALRM, interrupt)
+    looking = threading.Thread(target=once_it_waits)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        looking.start()
         with pytest.raises(Interrupted):
-            one.attach("late", timeout=SOON)
+            one.attach("late", timeout=None)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    until(lambda: one.statistics().waiting == 0)
+        looking.join(SOON)
+    assert one.statistics().waiting == 0, "the keeper was not told that nobody waits any more"
     publish(one, "late")
     assert one.statistics().leases == 0
 

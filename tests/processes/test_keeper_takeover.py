@@ -342,6 +342,26 @@ def test_a_successor_killed_before_any_message_costs_nothing(place: str) -> None
     assert new.said == ""
 
 
+def test_after_a_successor_died_clients_see_who_really_serves(place: str) -> None:
+    """Whoever listens last puts its name on the socket. A successor does, right before it says that it serves; when it
+    dies there, the keeper that serves on has to put its own name back."""
+    path = f"{place}/k"
+    old = KeeperProcess(path)
+    new = Stopping(path, 9, "--takeover")
+    # hello, welcome, takeover, state, its answer, the listener's descriptor, its answer, commit, let go, and serving
+    assert new.line() == "at 9 send"
+    with Channel.connect(path, SOON) as between:
+        assert between.peer().pid == new.process.pid
+    new.end(signal.SIGKILL)
+    with KeeperClient.connect(path) as client:
+        assert client.statistics().pid == old.pid, "the old keeper serves on"
+        # That client may have been there before the keeper noticed the end: one that comes now was not.
+        with KeeperClient.connect(path) as fresh:
+            assert fresh._channel.peer().pid == old.pid, "a dead successor's name is on the socket"
+    assert old.stop() == 0
+    assert old.said() == ""
+
+
 def test_a_keeper_killed_before_any_message_is_survived_by_what_its_successor_has(place: str) -> None:
     """Without its Commit the successor ends and says so; once it has sent it, it serves.
 

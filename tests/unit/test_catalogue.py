@@ -116,6 +116,13 @@ def test_numbers_are_not_used_again(books: Catalogue, ann: Session, monkeypatch:
     assert len(books._numbers) <= 2, "the memory of removed names is bounded"
 
 
+def test_numbers_go_on_when_a_name_comes_back(books: Catalogue, ann: Session) -> None:
+    for _ in range(3):
+        publish(books, ann)
+    books.remove(ann, "w")
+    assert publish(books, ann)[0].number == 4
+
+
 def test_a_name_belongs_to_who_published_it(books: Catalogue, ann: Session, bob: Session) -> None:
     root = books.connect(0)
     publish(books, ann)
@@ -249,6 +256,26 @@ def test_each_user_but_the_keepers_own_has_ceilings() -> None:
     with pytest.raises(CapacityError, match=f"uid {ANN}"):
         publish(books, one, "b")
     publish(books, other, "c")
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "what"),
+    [
+        ("user_bytes", {"nbytes": 60}, "60 B more"),
+        ("user_entries", {"nbytes": 1}, "1 entries more"),
+        ("user_handles", {"nbytes": 1, "handles": 40}, "40 descriptors more"),
+    ],
+)
+def test_each_ceiling_of_a_user_binds_that_user_alone(quota: str, asked: dict[str, int], what: str) -> None:
+    ceiling = {"user_bytes": 100, "user_entries": 1, "user_handles": 64}[quota]
+    books = Catalogue(Quotas(**{quota: ceiling}), keeper_uid=KEEPER)
+    own, one, other = (books.connect(uid) for uid in (KEEPER, ANN, BOB))
+    publish(books, one, "a", **asked)
+    with pytest.raises(CapacityError, match=f"{what}: uid {ANN} may hold"):
+        publish(books, one, "b", **asked)
+    publish(books, other, "c", **asked)
+    for number in range(3):
+        publish(books, own, f"own{number}", **asked)
 
 
 # -- attaching ------------------------------------------------------------------------------------------------------
@@ -467,6 +494,16 @@ def test_a_claim_is_for_its_holder_and_its_name(books: Catalogue, ann: Session, 
 # -- ends -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_lease_is_ended_by_who_holds_it(books: Catalogue, ann: Session, bob: Session) -> None:
+    """And by nobody who guesses its number: the numbers follow one another."""
+    publish(books, ann)
+    held = lease(books, bob)
+    assert books.release(ann, held.id) == []
+    assert books.leases == {held.id: held}, "another connection ended it"
+    assert books.remove(ann, "w") == []
+    assert books.release(bob, held.id) == [Free("t1")]
+
+
 def test_s5_the_end_of_a_connection_gives_back_everything(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann)
     for _ in range(3):
@@ -673,15 +710,7 @@ def test_tallies_move_with_a_takeover_and_follow_every_way_that_a_thing_can_end(
     books.watch(also, "w", 1)
     assert isinstance(books.attach(also, "x", 0.0, claim=True), Claim)
     waits(books, ann, 2, "x")
-    tokens: list[object] = []
-
-    def number(token: object) -> int:
-        tokens.append(token)
-        return len(tokens) - 1
-
-    for version in books.all_versions():
-        version.body = b"\xc0"
-    moved, _ = restore(save(books, number), tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    moved = taken_over(books)
     for each in (books, moved):
         tally = each.accounts.tally(ANN)
         assert (tally.leases, tally.waiters, tally.claims, tally.watches) == (1, 1, 1, 1)
@@ -691,6 +720,103 @@ def test_tallies_move_with_a_takeover_and_follow_every_way_that_a_thing_can_end(
         each.drop_claim(two, next(iter(two.claims)), 0.0)
         each.remove(each.sessions[bob.id], "w")
         assert (tally.leases, tally.waiters, tally.claims, tally.watches) == (0, 0, 0, 0)
+
+
+# -- over a takeover --------------------------------------------------------------------------------------------------
+
+
+def taken_over(books: Catalogue) -> Catalogue:
+    """The same books in the hands of the keeper's successor, who reads them off plain data."""
+    tokens: list[object] = []
+
+    def number(token: object) -> int:
+        tokens.append(token)
+        return len(tokens) - 1
+
+    for version in books.all_versions():
+        version.body = b"\xc0"
+    moved, _ = restore(save(books, number), tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    return moved
+
+
+def test_a_time_to_live_goes_on_over_a_takeover(books: Catalogue, ann: Session) -> None:
+    publish(books, ann, "brief", now=5.0, ttl=10.0)
+    publish(books, ann, "lasting", token="t2", now=5.0)
+    moved = taken_over(books)
+    assert moved.next_deadline == 15.0
+    assert moved.expire(14.9) == []
+    assert moved.expire(15.0) == [Free("t1")], "the time to live was lost in the takeover"
+    assert [version.name for version, _ in moved.current()] == ["lasting"]
+    assert moved.next_deadline is None
+
+
+def test_a_wait_ends_in_time_over_a_takeover(books: Catalogue, ann: Session) -> None:
+    waits(books, ann, 7, wait=10.0)
+    waits(books, ann, 8, wait=None)
+    moved = taken_over(books)
+    (refused,) = moved.expire(10.0)
+    assert isinstance(refused, Refused)
+    assert (refused.call, type(refused.error)) == (7, WaitTimeoutError)
+    assert moved.next_deadline is None
+    assert moved.waiting == 1
+
+
+def test_numbers_are_not_used_again_over_a_takeover(
+    books: Catalogue, ann: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of names that are known, nor of those whose number is remembered, nor of those forgotten by then."""
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 1)
+    for _ in range(5):
+        publish(books, ann, "forgotten")
+    books.remove(ann, "forgotten")
+    for _ in range(3):
+        publish(books, ann, "remembered")
+    books.remove(ann, "remembered")
+    publish(books, ann, "here")
+    publish(books, ann, "here")
+    here = books.versions_of("here")[-1].number
+    moved = taken_over(books)
+    again = moved.sessions[ann.id]
+    assert publish(moved, again, "forgotten")[0].number == 6, "the number of a forgotten name is used again"
+    assert publish(moved, again, "remembered")[0].number == 4
+    assert publish(moved, again, "here")[0].number == here + 1
+
+
+def test_what_two_keepers_in_a_row_write_down_is_the_same(books: Catalogue, ann: Session, bob: Session) -> None:
+    """All that there is to know of everything that can be under way; only the next id goes on."""
+    publish(books, ann, "w", meta={"k": "v"}, writable=True)
+    lease(books, ann, access="rw")
+    books.watch(bob, "w", 1)
+    publish(books, ann, "w", token="t2", ttl=100.0)
+    lease(books, bob)
+    publish(books, ann, "gone", token="t3")
+    lease(books, bob, "gone")
+    books.remove(ann, "gone", revoke=True)
+    publish(books, ann, "removed", token="t4")
+    books.remove(ann, "removed")
+    assert isinstance(books.attach(ann, "claimed", 0.0, claim=True), Claim)
+    waits(books, bob, 3, "claimed", claim=True, expect={"a": "b"}, wait=50.0)
+    waits(books, bob, 4, "w", version=9)
+    books.begin(ann, "half", nbytes=7, handles=2, meta={"x": "y"}, ttl=9.0)
+    books._floor = 4
+    tokens: list[object] = []
+
+    def number(token: object) -> int:
+        if token not in tokens:
+            tokens.append(token)
+        return tokens.index(token)
+
+    for version in books.all_versions():
+        version.body = b"\xc0"
+    written = save(books, number)
+    moved, _ = restore(written, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    again = save(moved, number)
+    assert again.next_id >= written.next_id, "ids are not used again"
+    again.next_id = written.next_id
+    assert again == written
+    for what in ("total", ANN, BOB):
+        then, now = ((one.total if what == "total" else one.of(what)) for one in (books.accounts, moved.accounts))
+        assert vars_of(then) == vars_of(now), what
 
 
 def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:

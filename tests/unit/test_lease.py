@@ -62,6 +62,30 @@ def test_the_last_user_may_go_between_the_look_and_the_going_on() -> None:
     assert given == [7]
 
 
+def test_i3_the_last_user_may_go_while_it_is_handed_on() -> None:
+    """Between the two steps of the handing on: each of the two finds it due, and one of them gives it back."""
+    given: list[int] = []
+
+    class Raced(LeaseReturn):
+        view: Claim | None = None
+
+        def take(self) -> bool:
+            view, self.view = self.view, None
+            if view is not None:
+                view.release()  # another thread, in this moment
+            return super().take()
+
+    back = Raced(7, given.append)
+    claim = back.own("lease on a test")
+    view = claim.handle.claim("view")
+    back.keep_back()
+    claim.release()
+    assert not back.take()
+    back.view = view
+    back.send_on()
+    assert given == [7]
+
+
 def test_i3_whoever_is_last_in_a_race_gives_it_back_once() -> None:
     given: list[int] = []
     waited = 0

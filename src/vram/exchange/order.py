@@ -39,7 +39,7 @@ def wait_for(entries: Sequence[EventEntry], stream: int | None) -> Iterator[Hand
                 continue
             try:
                 event.wait(stream)
-            except UsageError:  # a stream of another GPU
+            except UsageError:  # no stream (any more), which nothing can be ordered after: here then
                 event.synchronize()
                 continue
             yield event.handle
@@ -127,7 +127,7 @@ class Order:
         else:
             try:
                 event.wait(stream)
-            except UsageError:  # a stream of another GPU than the event's
+            except UsageError:  # no stream (any more): here then
                 event.synchronize()
 
     def close(self) -> None:

@@ -1,0 +1,157 @@
+"""A keeper in a thread of this process: its limits, and its clock, are the test's to choose."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vram.errors import CapacityError, NotFoundError, WaitTimeoutError
+from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.private import short_directory
+from vram.keeper.server import KeeperServer
+from vram.keeper.takeover import take_over
+from vram.sharing.channel import close_fds
+from vram.testing.keeper import SOON, memfds, until
+
+KIB4 = Segment(4096)
+SOMEBODY_ELSE = os.geteuid() + 1
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield f"{place}/k"
+
+
+@contextlib.contextmanager
+def serving(server: KeeperServer) -> Iterator[KeeperServer]:
+    """Have a keeper serve from a thread for the length of a block, or until another takes over from it."""
+    ready = threading.Event()
+    thread = threading.Thread(target=server.serve, args=(ready.set,), kwargs={"signals": False})
+    thread.start()
+    try:
+        assert ready.wait(SOON)
+        yield server
+    finally:
+        with contextlib.suppress(RuntimeError):  # its loop is closed: it was taken over from
+            server.loop.call_soon_threadsafe(server.stop)
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6) -> KeeperServer:
+    """Return a keeper that another user runs, as far as it knows, and that serves few connections."""
+    server = KeeperServer(path, raises_limit=False)
+    server.catalogue.accounts.keeper_uid = uid
+    server.max_connections = connections
+    return server
+
+
+def connect(stack: contextlib.ExitStack, path: str) -> KeeperClient:
+    return stack.enter_context(KeeperClient.connect(path))
+
+
+def test_one_user_has_at_most_half_of_the_connections(path: str) -> None:
+    with serving(make(path)) as server, contextlib.ExitStack() as stack:
+        one, *_ = [connect(stack, path) for _ in range(3)]
+        with pytest.raises(CapacityError, match=r"serves 3 connections already \(6 at most, half of them for one user"):
+            connect(stack, path)
+        one.close()
+        until(lambda: server.by_user == {os.geteuid(): 2}, what="the end of the connection")
+        assert connect(stack, path).statistics().connections == 3
+
+
+def test_a_connection_that_ended_makes_room_for_one_of_the_same_user(path: str) -> None:
+    with serving(make(path)) as server, contextlib.ExitStack() as stack:
+        for _ in range(20):
+            one = connect(stack, path)
+            one.close()
+            until(lambda: not server.by_user, what="the end of the connection")
+        for _ in range(3):
+            connect(stack, path)
+
+
+def test_the_keepers_own_user_has_all_connections(path: str) -> None:
+    with serving(make(path, uid=os.geteuid())), contextlib.ExitStack() as stack:
+        for _ in range(6):
+            connect(stack, path)
+        with pytest.raises(CapacityError, match="serves 6 connections already"):
+            connect(stack, path)
+
+
+def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
+    server = make(path)
+    most = server.catalogue.accounts.quotas.max_handles
+    assert most is not None
+    assert 200 < most < 300, "what is left of 512"
+    with serving(server), contextlib.ExitStack() as stack:
+        one = connect(stack, path)
+        one.offer("w", 4096, handles=most // 2)
+        with pytest.raises(CapacityError, match=rf"descriptors more: uid {os.geteuid()} may hold {most // 2}"):
+            one.offer("w", 4096, handles=most // 2 + 1)
+    with serving(make(path, uid=os.geteuid())), contextlib.ExitStack() as stack:
+        one = connect(stack, path)
+        one.offer("w", 4096, handles=most // 2 + 1)
+        with pytest.raises(CapacityError, match="descriptors more: the keeper may hold"):
+            one.offer("w", 4096, handles=most + 1)
+
+
+def test_the_limit_of_a_user_goes_on_over_a_takeover(path: str) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = make(path), make(path)
+        stack.enter_context(serving(first))
+        held = [connect(stack, path) for _ in range(3)]
+        # The successor's own connection is of the same user; it would be the fourth.
+        first.max_connections = 8
+        assert take_over(second)
+        stack.enter_context(serving(second))
+        assert held[0].list() == []
+        with pytest.raises(CapacityError, match="half of them for one user"):
+            connect(stack, path)
+        held.pop().close()
+        until(lambda: second.by_user == {os.geteuid(): 2}, what="the end of the connection")
+        held.append(connect(stack, path))
+        held[-1].list()
+
+
+def test_what_falls_due_during_a_takeover_is_done_by_the_successor(path: str) -> None:
+    """A time to live, and a wait: the successor's clock is an hour ahead, so both are over when it begins."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(serving(make(path)))
+        one, other = connect(stack, path), connect(stack, path)
+        with memfds(1) as fds:
+            one.publish("brief", [KIB4], fds, ttl=1800.0)
+            one.publish("lasting", [KIB4], fds, ttl=7200.0)
+        waited: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                other.attach("late", timeout=1800.0)
+            except WaitTimeoutError as error:
+                waited.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        try:
+            until(lambda: one.statistics().waiting == 1, what="the wait")
+            assert [entry.name for entry in one.list()] == ["brief", "lasting"]
+            successor = make(path)
+            successor.now = lambda: time.monotonic() + 3600
+            assert take_over(successor)
+            stack.enter_context(serving(successor))
+            until(lambda: [entry.name for entry in one.list()] == ["lasting"], what="the end of the time to live")
+            until(lambda: waited, what="the end of the wait")
+            assert "late" in str(waited[0])
+        finally:
+            other.close()
+            waiting.join(SOON)
+        with pytest.raises(NotFoundError):
+            one.attach("brief")
+        close_fds(one.attach("lasting").fds)
