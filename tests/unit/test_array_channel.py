@@ -20,7 +20,7 @@ from strangers import CudaStranger
 from vram import driver as drivers
 from vram.exchange.array_channel import _Failure
 from vram.exchange.keeping import Kept, Token
-from vram.exchange.wire import Dropped, Value, encode
+from vram.exchange.wire import Dropped, Reference, Returned, Value, encode
 from vram.sharing.channel import Channel
 from vram.spec import Location
 
@@ -77,6 +77,167 @@ def test_a_frozen_array_is_sent_anew_and_read_only(ends: tuple[vram.ArrayChannel
         vram.publish("frozen", {"a": array})
         sender.send(array)
         assert receiver.recv(timeout=5.0).readonly
+
+
+# -- memory that is closed here and comes back from who has it ------------------------------------------------------
+DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.standin)]
+
+
+def lent(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel], rows: int = 4, device: str = "host", **options: Any
+) -> tuple[vram.Array, vram.Array]:
+    """Return an array that counts, and what the other end received of it."""
+    sender, receiver = ends
+    array = vram.empty((rows, 2), "int64", device=device, **options)
+    array[...] = np.arange(2 * rows).reshape(rows, 2)
+    sender.send(array)
+    return array, receiver.recv(timeout=5.0)
+
+
+def ask(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
+    """Have the second end hear what it is to forget, and the first one that it did."""
+    for one, other in (ends, ends[::-1]):
+        one.send("look")
+        assert other.recv(timeout=5.0) == "look"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_s6_what_was_dropped_here_comes_back_as_the_same_memory(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel], device: str
+) -> None:
+    sender, receiver = ends
+    array, there = lent(ends, device=device)
+    array.close()
+    del array
+    gc.collect()
+    receiver.send(there)  # before it heard that it was dropped
+    home = sender.recv(timeout=5.0)
+    home[...] = 7
+    assert (there.to_host() == 7).all(), "what came back is other memory"
+    receiver.send(there)
+    assert sender.recv(timeout=5.0) is home, "one object while it is in use"
+    receiver.send(there[1:3])
+    part = sender.recv(timeout=5.0)
+    assert (part.shape, part.address) == ((2, 2), home.address + 16)
+    sender.send(home)
+    again = receiver.recv(timeout=5.0)
+    again[...] = 8
+    assert (there.to_host() == 8).all()
+    assert (home.to_host() == 8).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_was_dropped_here_is_known_until_the_other_end_has_let_go(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel], device: str
+) -> None:
+    """And no longer, though the other end still uses it: from then on it is memory that the other end shares."""
+    sender, receiver = ends
+    array, there = lent(ends, device=device)
+    array.close()
+    assert len(sender._lender.remembered) == 1
+    ask(ends)
+    assert len(sender._lender.remembered) == 0, "memory is held for an end that has no more use for it"
+    receiver.send(there)
+    home = sender.recv(timeout=5.0)
+    home[...] = 7
+    assert (there.to_host() == 7).all()
+
+
+def test_who_only_sends_holds_nothing_that_the_other_end_let_go_of(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel],
+) -> None:
+    sender, _ = ends
+    fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        array, there = lent(ends)
+        array.close()
+        there.close()
+        assert len(sender._lender.remembered) <= 2
+    assert len(os.listdir("/proc/self/fd")) <= fds + 10
+    ask(ends)
+
+
+def test_memory_that_was_given_back_comes_back_as_it_was(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
+    """Also where new memory has grown in its place: that is not what the other end has."""
+    sender, receiver = ends
+    count = 200_000
+    array, there = lent(ends, count, chunk="1MiB", capacity=count)
+    array.resize(8)
+    receiver.send(there)
+    home = sender.recv(timeout=5.0)
+    assert home.shape == (count, 2)
+    assert home.numpy()[-1].tolist() == [2 * count - 2, 2 * count - 1]
+    array.resize(count)
+    array[count - 1] = -1
+    receiver.send(there)
+    back = sender.recv(timeout=5.0)
+    assert back is not array
+    assert back.numpy()[-1].tolist() == [2 * count - 2, 2 * count - 1], "other memory has grown in its place"
+    sender.send(array)
+    assert receiver.recv(timeout=5.0).numpy()[-1].tolist() == [-1, -1]
+    array.close()
+
+
+def test_s8_what_was_frozen_and_dropped_comes_back_read_only(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel],
+) -> None:
+    sender, receiver = ends
+    array, there = lent(ends)
+    with vram.keeper():
+        vram.publish("frozen", {"a": array})
+    array.close()
+    receiver.send(there)
+    home = sender.recv(timeout=5.0)
+    assert home.readonly
+    assert (home.numpy() == there.numpy()).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_what_is_empty_or_small_comes_back_too(ends: tuple[vram.ArrayChannel, vram.ArrayChannel], rows: int) -> None:
+    sender, receiver = ends
+    array, there = lent(ends, rows)
+    array.close()
+    receiver.send(there)
+    home = sender.recv(timeout=5.0)
+    assert (home.shape, home.dtype) == ((rows, 2), there.dtype)
+
+
+def test_s7_what_was_never_sent_does_not_come_back() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, vram.zeros(4, device="host") as array:
+        channel.send(array)
+        raw.send(encode(Returned(Reference(99, 1, 0, "float32", (4,)))))
+        with pytest.raises(vram.ClosedError, match="came back after it was closed"):
+            channel.recv(timeout=5.0)
+        array.close()
+        raw.send(encode(Returned(Reference(1, 1, 0, "float32", (1 << 40,)))))
+        with pytest.raises(vram.ProtocolError, match="does not lie in its memory"):
+            channel.recv(timeout=5.0)
+
+
+def test_what_is_sent_while_it_is_forgotten_is_not_sent_under_its_old_number(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that receives forgets the memory while another one writes the message: the next must not repeat it."""
+    sender, receiver = ends
+    array, there = lent(ends)
+    introduce = vram.ArrayChannel._introduce
+
+    def meanwhile(self: vram.ArrayChannel, *arguments: Any) -> bytes:
+        message = introduce(self, *arguments)
+        if self is receiver:
+            monkeypatch.undo()
+            array.close()
+            sender.send("forget it")
+            assert receiver.recv(timeout=5.0) == "forget it"  # as another thread would, right here
+        return message
+
+    monkeypatch.setattr(vram.ArrayChannel, "_introduce", meanwhile)
+    for _ in range(3):
+        receiver.send(there)
+        home = sender.recv(timeout=5.0)
+        home[...] = 5
+        assert (there.to_host() == 5).all()
 
 
 def test_an_end_that_was_used_is_not_handed_on(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:

@@ -107,7 +107,9 @@ class ArrayChannel(Owned):
     -----
     One thread may send while another receives. What is sent is not copied: sender and receiver must agree on who
     writes when; the message itself orders everything written before it. When the sender closes an array, the
-    receiver's own arrays over it stay valid until they are dropped. That holds for memory of ``cudaMalloc`` and of
+    receiver's own arrays over it stay valid until they are dropped, and can be sent back: what the other end has stays
+    known, and allocated, at the end that sent it until the other end has said that it let go, which is heard with the
+    next send or recv. That holds for memory of ``cudaMalloc`` and of
     pools as long as both ends are open: drop such arrays before you close the end that received them.
     """
 
@@ -136,7 +138,7 @@ class ArrayChannel(Owned):
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
         self._channel = channel
-        self._lender = Lender(_weakly(self._forget), by_handle=True)
+        self._lender = Lender(_weakly(self._forget), by_handle=True, remembers=True)
         self._borrower = Borrower(_weakly(self._drop))
         self._kept = Kept()
         self._order = Order()
@@ -211,7 +213,7 @@ class ArrayChannel(Owned):
             If the time passed.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        if self._kept or self._kept.idle:
+        if self._kept or self._kept.idle or self._lender.remembered:
             self._hear()
         try:
             with self._sending:
@@ -404,9 +406,12 @@ class ArrayChannel(Owned):
         is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
         if is_last and (not self._last_keep or self._kept.again(self._last_keep)):
             return self._last_message
-        message = self._introduce(array, event, timeout)
+        number = self._borrower.number_of(array)
+        message = self._introduce(array, number, event, timeout)
         if not event:
             self._last, self._last_state, self._last_message = weakref.ref(array), state, message
+            if number != self._borrower.number_of(array):  # whoever receives has just forgotten it, and looked too soon
+                self._last = nothing
         return message
 
     def _record(self, region: Region, stream: int, timeout: float | None) -> int:
@@ -417,9 +422,8 @@ class ArrayChannel(Owned):
             self._order.told(number)
         return number
 
-    def _introduce(self, array: Array, event: int, timeout: float | None) -> bytes:
+    def _introduce(self, array: Array, number: int | None, event: int, timeout: float | None) -> bytes:
         self._last, self._last_keep = nothing, 0
-        number = self._borrower.number_of(array)
         if number is not None:
             return encode(Returned(refer(number, 0, array)))
         lent = self._lender.lend(array)
@@ -537,10 +541,10 @@ class ArrayChannel(Owned):
                         patience = None if timeout is None else max(timeout, _PATIENCE)
                         self._channel.send(encode(GoOn()), timeout=patience)
             elif isinstance(message, Forget):
-                self._last = nothing  # an array on such memory is no longer the other end's
-                for number in message.memories:
-                    if self._borrower.forget(number):
-                        self._due.closed(number)
+                done = [number for number in message.memories if self._borrower.forget(number)]
+                self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
+                for number in done:  # and last: from here on nothing is sent back under these
+                    self._due.closed(number)
                 self._tell_due()
             elif isinstance(message, Dropped):
                 for number, times in message.arrays:
@@ -549,6 +553,7 @@ class ArrayChannel(Owned):
             elif isinstance(message, Closed):
                 for number in message.memories:
                     self._kept.closed(number)
+                    self._lender.closed(number)
             elif isinstance(message, EventIs):
                 self._order.learn(message.number, message.event)
             else:

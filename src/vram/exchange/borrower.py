@@ -10,6 +10,7 @@ from ..arrays.views import let_go
 from ..errors import ProtocolError
 from ..lifetime import Handle
 from ..memory import Region
+from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import HANDLE_BYTES, HandleEntry
 from ..spec import Access, HandleKind
 from .by_handle import Imports
@@ -135,7 +136,7 @@ class Borrower:
         Returns
         -------
         bool
-            Whether it is closed here now, so that its owner may free it.
+            Whether its owner may free it: it is closed here now, or a descriptor keeps it for whoever uses it here.
         """
         self._latest.pop(number, None)
         region = self._regions.pop(number, None)
@@ -143,7 +144,7 @@ class Borrower:
             return True  # it could not be opened
         self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
         let_go(region)
-        return region.is_closed
+        return region.is_closed or not isinstance(region, ForeignRegion)
 
     def close(self) -> None:
         """Let go of everything."""

@@ -20,13 +20,13 @@ from ..arrays.dtypes import dtype_name, dtype_of
 from ..arrays.shapes import nbytes_of
 from ..errors import ClosedError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own
-from ..memory import Pin, Region
+from ..memory import PhysicalAllocation, Pin, Region
 from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor
 from ..spec import Access, HandleKind
 from .by_handle import LentPools, describe_by_handle, goes_by_handle, handle_bytes
 from .keeping import Kept
-from .mapping import describe
+from .mapping import describe_held, map_memory
 from .wire import MemoryPart, Reference
 
 if TYPE_CHECKING:
@@ -45,16 +45,24 @@ class Lent:
     ----------
     sent : int
         How many segments the other end of a channel was told of; -1 if it never heard of this memory.
+
+    Parameters
+    ----------
+    is_held : bool
+        Whether to hold the allocations, so that memory which was unmapped or given back here can be mapped again.
     """
 
     __slots__ = (
+        "_again",
         "_arrays",
         "_latest",
+        "allocations",
         "data",
         "descriptor",
         "fds",
         "handle",
         "id",
+        "is_held",
         "layout",
         "memory",
         "pool",
@@ -64,9 +72,14 @@ class Lent:
         "writable",
     )
 
-    def __init__(self, number: int, region: Region, handle: Handle, pools: LentPools | None) -> None:
+    def __init__(
+        self, number: int, region: Region, handle: Handle, pools: LentPools | None, *, is_held: bool = False
+    ) -> None:
         self.id = number
         self.pools = pools
+        self.is_held = is_held
+        self.allocations: tuple[PhysicalAllocation, ...] = ()
+        self._again: Callable[[], Region | None] = nothing
         self.region = weakref.ref(region)
         self.memory = region.handle
         self.handle = handle
@@ -87,7 +100,10 @@ class Lent:
                 self.handle.adopt(claim)
             self.data = handle_bytes(region)
         else:
-            self.descriptor, self.fds = describe(region, 0, region.nbytes)
+            self.descriptor, allocations = describe_held(region, 0, region.nbytes)
+            self.fds = [allocation.export() for allocation in allocations]
+            if self.is_held:
+                self.allocations = allocations
 
     @property
     def count(self) -> int:
@@ -156,24 +172,55 @@ class Lent:
     def at_home(self, reference: Reference, kept: Kept | None = None) -> Array | None:
         """Return the array here that a reference to this memory means: the very object if it is still that array.
 
-        None if the array was closed here, although its memory may be alive elsewhere.
+        None if the array was closed here, or its memory given back, unless the allocations are held: then the memory,
+        which the other end still has, is mapped once more.
         """
         dtype = known_dtype(reference.dtype)
         looks = (reference.offset, reference.shape, dtype)
         found = self._latest()
         if found is None or (found.offset, found.shape, found.dtype) != looks:
             found = None if self._arrays is None else self._arrays.get(looks)
-        if found is not None and found.shape == reference.shape and not found.is_closed:
+        if found is not None and found.shape == reference.shape and not found.is_closed and self._is_of(found):
             return found
         region = self.region()
-        if region is None or region.is_closed:
-            return None
+        if region is None or region.is_closed or not self._begins(region):
+            region = self._map_again()
+            if region is None:
+                return None
+            array = array_on_lent(region, dtype, reference)
+            self.stand_for(array)  # what comes back twice is one object while it is in use
+            return array
         if not self.data:
             return array_on_lent(region, dtype, reference)
         # Not without its owner: the other end has the array, so it is kept here.
         nbytes = nbytes_of(reference.shape, dtype)
         pin = None if kept is None else kept.find(self.id, reference.offset, nbytes)
         return None if pin is None else array_on_lent(region, dtype, reference, pin)
+
+    def _is_of(self, array: Array) -> bool:
+        """Whether an array lies on what was lent: what was given back and grown again since is other memory."""
+        region = array.region
+        return region is self._again() or self._begins(region)
+
+    def _map_again(self) -> Region | None:
+        """Map what was unmapped here, or given back, and the other end still has; None if it is not held."""
+        region = self._again()
+        if region is not None and not region.is_closed:
+            return region
+        if not self.is_held or self.data:
+            return None
+        # Frozen since it was lent: then nobody can map it writable any more.
+        writable = self.writable and not any(allocation.is_sealed for allocation in self.allocations)
+        region = map_memory(self.descriptor, self.fds, access="rw" if writable else "r", follow=True)
+        self._again = weakref.ref(region)
+        return region
+
+    def let_go(self) -> None:
+        """Hold the allocations no longer: the other end has no use for this memory. Finalizers reach it."""
+        self.is_held = False
+        allocations, self.allocations = self.allocations, ()
+        for allocation in allocations:
+            allocation.close()
 
     @property
     def is_at_home(self) -> bool:
@@ -191,10 +238,15 @@ class Lender:
         Told the id of each memory that is unmapped here. Finalizers reach it: it must neither wait nor raise.
     by_handle : bool
         Whether memory may be lent that lives only as long as its maker: whoever does so has to keep it.
+    remembers : bool
+        Whether what is not lent any more stays known until the other end is done with it (:meth:`closed`): an array
+        on it may be on its way back. Until then its allocations are held, as they are by the other end.
     """
 
-    def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False) -> None:
+    def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False, remembers: bool = False) -> None:
         self._pools = LentPools() if by_handle else None
+        self._remembers = remembers
+        self.remembered: dict[int, Lent] = {}
         self._retired: Callable[[int], None] | None = retired
         self._ids = itertools.count(1)
         self._by_region: dict[Handle, Lent] = {}
@@ -227,7 +279,7 @@ class Lender:
         number = next(self._ids)
         claim = own(f"memory {number} lent to another process", _Retire(weakref.ref(self), handle, number))
         try:
-            lent = Lent(number, region, claim.handle, self._pools)
+            lent = Lent(number, region, claim.handle, self._pools, is_held=self._remembers)
             lent.stand_for(array)
             handle.depend(claim.handle)
             self._by_region[handle] = self._by_id[number] = lent
@@ -251,17 +303,29 @@ class Lender:
 
     def at_home(self, reference: Reference, kept: Kept | None = None) -> Array | None:
         """Return the array here that a reference to lent memory means; see :meth:`Lent.at_home`."""
-        lent = self._by_id.get(reference.memory)
+        lent = self._by_id.get(reference.memory) or self.remembered.get(reference.memory)
         return None if lent is None else lent.at_home(reference, kept)
+
+    def closed(self, number: int) -> None:
+        """The other end is done with a memory that is lent no longer: no array on it comes back under its number."""
+        lent = self.remembered.pop(number, None)
+        if lent is not None:
+            lent.let_go()
 
     def close(self) -> None:
         """Forget everything; the other end is gone and is told nothing."""
         self._retired = None
         for handle, lent in tuple(self._by_region.items()):
+            lent.let_go()
             handle.forgo(lent.handle)
+        for number in tuple(self.remembered):
+            self.closed(number)
 
     def _forget(self, handle: Handle, number: int) -> None:
-        lent = self._by_id.pop(number, None)
+        lent = self._by_id.get(number)
+        if lent is not None and lent.is_held and lent.sent >= 0 and self._retired is not None:
+            self.remembered[number] = lent  # first: another thread may just be looking for it
+        self._by_id.pop(number, None)
         if lent is not None and self._by_region.get(handle) is lent:
             self._by_region.pop(handle, None)
         if self._retired is not None:

@@ -16,6 +16,7 @@ from ..spec import HOST, Access, HandleKind, Location, round_up
 __all__ = [
     "ACCESS",
     "describe",
+    "describe_held",
     "device_name",
     "extend_memory",
     "location_of",
@@ -59,6 +60,15 @@ def describe(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, l
     UsageError
         If the memory cannot leave this process, or has more segments than one descriptor may name.
     """
+    descriptor, allocations = describe_held(region, start, stop)
+    return descriptor, [allocation.export() for allocation in allocations]
+
+
+def describe_held(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, tuple[PhysicalAllocation, ...]]:
+    """Describe the bytes from `start` to `stop` of a region, and return its allocations, each with a claim of its own.
+
+    See :func:`describe`; the descriptors are theirs to lend.
+    """
     allocations, offset = region.segments(start, stop)
     if len(allocations) > MAX_SEGMENTS:
         raise UsageError(
@@ -67,7 +77,7 @@ def describe(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, l
         )
     segments = tuple(SegmentEntry(a.nbytes, int(HandleKind.POSIX_FD)) for a in allocations)
     descriptor = MemoryDescriptor(device_name(region.location), segments, offset, stop - start, region.capacity)
-    return descriptor, [allocation.export() for allocation in allocations]
+    return descriptor, allocations
 
 
 def map_memory(
