@@ -157,24 +157,33 @@ def test_who_only_sends_holds_nothing_that_the_other_end_let_go_of(
     ask(ends)
 
 
-def test_memory_that_was_given_back_comes_back_as_it_was(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
+@pytest.mark.parametrize("grown", [False, True], ids=["given back", "and grown again"])
+def test_memory_that_was_given_back_comes_back_as_it_was(
+    ends: tuple[vram.ArrayChannel, vram.ArrayChannel], grown: bool
+) -> None:
     """Also where new memory has grown in its place: that is not what the other end has."""
     sender, receiver = ends
     count = 200_000
     array, there = lent(ends, count, chunk="1MiB", capacity=count)
     array.resize(8)
-    receiver.send(there)
-    home = sender.recv(timeout=5.0)
-    assert home.shape == (count, 2)
-    assert home.numpy()[-1].tolist() == [2 * count - 2, 2 * count - 1]
+    if grown:
+        array.resize(count)
+        array[count - 1] = -1
+    for _ in range(2):
+        receiver.send(there)
+        home = sender.recv(timeout=5.0)
+        assert home is not array, "other memory has grown in its place"
+        assert home.shape == (count, 2)
+        assert home.numpy()[-1].tolist() == [2 * count - 2, 2 * count - 1]
+        home[0] = 7
+        assert there.numpy()[0].tolist() == [7, 7]
     array.resize(count)
-    array[count - 1] = -1
-    receiver.send(there)
-    back = sender.recv(timeout=5.0)
-    assert back is not array
-    assert back.numpy()[-1].tolist() == [2 * count - 2, 2 * count - 1], "other memory has grown in its place"
     sender.send(array)
-    assert receiver.recv(timeout=5.0).numpy()[-1].tolist() == [-1, -1]
+    again = receiver.recv(timeout=5.0)
+    assert again is not there
+    assert again.numpy()[-1].tolist() == array.numpy()[-1].tolist()
+    receiver.send(again)
+    assert sender.recv(timeout=5.0) is array
     array.close()
 
 
@@ -473,6 +482,30 @@ class TestKept:
                 sender.send(array, stream=stream, timeout=5.0)
                 receiver.recv(timeout=5.0)
         driver.stream_destroy(stream)
+
+    @pytest.mark.parametrize("there", [False, True], ids=["the receiver", "its stream"])
+    def test_s10_in_one_process_the_receiver_waits_for_the_work(
+        self, there: bool, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]
+    ) -> None:
+        """The driver opens no event in the process that made it."""
+        sender, receiver = ends
+        driver: Any = drivers.get(GPU)
+        streams = [driver.stream_create(GPU) for _ in range(2)]
+        control = standin.Standin()
+        control.defer()
+        try:
+            with vram.zeros(10, "int32", device="cuda:0") as array:
+                driver.fill_async(array.address, 3, array.nbytes, streams[0])
+                sender.send(array, stream=streams[0])
+                assert control.live()["pending"] > 0, "sending waited"
+                found = receiver.recv(stream=streams[1] if there else None, timeout=5.0)
+                assert control.live().get("pending", 0) == 0, "the array is there before what fills it"
+                assert (found.to_host() == 0x03030303).all()
+                found.close()
+        finally:
+            control.defer(False)
+        for stream in streams:
+            driver.stream_destroy(stream)
 
     def test_timeouts_that_are_none(self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
         for wrong in ("x", -1, float("nan")):

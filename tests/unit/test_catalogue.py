@@ -668,6 +668,46 @@ def test_listing_goes_by_prefix_and_goes_on_behind(books: Catalogue, ann: Sessio
         books.versions_of("nothing")
 
 
+# -- what one connection may have -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "what"),
+    [
+        ("MAX_LEASES", "holds 2 leases"),
+        ("MAX_CLAIMS", "holds 2 claims"),
+        ("MAX_WATCHES", "watches 2 versions"),
+        ("MAX_WAITERS", "2 calls of this connection wait"),
+        ("MAX_PUBLICATIONS", "publishes 2 versions at a time"),
+    ],
+)
+def test_one_connection_has_ceilings_also_of_the_keepers_own_user(
+    books: Catalogue, monkeypatch: pytest.MonkeyPatch, limit: str, what: str
+) -> None:
+    monkeypatch.setattr(module, limit, 2)
+    own, other = books.connect(KEEPER), books.connect(KEEPER)
+    for number in range(3):
+        publish(books, other, f"w{number}")
+
+    def act(session: Session, number: int) -> None:
+        if limit == "MAX_LEASES":
+            lease(books, session, f"w{number}")
+        elif limit == "MAX_CLAIMS":
+            books.attach(session, f"c{session.id}/{number}", 0.0, claim=True)
+        elif limit == "MAX_WATCHES":
+            books.watch(session, f"w{number}", 1)
+        elif limit == "MAX_WAITERS":
+            waits(books, session, number, "late")
+        else:
+            books.begin(session, f"p{number}", nbytes=1, handles=1)
+
+    act(own, 0)
+    act(own, 1)
+    with pytest.raises(CapacityError, match=what):
+        act(own, 2)
+    act(other, 2)
+
+
 # -- what one user may have in all ------------------------------------------------------------------------------------
 
 

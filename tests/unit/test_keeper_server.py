@@ -5,18 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from vram.errors import CapacityError, NotFoundError, WaitTimeoutError
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    CapacityError,
+    NotFoundError,
+    ProtocolError,
+    UnsupportedError,
+    VramError,
+    WaitTimeoutError,
+)
+from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import take_over
-from vram.sharing.channel import close_fds
+from vram.keeper.takeover import FORMAT, take_over
+from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
 KIB4 = Segment(4096)
@@ -155,3 +166,104 @@ def test_what_falls_due_during_a_takeover_is_done_by_the_successor(path: str) ->
         with pytest.raises(NotFoundError):
             one.attach("brief")
         close_fds(one.attach("lasting").fds)
+
+
+def test_whose_descriptors_do_not_close_is_not_served(path: str) -> None:
+    with serving(make(path)) as server, contextlib.ExitStack() as stack:
+        owed = server.strangers_closer._waiting
+        owed[os.geteuid()] = server.strangers_closer.room
+        with pytest.raises(CapacityError, match="take long to close; try again later"):
+            connect(stack, path)
+        owed.clear()
+        connect(stack, path)
+
+
+# -- over a takeover ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_peer_owes_moves_with_its_connection(path: str) -> None:
+    """What it left unread, how many descriptors are on their way to it, and since when it keeps the keeper waiting.
+
+    Or a takeover would give everybody their patience, and their share of what may be in flight, once more.
+    """
+    with contextlib.ExitStack() as stack:
+        first, second = make(path), make(path)
+        stack.enter_context(serving(first))
+        one = connect(stack, path)
+        one.list()
+        ((number, there),) = first.connections.items()
+        done = threading.Event()
+
+        def owe() -> None:
+            there.in_flight = 3
+            there.waiting_since = first.now()
+            there.queue.append((m.encode(m.Done(99)), None, 0, 0))  # an answer that nobody waits for
+            there.queued = len(there.queue[0][0])
+            done.set()
+
+        first.loop.call_soon_threadsafe(owe)
+        assert done.wait(SOON)
+        then = (there.version, there.in_flight, there.waiting_since, there.queued, list(there.queue))
+        assert take_over(second)
+        here = second.connections[number]
+        assert (here.version, here.in_flight, here.waiting_since, here.queued, list(here.queue)) == then
+        assert here.version == m.PROTOCOL
+        stack.enter_context(serving(second))
+        assert one.list() == []
+        until(lambda: not here.queue, what="the answer")
+
+
+def test_a_publication_that_is_half_there_has_its_real_size_after_a_takeover(path: str) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = make(path), make(path)
+        stack.enter_context(serving(first))
+        one = connect(stack, path)
+        raw = stack.enter_context(Channel.connect(path, SOON))
+        raw.send(m.encode(m.Hello(1, 1)), timeout=SOON)
+        raw.recv(timeout=SOON)
+        with memfds(3, 8192) as fds:  # larger than was stated: what is counted is what is there
+            raw.send(m.encode(m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 3, ["host"])), fds[:2], timeout=SOON)
+            assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.Continue(7, 2)
+            assert take_over(second)
+            stack.enter_context(serving(second))
+            raw.send(m.encode(m.Part(8, 7, 2)), fds[2:], timeout=SOON)
+            assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.Published(8, 1)
+        assert one.statistics().nbytes == 3 * 8192
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "words"),
+    [
+        (m.HandOver(1, FORMAT + 1, 0, 0), UnsupportedError, f"format {FORMAT}.*format {FORMAT + 1}.*older keeper"),
+        (m.Abandoned("it has no time"), BusyError, "serves on: it has no time"),
+        (m.Error(1, "AccessDeniedError", "not by you"), AccessDeniedError, "not by you"),
+        (m.Taken(0), ProtocolError, "Taken was said where HandOver was due"),
+    ],
+)
+def test_a_keeper_that_is_not_handed_over_says_why(
+    path: str, answer: object, error: type[VramError], words: str
+) -> None:
+    """And the successor leaves it alone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(1)
+
+        def be_a_keeper() -> None:
+            sock, _ = listener.accept()
+            with Channel(sock) as channel:
+                channel.recv(timeout=SOON)
+                channel.send(m.encode(m.Welcome(1, os.getpid())), timeout=SOON)
+                channel.recv(timeout=SOON)
+                with memfds(1) as fds:
+                    channel.send(m.encode(answer), fds if isinstance(answer, m.HandOver) else [], timeout=SOON)
+                with contextlib.suppress(VramError):
+                    channel.recv(timeout=SOON)
+
+        thread = threading.Thread(target=be_a_keeper)
+        thread.start()
+        try:
+            with pytest.raises(error, match=words):
+                take_over(make(path))
+        finally:
+            thread.join(SOON)
+        assert os.path.exists(path)
