@@ -157,6 +157,23 @@ def test_who_only_sends_holds_nothing_that_the_other_end_let_go_of(
     ask(ends)
 
 
+def test_what_was_dropped_here_is_held_no_longer_than_the_other_end_is_there() -> None:
+    """What that had sent back before it went still comes home."""
+    one, other = vram.ArrayChannel.pair()
+    with one:
+        array, there = lent((one, other))
+        array.close()
+        other.send(there)
+        other.close()
+        home = one.recv(timeout=5.0)
+        assert home.to_host().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert len(one._lender.remembered) == 1
+        with pytest.raises(vram.PeerGoneError):
+            one.recv(timeout=5.0)
+        assert len(one._lender.remembered) == 0, "memory is held for an end that is gone"
+        assert (home.to_host() == there.to_host()).all()
+
+
 @pytest.mark.parametrize("grown", [False, True], ids=["given back", "and grown again"])
 def test_memory_that_was_given_back_comes_back_as_it_was(
     ends: tuple[vram.ArrayChannel, vram.ArrayChannel], grown: bool

@@ -521,7 +521,11 @@ class ArrayChannel(Owned):
     # -- receiving ----------------------------------------------------------------------------------------------
     def _take(self, timeout: float | None) -> None:
         """Take one message off the socket. Called with the receiving lock."""
-        payload, fds = self._channel.recv(timeout=timeout)
+        try:
+            payload, fds = self._channel.recv(timeout=timeout)
+        except PeerGoneError:
+            self._lender.expect_nothing()
+            raise
         try:
             try:
                 message = decode_message(payload)

@@ -312,14 +312,18 @@ class Lender:
         if lent is not None:
             lent.let_go()
 
+    def expect_nothing(self) -> None:
+        """The other end is gone, and everything that it said was heard: nothing comes back any more."""
+        for number in tuple(self.remembered):
+            self.closed(number)
+
     def close(self) -> None:
         """Forget everything; the other end is gone and is told nothing."""
         self._retired = None
         for handle, lent in tuple(self._by_region.items()):
             lent.let_go()
             handle.forgo(lent.handle)
-        for number in tuple(self.remembered):
-            self.closed(number)
+        self.expect_nothing()
 
     def _forget(self, handle: Handle, number: int) -> None:
         lent = self._by_id.get(number)
