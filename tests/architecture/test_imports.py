@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+import vram
+from vram.keeper.client import close_client
+from vram.keeper.private import private_keeper
 
 HEAVY = (
     "asyncio",
@@ -25,14 +32,23 @@ HEAVY = (
 )
 
 
-def loaded_by(statement: str) -> set[str]:
+def loaded_by(statement: str, **environment: str) -> set[str]:
     """Return the modules that a statement loads in an interpreter of its own, packages above them included."""
     code = (
         f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps(list(set(sys.modules) - before)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return set(json.loads(done.stdout))
+
+
+@pytest.fixture
+def keeper() -> Iterator[str]:
+    with private_keeper() as path:
+        yield path
+        close_client(path)
 
 
 def test_import_vram_loads_next_to_nothing() -> None:
@@ -61,6 +77,64 @@ def test_the_command_line_brings_no_numpy_to_the_keeper() -> None:
     assert not {name for name in loaded if name.startswith("vram.driver.")}
 
 
+# What takes long to load, and no verb needs in order to be there; what some need all the same is named with them.
+SLOW = (
+    "asyncio", "concurrent", "ctypes", "difflib", "hypothesis", "importlib.metadata", "ml_dtypes", "multiprocessing",
+    "numpy", "pickle", "rich", "safetensors", "secrets", "subprocess", "tempfile", "torch", "typer", "vram.bench",
+    "vram.cli", "vram.driver.cuda", "vram.driver.host", "vram.keeper.server", "vram.testing", "vram.transports",
+)  # fmt: skip
+VERBS = (
+    "attach", "attach_or_publish", "publish", "lend", "borrow", "share", "explain", "copy_in", "ArrayChannel", "empty",
+    "zeros", "asarray", "put", "list", "show", "holders", "statistics", "remove", "revoke", "Array", "Region", "Lease",
+)  # fmt: skip
+
+
+def slow_among(loaded: set[str], allowed: tuple[str, ...] = ()) -> set[str]:
+    """Return what is slow of what was loaded."""
+    slow = tuple(name for name in SLOW if name not in allowed)
+    return {name for name in loaded if name in slow or name.startswith(tuple(f"{one}." for one in slow))}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_loads_what_it_needs_and_not_the_whole_house(verb: str) -> None:
+    loaded = loaded_by(f"import vram; vram.{verb}")
+    ours = {name for name in loaded if name.split(".")[0] == "vram"}
+    print(f"vram.{verb} loads {len(loaded)} modules, {len(ours)} of them vram's")
+    assert slow_among(loaded) == set()
+
+
+# The driver of the host speaks to libc, and the elements of an array have a type of numpy's.
+USED = {
+    "attach": ("lease = vram.attach('x'); lease['a'].numpy()[0]; lease.close()", ()),
+    "publish": ("vram.publish('y', {'a': vram.zeros(4, 'uint8', device='host')})", ()),
+    "attach_or_publish": ("vram.attach_or_publish('x', dict).close()", ()),
+    "borrow": ("vram.borrow(PLACE + '/lent').array.numpy()[0]", ()),
+    # A lender is a small keeper, in a thread; of its own memory only.
+    "lend": (
+        "vram.lend(vram.zeros(4, 'uint8', device='host'), at=PLACE + '/mine').close()",
+        ("asyncio", "concurrent", "secrets", "subprocess", "tempfile", "vram.keeper.server"),
+    ),
+    "share": ("vram.share(vram.zeros(4, 'uint8', device='host'))", ()),
+    "ArrayChannel": ("a, b = vram.ArrayChannel.pair(); a.send(7); b.recv(); a.close(); b.close()", ()),
+    "empty": ("vram.empty(4, 'uint8', device='host').close()", ()),
+    "list": ("vram.list(); vram.holders(); vram.show('x')", ()),
+}
+
+
+@pytest.mark.parametrize("verb", USED)
+def test_the_first_use_of_a_verb_loads_what_it_needs_and_not_the_whole_house(
+    verb: str, keeper: str, tmp_path: Path
+) -> None:
+    code, allowed = USED[verb]
+    with vram.zeros(4, "uint8", device="host") as array, vram.zeros(4, "uint8", device="host") as other:
+        vram.publish("x", {"a": array}, keeper=keeper)
+        with vram.lend(other, at=tmp_path / "lent"):
+            loaded = loaded_by(f"import vram; PLACE = {str(tmp_path)!r}; {code}", VRAM_KEEPER=keeper)
+    ours = {name for name in loaded if name.split(".")[0] == "vram"}
+    print(f"{code} loads {len(loaded)} modules, {len(ours)} of them vram's")
+    assert slow_among(loaded, (*allowed, "ctypes", "numpy", "pickle", "vram.driver.host")) == set()
+
+
 @pytest.mark.parametrize("module", ["vram.arrays", "vram.exchange"])
 def test_torch_is_never_loaded_unasked(module: str) -> None:
     assert "torch" not in loaded_by(f"import {module}")
@@ -69,3 +143,38 @@ def test_torch_is_never_loaded_unasked(module: str) -> None:
 def test_the_suites_are_loaded_by_nobody() -> None:
     everything = "import vram; [getattr(vram, name) for name in vram.__all__]; import vram.cli"
     assert not {name for name in loaded_by(everything) if name.startswith("vram.testing")}
+
+
+# Whoever loads multiprocessing, and whenever: what is pickled for it goes without a copy.
+PICKLED = """
+import subprocess, sys
+{first}
+from multiprocessing.reduction import ForkingPickler
+a = vram.zeros(4, "uint8", device="host")
+assert ForkingPickler.loads(ForkingPickler.dumps(a)) is a
+ours, theirs = vram.ArrayChannel.pair()
+there = ForkingPickler.loads(ForkingPickler.dumps(theirs))
+there.send(7)
+assert ours.recv() == 7
+import multiprocessing.reduction as reduction
+assert type(reduction.__loader__) is type(reduction.__spec__.loader) is type(subprocess.__loader__)
+assert [finder for finder in sys.meta_path if type(finder).__module__.startswith("vram")] == []
+print("passed")
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import multiprocessing, vram",
+        "import vram; vram.empty; import multiprocessing",
+        "import vram; vram.list; vram.attach; import multiprocessing.pool",
+        # somebody only looks whether it is there
+        "import importlib.util, vram; vram.list; importlib.util.find_spec('multiprocessing.reduction').has_location",
+    ],
+)
+def test_multiprocessing_is_taught_whenever_it_is_loaded(first: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PICKLED.format(first=first)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr[-3000:]

@@ -78,6 +78,7 @@ def test_everything_runs_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
         "share": 2,
         "workers": 1,
         "start": 3,
+        "first-use": 7,
         "scale": 2,
     }
     assert all(targets[name] >= count for name, count in wanted.items()), targets

@@ -16,7 +16,7 @@ from vram.arrays.dtypes import as_dtype, carrier, dtype_name, dtype_of, is_plain
 from vram.errors import UsageError
 
 EXTENDED = [name for name in dtypes._EXTENDED if hasattr(ml_dtypes, name)]
-NAMED = [*dtypes._BUILTIN, *dtypes._TIMES, *EXTENDED]
+NAMED = [*dtypes._BUILTIN, *(n for n in dtypes._LONGEST if hasattr(np, n)), *dtypes._TIMES, *EXTENDED]
 
 
 def test_every_name_comes_back_as_it_went() -> None:

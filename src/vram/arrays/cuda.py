@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from .. import driver as drivers
 from ..driver.protocol import StreamOrdered
 from ..errors import UnsupportedError, UsageError
 from ..memory import Region
 from ..spec import Location
-from . import dlpack
-from .dtypes import as_dtype, from_torch_dtype
+from .dtypes import DLPACK_CUDA, as_dtype, from_torch_dtype
+from .numpy_on_use import np
 from .shapes import part_of
 from .views import NDArray, bytes_of
 
@@ -107,8 +105,10 @@ def of_dlpack(value: Any, name: str) -> CudaSource:
             capsule = value.__dlpack__(stream=1)
     except Exception as error:
         raise UsageError(f"the memory of a {name} cannot be seen: {error}") from error
+    from . import dlpack  # loads ctypes
+
     device, number, address, shape, strides, dtype = dlpack.look(capsule)
-    if device != dlpack.CUDA:
+    if device != DLPACK_CUDA:
         raise UsageError(f"the {name} says that it is on a GPU and gave memory of DLPack device type {device}")
     nbytes = math.prod(shape) * dtype.itemsize
     readonly = dlpack.is_readonly(capsule)

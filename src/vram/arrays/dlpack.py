@@ -8,17 +8,15 @@ no word for travels as integers, and the two bytes that say so are corrected bef
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, cast
 
-import numpy as np
-
 from ..errors import UsageError
-from .dtypes import carrier, dlpack_code, is_plain, of_dlpack_code
+from .dtypes import DLPACK_CUDA, carrier, dlpack_code, is_plain, of_dlpack_code
+from .numpy_on_use import np
 from .views import NDArray
 
-__all__ = ["CPU", "CUDA", "capsule", "is_readonly", "look", "shown_as"]
-
-CPU, CUDA = 1, 2  # DLDeviceType
+__all__ = ["capsule", "is_readonly", "look", "shown_as"]
 
 
 class _Tensor(ctypes.Structure):
@@ -52,7 +50,11 @@ _python.PyCapsule_GetPointer.restype = ctypes.c_void_p
 _python.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _python.PyCapsule_IsValid.restype = ctypes.c_int
 _python.PyCapsule_IsValid.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_NEW_KEYWORDS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+
+
+@functools.cache
+def _has_new_keywords() -> bool:
+    return np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
 def shown_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -90,7 +92,7 @@ def capsule(
     BufferError
         For read-only memory to a consumer that cannot be told so, and for what DLPack cannot say.
     """
-    if _NEW_KEYWORDS:
+    if _has_new_keywords():
         made = view.__dlpack__(max_version=max_version, copy=copy)
     else:
         if copy:
@@ -100,7 +102,7 @@ def capsule(
     if code is not None:
         _tensor_in(made).code, _tensor_in(made).bits = code
     if gpu is not None:
-        _tensor_in(made).device_type, _tensor_in(made).device_id = CUDA, gpu
+        _tensor_in(made).device_type, _tensor_in(made).device_id = DLPACK_CUDA, gpu
     return made
 
 

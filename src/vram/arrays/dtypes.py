@@ -6,16 +6,16 @@ from another process is a name and is looked up in a table; nothing a peer says 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from typing import Any
 
-import numpy as np
-
 from ..errors import UsageError
+from .numpy_on_use import np
 
 __all__ = [
+    "DLPACK_CPU",
+    "DLPACK_CUDA",
     "as_dtype",
     "carrier",
     "dlpack_code",
@@ -29,8 +29,8 @@ __all__ = [
 _BUILTIN = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
-    *(name for name in ("float128", "complex256") if hasattr(np, name)),  # x86 and ARM differ in what these are
 )
+_LONGEST = ("float128", "complex256")  # not on every machine: x86 and ARM differ in what these are
 _UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
 _TIMES = tuple(f"{kind}[{unit}]" for kind in ("datetime64", "timedelta64") for unit in _UNITS)
 _EXTENDED = (
@@ -41,6 +41,7 @@ _EXTENDED = (
 _SIZED = re.compile(r"([SUV])([1-9][0-9]{0,7})")  # 10**8 characters of 4 bytes still fit the C int that numpy keeps
 TORCH_SHELL = re.compile("u?int[1-7]")  # names that torch keeps for its compiler: nothing can be done with such tensors
 _USER_DEFINED = 256  # NPY_USERDEF: numpy's own types are numbered below it
+DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLDeviceType
 # DLDataTypeCode and bits, DLPack 1.1, for what numpy's own exporter cannot say.
 _DLPACK = {
     "bfloat16": (4, 16),
@@ -80,7 +81,9 @@ def as_dtype(dtype: object) -> np.dtype[Any]:
         try:
             found = np.dtype(name)
         except (TypeError, ValueError, SyntaxError):
-            near = difflib.get_close_matches(name, _BUILTIN + _EXTENDED, n=1)
+            import difflib  # takes milliseconds to load, for this mistake alone
+
+            near = difflib.get_close_matches(name, _BUILTIN + _LONGEST + _EXTENDED, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else '; write e.g. "float32", "int64" or "bfloat16"'
             raise UsageError(f"dtype {dtype[:64]!r} is not known{hint}") from None
     elif dtype is None:
@@ -186,6 +189,9 @@ def of_dlpack_code(code: int, bits: int, lanes: int) -> np.dtype[Any]:
 def _named(name: str) -> np.dtype[Any] | None:
     if name in _BUILTIN or name in _TIMES:
         return np.dtype(name)
+    if name in _LONGEST:
+        there = getattr(np, name, None)
+        return None if there is None else np.dtype(there)
     if name in _EXTENDED:
         import ml_dtypes
 
@@ -201,7 +207,7 @@ def _known(name: str) -> np.dtype[Any] | None:
     return found
 
 
-_NAMES = frozenset(_BUILTIN + _TIMES + _EXTENDED)  # so that no stranger's words fill the cache
+_NAMES = frozenset(_BUILTIN + _LONGEST + _TIMES + _EXTENDED)  # so that no stranger's words fill the cache
 
 
 def _check(dtype: np.dtype[Any]) -> None:

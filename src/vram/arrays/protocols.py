@@ -6,12 +6,11 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 from ..errors import AccessDeniedError, UsageError
 from ..spec import Access, Location
-from . import cuda, dlpack
-from .dtypes import carrier, is_plain
+from . import cuda
+from .dtypes import DLPACK_CPU, DLPACK_CUDA, carrier, is_plain
+from .numpy_on_use import np
 from .views import Home, NDArray, buffer, bytes_of
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ class Viewable:
             For another device, for element types without a word in DLPack, and for read-only memory to a consumer of
             the old form, which cannot be told.
         """
+        from . import dlpack  # loads ctypes
+
         here = self.__dlpack_device__()
         if dl_device is not None and dl_device != here:
             raise BufferError(f"cannot export to device {dl_device!r:.80}; this memory is on {here}: see .to_host()")
@@ -211,10 +212,10 @@ class Viewable:
         """Return DLPack's (device type, device id)."""
         home = self._here()
         if home.gpu is not None:
-            return (dlpack.CUDA, home.gpu)
+            return (DLPACK_CUDA, home.gpu)
         if not home.addressable:
             raise BufferError(f"memory on {home.region.location} is not exported by DLPack")
-        return (dlpack.CPU, 0)
+        return (DLPACK_CPU, 0)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:

@@ -7,9 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..errors import CapacityError, RangeError, UsageError
+from .numpy_on_use import np
 
 __all__ = ["as_length", "as_shape", "capacity_rows", "nbytes_of", "part_of"]
 

@@ -6,14 +6,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..errors import UsageError
-from . import cuda, dlpack
+from . import cuda
 from . import torch as torch_views
 from .array import Array
 from .cuda import CudaSource
-from .dtypes import as_dtype
+from .dtypes import DLPACK_CUDA, as_dtype
+from .numpy_on_use import np
 from .tables import columns_of, each_column, is_table
 from .views import NDArray, find
 
@@ -85,7 +84,7 @@ def as_source(value: object) -> Source | CudaSource:
         view = torch_views.array_of(value)
     elif (place := _place_of(value)) not in _CPU and hasattr(value, "__cuda_array_interface__"):
         return cuda.of_interface(value, _name_of(value))
-    elif place == dlpack.CUDA:
+    elif place == DLPACK_CUDA:
         return cuda.of_dlpack(value, _name_of(value))
     else:
         view = _of_any(value, place)

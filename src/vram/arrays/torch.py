@@ -7,11 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import UnsupportedError, UsageError
-from .dlpack import capsule
 from .dtypes import TORCH_SHELL, as_dtype, from_torch_dtype, is_plain
+from .numpy_on_use import np
 from .views import NDArray, claimed_writable
 
 if TYPE_CHECKING:
@@ -43,6 +41,8 @@ def tensor(
     ready : callable, optional
         Has a stream wait for the work that fills the memory.
     """
+    from .dlpack import capsule  # loads ctypes
+
     torch = _import()
     wanted = to_torch_dtype(dtype)
     shown = dtype if is_plain(dtype) else np.dtype(_CARRIER[dtype.itemsize])

@@ -17,18 +17,16 @@ import weakref
 from bisect import bisect_right
 from typing import Any, TypeAlias, cast
 
-import numpy as np
-
 from ..driver.protocol import HostAddressable
 from ..errors import UnsupportedError, UsageError
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
 from ..spec import Access
 from .dtypes import is_plain
+from .numpy_on_use import np
 
 __all__ = ["Exporter", "Home", "buffer", "bytes_of", "claimed_writable", "find", "let_go"]
 
-_asarray = np.asarray
 NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
@@ -150,7 +148,7 @@ def _show(exporter: Exporter, address: int, shape: tuple[int, ...], dtype: np.dt
         "shape": shape,
         "typestr": typestr or f"|V{dtype.itemsize}",
     }
-    view: NDArray = _asarray(exporter)
+    view: NDArray = np.asarray(exporter)
     return view if typestr else view.view(dtype)
 
 

@@ -13,7 +13,6 @@ import functools
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -273,6 +272,8 @@ def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, si
 
 
 def _check_with_library(path: str, beginning: bytes, size: int) -> None:
+    import tempfile  # with shutil, random and more: as slow to load as safetensors, and for the same check
+
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -35,6 +35,7 @@ NAMES = {
     "share": "memory of the host lent to another process; against a descriptor over a raw socket",
     "workers": "the memory that 8 workers on one model take; against a mapped file, and loading it",
     "start": "import vram, start a keeper, and the keeper's memory; against a bare interpreter",
+    "first-use": "import of each verb in a fresh process, and how many modules; against numpy's",
     "scale": "attach among 1,000 readers and 10,000 entries; against one of each",
 }
 # The same for a GPU. What needs all of its memory comes last.
@@ -87,7 +88,7 @@ def run_benchmarks(only: list[str], *, quick: bool, progress: bool, device: str 
                 print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
             begin = time.perf_counter()
             if location == HOST:
-                result: Result = import_module(f".{name}", __name__).measure(quick)
+                result: Result = import_module(f".{name.replace('-', '_')}", __name__).measure(quick)
             else:
                 result = import_module(f".gpu_{name}", __name__).measure(quick, location)
             if quick:

@@ -12,7 +12,7 @@ from .children import DEADLINE, rss
 from .entries import fill
 from .measure import Figure, Result, Row, in_turns
 
-__all__ = ["measure"]
+__all__ = ["measure", "python_says"]
 
 _HEAVY = ("numpy", "torch", "socket", "ctypes", "vram.driver")
 
@@ -27,7 +27,7 @@ def measure(quick: bool) -> Result:
 def _import(rounds: int, notes: list[str]) -> list[Row]:
     values = in_turns({"bare": lambda: _python("pass"), "vram": lambda: _python("import vram")}, rounds, warm=1)
     more = [ours - bare for ours, bare in zip(values["vram"], values["bare"], strict=True)]
-    loaded = _python_says(f"import sys, vram; print(*(name for name in {_HEAVY} if name in sys.modules))")
+    loaded = python_says(f"import sys, vram; print(*(name for name in {_HEAVY} if name in sys.modules))")
     bare = Row("python -c pass", Figure.of(values["bare"], "ms", scale=1e3))
     figure = Figure.of(more, "ms", scale=1e3)
     notes.append(f"of {', '.join(_HEAVY)}, importing vram loads {loaded or 'none'}")
@@ -47,11 +47,12 @@ def _import(rounds: int, notes: list[str]) -> list[Row]:
 
 def _python(code: str) -> float:
     begin = time.perf_counter()
-    _python_says(code)
+    python_says(code)
     return time.perf_counter() - begin
 
 
-def _python_says(code: str) -> str:
+def python_says(code: str) -> str:
+    """Run code in an interpreter of its own and return what it prints. Raises InternalError if it fails."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,

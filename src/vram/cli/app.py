@@ -104,9 +104,9 @@ def put(
     as_json: AsJson = False,
 ) -> None:
     """Publish a safetensors file's tensors under a name."""
-    from .. import exchange
+    from ..exchange import weights
 
-    published = exchange.put(
+    published = weights.put(
         name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket
     )
     _print(
@@ -126,10 +126,10 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List what is published, and how much of it is held: leases / memory."""
-    from .. import exchange
+    from ..exchange import keepers
 
     if holders:
-        held = exchange.holders(prefix, keeper=socket)
+        held = keepers.holders(prefix, keeper=socket)
         if as_json:
             _print(held, True, "")
             return
@@ -137,7 +137,7 @@ def list_(
 
         show_table(holder_table(held))
         return
-    entries = exchange.list_entries(prefix, keeper=socket)
+    entries = keepers.list_entries(prefix, keeper=socket)
     if as_json:
         _print(entries, True, "")
         return
@@ -151,9 +151,9 @@ def show(
     name: Annotated[str, typer.Argument(help="An entry.")], socket: Socket = None, as_json: AsJson = False
 ) -> None:
     """Show an entry: its versions, what was said about it, who holds it, and the arrays in it."""
-    from .. import exchange
+    from ..exchange import keepers
 
-    details = exchange.show(name, keeper=socket)
+    details = keepers.show(name, keeper=socket)
     if as_json:
         _print(details, True, "")
         return
@@ -171,9 +171,9 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Retire an entry. Its memory is freed with the last lease."""
-    from .. import exchange
+    from ..exchange import keepers
 
-    exchange.remove(name, version=version, keeper=socket)
+    keepers.remove(name, version=version, keeper=socket)
     which = "" if version is None else f" version {version}"
     _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
 
@@ -187,9 +187,9 @@ def revoke(
     as_json: AsJson = False,
 ) -> None:
     """Retire an entry, ask its readers to let go, and wait. Exit status 1 if some still hold it: it says who."""
-    from .. import exchange
+    from ..exchange import keepers
 
-    left = exchange.revoke(name, version=version, timeout=timeout, keeper=socket)
+    left = keepers.revoke(name, version=version, timeout=timeout, keeper=socket)
     which = name if version is None else f"{name} version {version}"
     if as_json or not left.holders:
         _print(left, as_json, f"revoked {which}: nobody holds it any more")

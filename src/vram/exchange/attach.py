@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from .. import driver as drivers
 from ..errors import NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
-from ..keeper.session import Keeper
 from ..spec import HOST, Location
 from .keepers import as_notes, check_flag, check_seconds, check_version, connect
 from .lease import Lease, wire_access
 from .mapping import visible
-from .publish import publish_to
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
@@ -153,6 +155,8 @@ def _load_and_publish(
     ttl: float | None,
     claim: PublishClaim,
 ) -> int:
+    from .publish import publish_to  # what a reader does not need is as much again as what it does
+
     loaded = load()
     if not isinstance(loaded, Mapping):
         raise UsageError(f"load() returned a {type(loaded).__name__}; it has to return a mapping of names to arrays")

@@ -9,7 +9,7 @@ import weakref
 from ..arrays.cuda import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client, leave_client
-from ..keeper.lender import LENT
+from ..keeper.rules import LENT
 from ..spec import Location
 from .attach import check_access, user_of
 from .keepers import check_seconds

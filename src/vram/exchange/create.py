@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.cuda import copy_rows, to_host
 from ..arrays.dtypes import as_dtype
+from ..arrays.numpy_on_use import np
 from ..arrays.sources import CudaSource, as_source
 from ..errors import UsageError, VramError
 from ..spec import Location

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ..arrays.numpy_on_use import np
 from ..errors import CapacityError, ClosedError, NotFoundError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
 from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
-from ..keeper.session import Keeper
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import decode_manifest
 from .mapping import read_sealed
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
 
 __all__ = [
     "as_notes",
@@ -42,13 +44,15 @@ def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
     ClosedError
         If `keeper` is a Keeper that was closed.
     """
+    if keeper is None or isinstance(keeper, (str, os.PathLike)):
+        return client(None if keeper is None else os.fspath(keeper))
+    from ..keeper.session import Keeper  # what starts processes: needed only by who has started one with it
+
     if isinstance(keeper, Keeper):
         if keeper.is_closed:
             raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
         return client(keeper.path)
-    if keeper is not None and not isinstance(keeper, (str, os.PathLike)):
-        raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
-    return client(None if keeper is None else os.fspath(keeper))
+    raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
 
 
 def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
@@ -74,7 +78,7 @@ def check_version(version: object) -> None:
 
 def check_flag(value: object, what: str) -> bool:
     """Return a choice between two. Raises :class:`UsageError` for anything but True or False, numpy's included."""
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, bool) or isinstance(value, np.bool_):  # noqa: SIM101  (numpy is loaded for what is neither)
         return bool(value)
     raise UsageError(f"{what} must be True or False, not {value!r:.40}")
 

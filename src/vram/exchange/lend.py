@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from .. import driver as drivers
 from ..arrays.cuda import as_stream
@@ -18,9 +19,8 @@ from ..errors import (
     UsageError,
     VramError,
 )
-from ..keeper.lender import LENT, LenderServer
 from ..keeper.reports import HolderInfo, RevokeInfo
-from ..keeper.rules import MAX_MANIFEST, check_meta
+from ..keeper.rules import LENT, MAX_MANIFEST, check_meta
 from ..lifetime import Owned, own, unwinding
 from ..memory import Event
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
@@ -29,6 +29,9 @@ from .borrow import as_path
 from .keepers import as_notes, check_flag, check_seconds
 from .mapping import device_name, sealed_copy
 from .placement import Placement
+
+if TYPE_CHECKING:
+    from ..keeper.lender import LenderServer
 
 __all__ = ["Lending", "lend"]
 
@@ -222,6 +225,8 @@ def lend(
     >>> with vram.lend({"weights": tensor}, at="/run/app/weights.sock") as lending:  # doctest: +SKIP
     ...     wait_until_told()
     """
+    from ..keeper.lender import LenderServer  # a server, with asyncio: not for those who only name the class
+
     arrays = obj if isinstance(obj, Mapping) else {_ONE: obj}
     waits = None if stream is None else as_stream(stream)
     seconds = check_seconds(patience)

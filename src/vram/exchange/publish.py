@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..arrays.tables import columns_of, each_column, is_table
 from ..errors import UsageError
 from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
-from ..keeper.session import Keeper
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry, encode_manifest
 from .keepers import as_notes, check_flag, connect
 from .mapping import sealed_copy, sealed_size
 from .placement import Loaded, Placement
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
 
 __all__ = ["Published", "publish", "publish_loaded", "publish_to"]
 

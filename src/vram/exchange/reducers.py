@@ -1,29 +1,90 @@
 """How multiprocessing pickles arrays: as a reference to shared memory, or by name what was attached.
 
-An end of an :class:`ArrayChannel` can be the argument of a process, too."""
+An end of an :class:`ArrayChannel` can be the argument of a process, too.
+
+Most who attach or publish never load :mod:`multiprocessing`, which takes as long as half of what they need. So it is
+taught when it is loaded, whoever does that: nothing can be pickled for it before.
+"""
 
 from __future__ import annotations
 
-import socket
+import contextlib
+import sys
 from collections.abc import Callable
-from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..arrays import Array
-from ..memory.foreign import ForeignRegion
-from .array_channel import ArrayChannel
-from .endpoint import endpoint
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+    from ..arrays import Array
+    from .array_channel import ArrayChannel
 
 __all__ = ["register"]
+
+_REDUCTION = "multiprocessing.reduction"  # which holds the table of how things are pickled
 
 
 def register() -> None:
     """Teach :mod:`multiprocessing` (queues, pipes, pools, process arguments) to pass arrays without copying them."""
+    if _REDUCTION in sys.modules:
+        _teach()
+    else:
+        sys.meta_path.insert(0, _Finder())
+
+
+def _teach() -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    from ..arrays import Array
+    from .array_channel import ArrayChannel
+
     ForkingPickler.register(Array, _reduce)
     ForkingPickler.register(ArrayChannel, _reduce_channel)
 
 
+class _Finder:
+    """Asked first whenever a module is looked for. Finds one: as others do, with a loader that teaches it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find the module that is waited for as the other finders do; no other."""
+        if name != _REDUCTION:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    """The loader of a module, which it gets back when it is loaded."""
+
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:  # who only looks at what was found sees the loader itself
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """Make the module as its loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        """Load the module as its loader does, then teach it."""
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self._finder)
+        _teach()
+
+
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+    from ..memory.foreign import ForeignRegion
+    from .endpoint import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
+
     # What was attached is attached again by whoever gets it: then the keeper knows who holds what.
     # Not what was borrowed by handle: that cannot be attached by whoever comes, and says so below.
     region = array.region
@@ -35,12 +96,20 @@ def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
 
 
 def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel], tuple[Any, ...]]:
+    from multiprocessing.reduction import DupFd
+
     return _rebuild_channel, (DupFd(channel.give_away()),)
 
 
 def _rebuild_channel(descriptor: Any) -> ArrayChannel:
+    import socket
+
+    from .array_channel import ArrayChannel
+
     return ArrayChannel(socket.socket(fileno=descriptor.detach()))
 
 
 def _rebuild(*reference: Any) -> Array:
+    from .endpoint import endpoint
+
     return endpoint().read(*reference)

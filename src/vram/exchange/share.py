@@ -5,11 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-import numpy as np
-
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import as_dtype
+from ..arrays.numpy_on_use import np
 from ..arrays.sources import CudaSource, Source, as_source, find
 from ..driver.foreign import MAX_POOL_ALLOCATION
 from ..errors import UsageError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,12 +12,14 @@ from .. import driver as drivers
 from ..arrays import weights
 from ..arrays.dtypes import dtype_name
 from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
-from ..keeper.session import Keeper
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
 from ..spec import Location
 from .keepers import as_notes, check_flag, connect
 from .publish import Published, publish_loaded
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
 
 __all__ = ["FILE_META", "put"]
 

@@ -27,12 +27,12 @@ from .client import own_label
 from .connection import Connection, Held
 from .records import Session
 from .reports import HolderInfo, Segment, holder_info
+from .rules import LENT
 from .server import PATIENCE, KeeperServer
 from .service import Service
 
 __all__ = ["LENT", "LenderServer"]
 
-LENT = "lent"  # the name of the one entry
 _T = TypeVar("_T")
 _ANSWER = 30.0  # seconds within which the thread does what it is asked
 _servers: weakref.WeakSet[LenderServer] = weakref.WeakSet()

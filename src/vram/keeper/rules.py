@@ -11,6 +11,7 @@ from ..errors import NotFoundError, UsageError
 from ..sharing.descriptor import MAX_SEGMENTS
 
 __all__ = [
+    "LENT",
     "MAX_KEYS",
     "MAX_LABEL",
     "MAX_MANIFEST",
@@ -25,6 +26,7 @@ __all__ = [
     "clip_label",
 ]
 
+LENT = "lent"  # the name of the one entry of a lender
 MAX_NAME = 200
 MAX_META = 4096  # bytes of all keys and values together
 MAX_KEYS = 512

@@ -17,7 +17,7 @@ import pytest
 
 from ..arrays import Array
 from ..errors import ClosedError, RangeError, UsageError, WaitTimeoutError
-from ..exchange import empty
+from ..exchange.create import empty
 from ..spec import Access, Location
 from ..transports import Estimate, ExportedBuffer, Transport, Yes
 

@@ -8,9 +8,8 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 from ..arrays import Array
+from ..arrays.numpy_on_use import np
 from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
 from ..lifetime import unwinding
