@@ -275,7 +275,7 @@ def everything(path: str) -> list[Callable[[], Any]]:
     return [
         lambda: vram.publish("n", X, keeper=path),
         lambda: vram.attach("n", keeper=path),
-        lambda: vram.attach_or_publish("n", lambda: X, keeper=path),
+        lambda: vram.attach_or_publish("n", lambda: X, timeout=0, keeper=path),  # else it waits for one
         lambda: vram.list(keeper=path),
         lambda: vram.show("n", keeper=path),
         lambda: vram.remove("n", keeper=path),

@@ -10,7 +10,7 @@ from .. import driver as drivers
 from ..errors import NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..spec import HOST, Location
-from .keepers import as_notes, check_flag, check_seconds, check_version, connect
+from .keepers import as_notes, check_flag, check_seconds, check_version, wait_for_keeper
 from .lease import Lease, wire_access
 from .mapping import visible
 
@@ -46,7 +46,8 @@ def attach(
     expect : mapping of str to str, optional
         What the entry's `meta` must say under these keys.
     timeout : float or None
-        Seconds to wait for the name to be published; 0 does not wait, None waits for ever.
+        Seconds to wait for a keeper to be there and for the name to be published, both together; 0 does not wait, None
+        waits for ever.
     device : str, optional
         The GPU that will work on memory of a GPU, such as ``"cuda:1"``: it reads the memory of the other one over the
         link between the two, if they are peers. By default the one that the memory is on. Memory of the host is
@@ -62,7 +63,7 @@ def attach(
     Raises
     ------
     NotFoundError
-        If there is no such entry, version or keeper.
+        If there is no such entry or version.
     MismatchError
         If the entry's `meta` differs from `expect`.
     AccessDeniedError
@@ -70,7 +71,7 @@ def attach(
     WaitTimeoutError
         If nothing was published within `timeout`.
     PeerGoneError
-        If the keeper went away.
+        If there is no keeper, or none came within `timeout`; or if it went away.
     UnsupportedError
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
@@ -79,10 +80,8 @@ def attach(
     check_version(version)
     wanted = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
-    client = connect(keeper)
-    attachment = client.attach(
-        name, version=version, access=wire_access(access), expect=wanted or None, timeout=seconds
-    )
+    client, left = wait_for_keeper(keeper, seconds)
+    attachment = client.attach(name, version=version, access=wire_access(access), expect=wanted or None, timeout=left)
     return Lease(client, attachment, access, user=user)
 
 
@@ -110,7 +109,8 @@ def attach_or_publish(
         others are copied, one by one, and let go of, so that a mapping that nothing else refers to costs no second
         copy.
     timeout : float or None
-        Seconds to wait for another process to load; None waits for ever.
+        Seconds to wait for a keeper to be there, and then for another process to load, each time it does; 0 does not
+        wait, None waits for ever.
 
     Other parameters as in :func:`attach` and :func:`publish`.
 
@@ -119,7 +119,7 @@ def attach_or_publish(
     WaitTimeoutError
         If another process was still loading after `timeout` seconds.
     PeerGoneError
-        If the keeper went away meanwhile.
+        If there is no keeper, or none came within `timeout`; or if it went away meanwhile.
     """
     check_access(access)
     writable = check_flag(writable, "writable")
@@ -130,9 +130,9 @@ def attach_or_publish(
     meta = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
     user = user_of(device)
-    client = connect(keeper)
+    client, left = wait_for_keeper(keeper, seconds)
     while True:
-        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=seconds)
+        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left)
         if isinstance(got, Attachment):
             return Lease(client, got, access, user=user)
         try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..arrays.numpy_on_use import np
-from ..errors import CapacityError, ClosedError, NotFoundError, ProtocolError, UsageError
+from ..errors import CapacityError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
 from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
 from ..sharing.channel import close_fds
@@ -29,7 +31,11 @@ __all__ = [
     "revoke",
     "show",
     "statistics",
+    "wait_for_keeper",
 ]
+
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
+_QUIETLY = 3.0  # seconds to wait for one without a word, where nobody set an end
 
 
 def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
@@ -44,14 +50,61 @@ def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
     ClosedError
         If `keeper` is a Keeper that was closed.
     """
+    return client(_path_of(keeper))
+
+
+def wait_for_keeper(
+    keeper: Keeper | str | os.PathLike[str] | None, timeout: float | None
+) -> tuple[KeeperClient, float | None]:
+    """Return this process's connection to a keeper, as soon as there is one, and the seconds that are left.
+
+    The one rule of all verbs that wait for something a keeper has: the keeper is waited for as that is, and the time
+    is spent once.
+
+    Parameters
+    ----------
+    timeout : float or None
+        Seconds to wait for a keeper to listen; 0 does not wait, None waits for ever, and warns of that after 3 s.
+
+    Raises
+    ------
+    PeerGoneError
+        If none came in time.
+    AccessDeniedError, ProtocolError
+        As :func:`connect`, at once: whoever listens there stays who they are.
+    """
+    path = _path_of(keeper)
+    begin = time.monotonic()
+    pause, warned = _FIRST_LOOK, False
+    while True:
+        try:
+            found = client(path)
+        except PeerGoneError as error:
+            waited = time.monotonic() - begin
+            if timeout is not None and waited >= timeout:
+                if not timeout:
+                    raise
+                raise PeerGoneError(f"{error} (none was there for {timeout:g} s)") from None
+            if timeout is None and waited >= _QUIETLY and not warned:
+                warned = True
+                warnings.warn(f"{error}; waiting for it for ever (timeout=None)", RuntimeWarning, stacklevel=3)
+        else:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+            return found, left
+        # Nobody tells when a path comes into being.
+        time.sleep(pause if timeout is None else min(pause, max(0.0, timeout - waited)))
+        pause = min(pause * 1.5, _LAST_LOOK)
+
+
+def _path_of(keeper: Keeper | str | os.PathLike[str] | None) -> str | None:
     if keeper is None or isinstance(keeper, (str, os.PathLike)):
-        return client(None if keeper is None else os.fspath(keeper))
+        return None if keeper is None else os.fspath(keeper)
     from ..keeper.session import Keeper  # what starts processes: needed only by who has started one with it
 
     if isinstance(keeper, Keeper):
         if keeper.is_closed:
             raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
-        return client(keeper.path)
+        return keeper.path
     raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
 
 

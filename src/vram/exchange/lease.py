@@ -19,7 +19,7 @@ from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest, decode_manifest
 from ..sharing.lease import LeaseReturn
 from ..spec import Location
-from .keepers import check_seconds, connect
+from .keepers import check_seconds, wait_for_keeper
 from .mapping import map_memory, read_sealed
 from .provenance import Provenance
 
@@ -208,10 +208,10 @@ class Lease(Owned, Mapping[str, Array]):
         self._reconnect()
         return True
 
-    def _reconnect(self) -> KeeperClient:
-        """Return the connection to whoever serves at the path now: another keeper, or lender, may be there by now."""
+    def _reconnect(self, timeout: float | None = 0.0) -> tuple[KeeperClient, float | None]:
+        """Return the connection to whoever serves at the path, another keeper by now or a lender; and the time left."""
         try:
-            return connect(self._client.path)
+            return wait_for_keeper(self._client.path, timeout)
         except PeerGoneError as error:
             raise PeerGoneError(self._client.gone_words.format(path=self._client.path)) from error
 
@@ -238,13 +238,13 @@ class Lease(Owned, Mapping[str, Array]):
         NotFoundError, WaitTimeoutError
             If the entry was removed, and did not come back within `timeout` seconds.
         PeerGoneError
-            If the keeper is gone, as long as no other serves at its path; the error says how to start one.
+            If no keeper serves at the path, and none came within `timeout` seconds; the error says how to start one.
         """
         self.handle  # noqa: B018
-        client = self._reconnect()
+        client, left = self._reconnect(check_seconds(timeout))
         return Lease(
             client,
-            client.attach(self.name, access=wire_access(self.access), timeout=check_seconds(timeout)),
+            client.attach(self.name, access=wire_access(self.access), timeout=left),
             self.access,
             user=self._user,
         )

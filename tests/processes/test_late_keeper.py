@@ -1,0 +1,188 @@
+"""A keeper that comes later than those who want something of it: waited for as the name is, by the same deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from vram.errors import PeerGoneError, WaitTimeoutError
+from vram.exchange import keepers
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
+
+SOON = 60.0
+X = {"w": np.arange(4)}
+
+
+class Looks:
+    """Counts the looks for a keeper, and says when there was a first one."""
+
+    def __init__(self, look: Callable[[str | None], KeeperClient]) -> None:
+        self.look, self.count, self.first = look, 0, threading.Event()
+
+    def __call__(self, path: str | None) -> KeeperClient:
+        self.count += 1
+        try:
+            return self.look(path)
+        finally:
+            self.first.set()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    wrapped = Looks(keepers.client)
+    monkeypatch.setattr(keepers, "client", wrapped)
+    return wrapped
+
+
+@pytest.fixture
+def place() -> Iterator[str]:
+    """Where a keeper will be."""
+    with short_directory() as directory:
+        path = os.path.join(directory, "keeper.sock")
+        yield path
+        close_client(path)
+
+
+def in_thread(work: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def total(lease: vram.Lease) -> int:
+    with lease:
+        return int(lease["w"].numpy().sum())
+
+
+def waiting(path: str) -> dict[str, Callable[[], int]]:
+    return {
+        "attach": lambda: total(vram.attach("x", timeout=SOON, keeper=path)),
+        "attach for ever": lambda: total(vram.attach("x", timeout=None, keeper=path)),
+        "attach_or_publish": lambda: total(vram.attach_or_publish("x", lambda: dict(X), timeout=SOON, keeper=path)),
+        "attach_or_publish for ever": lambda: total(vram.attach_or_publish("x", lambda: dict(X), keeper=path)),
+    }
+
+
+@pytest.mark.parametrize("how", waiting(""))
+def test_a_keeper_that_starts_later_is_waited_for(how: str, place: str, looks: Looks) -> None:
+    early = in_thread(waiting(place)[how])
+    assert looks.first.wait(SOON)
+    assert not early.done()
+    keeper = KeeperProcess(place)
+    try:
+        if not how.startswith("attach_or_publish"):
+            vram.publish("x", X, keeper=place)
+        assert early.result(SOON) == 6
+        assert looks.count > 1
+    finally:
+        close_client(place)
+        keeper.stop()
+
+
+def test_an_upgrade_waits_for_the_next_keeper(place: str, looks: Looks) -> None:
+    first = KeeperProcess(place)
+    vram.publish("x", X, keeper=place)
+    lease = vram.attach("x", keeper=place)
+    first.stop()
+    looks.first.clear()
+    newer = in_thread(lambda: total(lease.upgrade(timeout=SOON)))
+    assert looks.first.wait(SOON)
+    second = KeeperProcess(place)
+    try:
+        vram.publish("x", X, keeper=place)
+        assert newer.result(SOON) == 6
+    finally:
+        lease.close()
+        close_client(place)
+        second.stop()
+
+
+def test_the_error_says_which_of_the_two_was_missing(place: str, looks: Looks) -> None:
+    with pytest.raises(PeerGoneError, match=r"no keeper: .*vram keep --socket.*none was there for 0\.05 s"):
+        vram.attach("x", timeout=0.05, keeper=place)
+    assert looks.count > 1
+    with pytest.raises(PeerGoneError, match=r"none was there for 0\.05 s"):
+        vram.attach_or_publish("x", lambda: dict(X), timeout=0.05, keeper=place)
+    keeper = KeeperProcess(place)
+    try:
+        with pytest.raises(WaitTimeoutError, match="'x' was not published in time"):
+            vram.attach("x", timeout=0.05, keeper=place)
+    finally:
+        close_client(place)
+        keeper.stop()
+
+
+def test_without_a_timeout_one_look_is_all(place: str, looks: Looks) -> None:
+    for act in (
+        lambda: vram.attach("x", keeper=place),
+        lambda: vram.attach("x", timeout=0, keeper=place),
+        lambda: vram.attach_or_publish("x", lambda: dict(X), timeout=0, keeper=place),
+    ):
+        looks.count = 0
+        with pytest.raises(PeerGoneError, match="start one with `vram keep --socket") as caught:
+            act()
+        assert "none was there" not in str(caught.value)
+        assert looks.count == 1
+
+
+def test_the_time_that_the_keeper_took_is_not_had_again(
+    place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float | None] = []
+    attach = KeeperClient.attach
+
+    def noted(self: KeeperClient, name: str, **options: Any) -> Any:
+        given.append(options["timeout"])
+        return attach(self, name, **options)
+
+    monkeypatch.setattr(KeeperClient, "attach", noted)
+    early = in_thread(lambda: total(vram.attach("x", timeout=SOON, keeper=place)))
+    assert looks.first.wait(SOON)
+    keeper = KeeperProcess(place)  # which takes a tenth of a second at the least
+    try:
+        vram.publish("x", X, keeper=place)
+        assert early.result(SOON) == 6
+        (left,) = given
+        assert left is not None
+        assert 0 <= left < SOON - 0.01
+    finally:
+        close_client(place)
+        keeper.stop()
+
+
+def test_who_waits_for_ever_for_a_keeper_says_so(place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_QUIETLY", 0.0)
+    said = threading.Event()
+    texts: list[str] = []
+
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        texts.append(str(message))
+        said.set()
+
+    monkeypatch.setattr(keepers.warnings, "warn", note)
+    early = in_thread(lambda: total(vram.attach_or_publish("x", lambda: dict(X), keeper=place)))
+    assert said.wait(SOON)
+    keeper = KeeperProcess(place)
+    try:
+        assert early.result(SOON) == 6
+    finally:
+        close_client(place)
+        keeper.stop()
+    (text,) = texts
+    assert f"start one with `vram keep --socket {place}`" in text
+    assert "for ever" in text
