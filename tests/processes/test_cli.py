@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 import vram
 from vram.bench import NAMES
 from vram.cli import demo, main
+from vram.keeper.client import own_label
 from vram.keeper.private import short_directory
 
 VRAM = Path(sys.executable).with_name("vram")
@@ -100,7 +101,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
     run("put", "big/lm", file)
     with vram.attach("big/lm") as lease, vram.attach("big/lm"):
         assert re.search(r"^ *big/lm .* 2 / 2 MiB ", run("ls"), re.MULTILINE)
-        line = rf"^ *big/lm +1 +2 MiB +{os.geteuid()} +pid {os.getpid()} +r +[0-9.]+ s *$"
+        line = rf"^ *big/lm +1 +2 MiB +{os.geteuid()} +pid {os.getpid()} +{re.escape(own_label())} +r +[0-9.]+ s *$"
         assert len(re.findall(line, run("ls", "--holders"), re.MULTILINE)) == 2
         assert run("ls", "other", "-l").splitlines()[1:] == []
         held = json.loads(run("ls", "big", "-l", "--json"))
@@ -115,7 +116,11 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
         assert len(re.findall(line, done.stdout, re.MULTILINE)) == 2
         assert lease.revoked
         assert "revoked" in run("show", "big/lm")
-        assert re.search(rf"^ *1 +2 MiB +[0-9]+ +{os.getpid()} ", run("show", "big/lm"), re.MULTILINE)
+        assert re.search(
+            rf"^ *1 +2 MiB +[0-9]+ +pid {os.getpid()} +{os.geteuid()} +{re.escape(own_label())} ",
+            run("show", "big/lm"),
+            re.MULTILINE,
+        )
         done = subprocess.run(
             [VRAM, "revoke", "big/lm", "--version", "1", "--timeout", "0", "--json"],
             capture_output=True,
@@ -150,6 +155,20 @@ def test_show_says_what_the_file_said_of_itself(kept: vram.Keeper, tmp_path: Pat
     for words in ("{", "[1]", "[" * 3000):  # somebody else's under that name
         vram.publish("n", {"x": np.arange(1)}, meta={"__metadata__": words})
         assert re.search(rf"^ *__metadata__ +{re.escape(words[:3])}", run("show", "n"), re.MULTILINE)
+
+
+def test_the_version_is_said() -> None:
+    assert run("--version") == f"vram {vram.__version__}\n"
+
+
+def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
+    run("put", "n", file, VRAM_LABEL="loader\x1b[2J 7")
+    assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
+    with vram.attach("n"):
+        line = rf" pid {os.getpid()} +{re.escape(own_label())} +r "
+        assert re.search(line, run("ls", "-l"))
+        (held,) = json.loads(run("ls", "-l", "--json"))
+        assert (held["pid"], held["label"], held["host"]) == (os.getpid(), own_label(), os.uname().nodename)
 
 
 def test_the_help_of_bench_says_what_each_measures() -> None:

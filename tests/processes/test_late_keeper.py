@@ -24,13 +24,13 @@ X = {"w": np.arange(4)}
 class Looks:
     """Counts the looks for a keeper, and says when there was a first one."""
 
-    def __init__(self, look: Callable[[str | None], KeeperClient]) -> None:
+    def __init__(self, look: Callable[..., KeeperClient]) -> None:
         self.look, self.count, self.first = look, 0, threading.Event()
 
-    def __call__(self, path: str | None) -> KeeperClient:
+    def __call__(self, path: str | None, **options: Any) -> KeeperClient:
         self.count += 1
         try:
-            return self.look(path)
+            return self.look(path, **options)
         finally:
             self.first.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from vram.errors import (
@@ -32,7 +33,7 @@ from vram.keeper.records import (
     Waiter,
 )
 from vram.keeper.rules import MAX_META, MAX_NAME, check_meta, check_version
-from vram.keeper.snapshot import restore, save
+from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
@@ -857,6 +858,20 @@ def test_what_two_keepers_in_a_row_write_down_is_the_same(books: Catalogue, ann:
     for what in ("total", ANN, BOB):
         then, now = ((one.total if what == "total" else one.of(what)) for one in (books.accounts, moved.accounts))
         assert vars_of(then) == vars_of(now), what
+
+
+def test_what_processes_call_themselves_moves_with_a_takeover() -> None:
+    books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+    maker = books.connect(ANN, 0, "maker", "box-1")
+    publish(books, maker, "w")
+    for version in books.all_versions():
+        version.body = b"\xc0"
+    written = msgspec.msgpack.encode(save(books, lambda _: 0))
+    moved, _ = restore(msgspec.msgpack.decode(written, type=Books), str, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    for each in (books, moved):
+        (version,) = each.all_versions()
+        assert (version.publisher_label, version.publisher_host) == ("maker", "box-1")
+        assert str(each.sessions[maker.id]) == f"pid unknown, host box-1, uid {ANN}, label 'maker'"
 
 
 def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:

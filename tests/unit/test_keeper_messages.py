@@ -9,6 +9,7 @@ from vram import errors
 from vram.keeper import messages as m
 from vram.keeper.failures import failure, raised
 from vram.keeper.reports import entry_info, holder_info, version_info
+from vram.keeper.rules import describe_process
 
 PIECE = m.Piece(2 << 20, 1, 0)
 ENTRY = m.Entry("a/b", 3, 1000, False, [PIECE], ["host"], b"m", False, {"k": "v"})
@@ -16,7 +17,7 @@ ENTRY = m.Entry("a/b", 3, 1000, False, [PIECE], ["host"], b"m", False, {"k": "v"
 # Frozen: a keeper that runs today has to understand a client of next year, and the other way round. A change here is
 # a new protocol version.
 GOLDEN = [
-    (m.Hello(1, 1, "me"), "94a568656c6c6f0101a26d65"),
+    (m.Hello(1, 1, "me", "box"), "95a568656c6c6f0101a26d65a3626f78"),
     (
         m.Publish(5, "a/b", [PIECE], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7),
         "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007",
@@ -71,6 +72,10 @@ def test_s9_a_greeting_of_before_there_were_lenders() -> None:
     assert m.decode_reply(bytes.fromhex("94a777656c636f6d650163a16b")) == m.Welcome(1, 99, "k", "")
 
 
+def test_s9_a_greeting_of_before_hosts_were_said() -> None:
+    assert m.decode_hello(bytes.fromhex("94a568656c6c6f0101a26d65")) == m.Hello(1, 1, "me", "")
+
+
 def test_every_message_has_golden_bytes() -> None:
     golden = {type(message) for message, _ in GOLDEN}
     assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == golden | {
@@ -114,6 +119,35 @@ def test_s9_rows_of_an_older_keeper_are_read() -> None:
     assert versions.rows[0].revoked is None
     assert not version_info(versions.rows[0], ()).is_revoked
     assert holder_info(holders.rows[0]).pid is None
+    assert (version_info(versions.rows[0], ()).publisher_host, holder_info(holders.rows[0]).host) == ("", "")
+
+
+def test_s7_what_a_keeper_says_of_others_is_cut_to_what_is_shown() -> None:
+    """A keeper is believed as little as those of whom it tells."""
+    holder = m.HolderRow(3, 1, 0, 0, "\x1b[2J" + "x" * 300, "r", 1.0, 1, "n", "a\x1bb" + "y" * 100)
+    info = holder_info(holder)
+    assert info.label == "?[2J" + "x" * 116
+    assert info.host == "a?b" + "y" * 61
+    version = m.VersionRow(1, 0, True, False, 1, [1], ["host"], 0, 1.0, None, 0, "a\nb", {}, False, "\u202e")
+    assert (version_info(version, ()).publisher_label, version_info(version, ()).publisher_host) == ("a?b", "?")
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        ((7, 0, "a", "box"), "pid 7, uid 0, label 'a'"),
+        ((7, 0, "", ""), "pid 7, uid 0"),
+        ((0, 5, "a", "box"), "pid unknown, host box, uid 5, label 'a'"),
+        ((None, 5, "", ""), "pid unknown, uid 5"),
+        (
+            (0, 5, "pid 1, uid 0', label '", "x, uid 0"),
+            "pid unknown, host x??uid?0, uid 5, label \"pid 1, uid 0', label '\"",
+        ),
+        ((0, 5, "a\n\x1b[31m\u202e\udce9", "\x07"), "pid unknown, host ?, uid 5, label 'a??[31m??'"),
+    ],
+)
+def test_s7_who_a_process_is_cannot_be_forged(who: tuple[int | None, int, str, str], said: str) -> None:
+    assert describe_process(*who) == said
 
 
 def test_the_keeper_writes_a_lease_as_the_client_reads_it() -> None:

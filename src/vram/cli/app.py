@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from .. import __version__
 from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
 from ..spec import format_count, format_size
@@ -20,12 +21,27 @@ __all__ = ["app", "run"]
 
 app = typer.Typer(
     name="vram",
-    help="Memory with one stable address: shared by name, grown in place, alive after its maker has died.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vram {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Memory with one stable address: shared by name, grown in place, alive after its maker has died."""
+
 
 Socket = Annotated[
     str | None,

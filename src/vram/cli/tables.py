@@ -58,15 +58,16 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
 
 
 def holder_table(holders: Sequence[HolderInfo]) -> Table:
-    """One row a lease. Who it is: a pid that the kernel vouches for, or else what the process says it is."""
-    table = Table("name", "version", "size", "uid", "process", "access", "held for", box=None)
+    """One row a lease. Who it is: a pid that the kernel vouches for, or else its host; and what it says it is."""
+    table = Table("name", "version", "size", "uid", "process", "says it is", "access", "held for", box=None)
     for holder in holders:
         table.add_row(
             holder.name,
             str(holder.version),
             format_size(holder.nbytes),
             str(holder.uid),
-            f"pid {holder.pid}" if holder.pid else f'claims to be "{_printable(holder.label)}"',
+            _process(holder.pid, holder.host),
+            _printable(holder.label) or "-",
             holder.access,
             _seconds(holder.age),
         )
@@ -79,7 +80,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
         title=entry.name, title_justify="left", box=None,
     )  # fmt: skip
-    holders = Table("version", "size", "lease", "pid", "uid", "says it is", "access", "held for", box=None)
+    holders = Table("version", "size", "lease", "process", "uid", "says it is", "access", "held for", box=None)
     for version in entry.versions:
         versions.add_row(
             str(version.version),
@@ -90,7 +91,8 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
             str(version.readers),
             _seconds(version.age),
             "-" if version.ttl_left is None else _seconds(version.ttl_left),
-            f"uid {version.owner}, pid {version.publisher_pid or 'unknown'}, {version.publisher_label or '-'}",
+            f"uid {version.owner}, {_process(version.publisher_pid, version.publisher_host)}, "
+            f"{_printable(version.publisher_label) or '-'}",
             _pairs(version.meta),
         )
         for holder in version.holders:
@@ -98,7 +100,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
                 str(version.version),
                 format_size(version.nbytes),
                 str(holder.lease_id),
-                str(holder.pid or "unknown"),
+                _process(holder.pid, holder.host),
                 str(holder.uid),
                 _printable(holder.label) or "-",
                 holder.access,
@@ -130,6 +132,10 @@ def bench_tables(results: Sequence[Result]) -> list[Table]:
             table.add_row(row.case, str(row.figure), ratio, row.target, verdict)
         tables.append(table)
     return tables
+
+
+def _process(pid: int | None, host: str) -> str:
+    return f"pid {pid}" if pid else "pid unknown" + (f", host {_printable(host)}" if host else "")
 
 
 def _seconds(seconds: float) -> str:

@@ -50,7 +50,8 @@ def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
     ClosedError
         If `keeper` is a Keeper that was closed.
     """
-    return client(_path_of(keeper))
+    path, label = _where(keeper)
+    return client(path, label=label)
 
 
 def wait_for_keeper(
@@ -73,12 +74,12 @@ def wait_for_keeper(
     AccessDeniedError, ProtocolError
         As :func:`connect`, at once: whoever listens there stays who they are.
     """
-    path = _path_of(keeper)
+    path, label = _where(keeper)
     begin = time.monotonic()
     pause, warned = _FIRST_LOOK, False
     while True:
         try:
-            found = client(path)
+            found = client(path, label=label)
         except PeerGoneError as error:
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
@@ -96,15 +97,16 @@ def wait_for_keeper(
         pause = min(pause * 1.5, _LAST_LOOK)
 
 
-def _path_of(keeper: Keeper | str | os.PathLike[str] | None) -> str | None:
+def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:
+    """Return the path of a keeper, if one was named, and what this process calls itself there, if it chose that."""
     if keeper is None or isinstance(keeper, (str, os.PathLike)):
-        return None if keeper is None else os.fspath(keeper)
+        return None if keeper is None else os.fspath(keeper), ""
     from ..keeper.session import Keeper  # what starts processes: needed only by who has started one with it
 
     if isinstance(keeper, Keeper):
         if keeper.is_closed:
             raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
-        return keeper.path
+        return keeper.path, keeper.label
     raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
 
 

@@ -124,7 +124,7 @@ class Lending(Owned):
         if self.is_closed:
             return
         if strict and (leases := self._leases()):
-            raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(_who(one) for one in leases))
+            raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(map(str, leases)))
         held = self._ask_back() if self._by_handle else ""
         super().close()
         if not held:
@@ -141,7 +141,7 @@ class Lending(Owned):
         """Ask for what lives only as long as its maker; return who still holds it."""
         with contextlib.suppress(ClosedError):  # as below
             if not self._server.revoke(self.patience):
-                return ", ".join(_who(one) for one in self._leases())
+                return ", ".join(map(str, self._leases()))
         return ""
 
     def _leases(self) -> list[HolderInfo]:
@@ -297,8 +297,3 @@ def _with_events(manifest: Manifest, plan: Placement, stream: int | None, events
     return Manifest(
         manifest.version, manifest.memories, manifest.arrays, manifest.handles, manifest.pools, tuple(entries)
     )
-
-
-def _who(holder: HolderInfo) -> str:
-    who = f"pid {holder.pid}" if holder.pid else "a process of another PID namespace"
-    return f"{who}, uid {holder.uid}" + (f" ({holder.label})" if holder.label else "")

@@ -62,7 +62,7 @@ from .records import (
     Version,
     Waiter,
 )
-from .rules import MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_label
+from .rules import MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_host, clip_label
 
 __all__ = ["Catalogue"]
 
@@ -114,9 +114,10 @@ class Catalogue:
         self._ids = itertools.count(1)
 
     # -- connections ----------------------------------------------------------------------------------------------
-    def connect(self, uid: int, pid: int = 0, label: str = "") -> Session:
-        """Open a session for a verified user."""
-        session = Session(next(self._ids), uid, pid, clip_label(label), tally=self.accounts.tally(uid))
+    def connect(self, uid: int, pid: int = 0, label: str = "", host: str = "") -> Session:
+        """Open a session for a verified user. `label` and `host` are what the process claims, cut to what is shown."""
+        tally = self.accounts.tally(uid)
+        session = Session(next(self._ids), uid, pid, clip_label(label), clip_host(host), tally=tally)
         self.sessions[session.id] = session
         return session
 
@@ -243,6 +244,7 @@ class Catalogue:
             expires=None if publication.ttl is None else now + publication.ttl,
             publisher_pid=session.pid,
             publisher_label=session.label,
+            publisher_host=session.host,
         )
         effects: list[Effect] = []
         if previous is not None:

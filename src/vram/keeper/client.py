@@ -397,25 +397,48 @@ _clients: dict[str, KeeperClient] = {}
 _clients_lock = threading.RLock()  # for a signal handler that ends connections while its thread makes one
 
 
-def client(path: str | None = None) -> KeeperClient:
+def client(path: str | None = None, *, label: str = "") -> KeeperClient:
     """Return this process's one connection to the keeper at `path`; made on first use, anew after a fork, and anew
-    once the keeper went away and another one came. Raises what :meth:`KeeperClient.connect` raises, and BusyError in a
-    signal handler that interrupted this very function."""
+    once the keeper went away and another one came.
+
+    Parameters
+    ----------
+    label : str
+        What this process calls itself there; by default :func:`own_label`. A connection says it once.
+
+    Raises
+    ------
+    UsageError
+        If this process is connected under another label.
+    BusyError
+        In a signal handler that interrupted this very function.
+
+    And what :meth:`KeeperClient.connect` raises.
+    """
     found, _ = find_path(path)
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:
-        return existing
+        return _labelled(existing, label)
     if _clients_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"this thread is connecting to a keeper: what interrupted it cannot talk to {found} now")
     with _clients_lock:
         existing = _clients.get(found)
         if existing is not None:
             if existing.is_usable:
-                return existing
+                return _labelled(existing, label)
             del _clients[found]
             existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
-        made = _clients[found] = KeeperClient.connect(path, label=own_label())
+        made = _clients[found] = KeeperClient.connect(path, label=label or own_label())
         return made
+
+
+def _labelled(existing: KeeperClient, label: str) -> KeeperClient:
+    if label and clip_label(label) != clip_label(existing.label):
+        raise UsageError(
+            f"this process is connected to {existing.path} as {clip_label(existing.label)!r}, which is said once: give "
+            f"label={label!r:.130} before the first call there, or set VRAM_LABEL"
+        )
+    return existing
 
 
 def leave_client(connection: KeeperClient) -> None:
@@ -444,8 +467,13 @@ def _number(claim: PublishClaim | int | None) -> int:
 
 
 def own_label() -> str:
-    """Return what this process calls itself."""
-    return clip_label(os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "python")
+    """Return what this process calls itself: ``VRAM_LABEL`` of its environment, else the name of its program."""
+    named = os.environ.get("VRAM_LABEL")
+    if not named:
+        directory, named = os.path.split(sys.argv[0] if sys.argv else "")
+        if named == "__main__.py":  # python -m: the package says what it is
+            named = os.path.basename(directory) or named
+    return clip_label(named or "python")
 
 
 def _after_fork_in_child() -> None:

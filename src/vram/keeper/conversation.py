@@ -34,12 +34,12 @@ from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descript
 from . import messages as m
 from .failures import raised
 from .paths import check_directory, check_server, find_path
-from .rules import clip_label
+from .rules import clip_host, clip_label
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["GRACE", "Conversation", "greet", "open_channel"]
+__all__ = ["GRACE", "Conversation", "greet", "open_channel", "own_host"]
 
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
 _LENDERS_GRACE = 2.0  # the same of a lender, which has little to do, and may be stopped
@@ -434,10 +434,15 @@ def open_channel(path: str, chosen: bool, timeout: float) -> Channel:
     return channel
 
 
+def own_host() -> str:
+    """Return what this process's host is called: in a container its own name, unless it was given another's."""
+    return clip_host(os.uname().nodename)
+
+
 def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     """Say hello and return what the keeper answers; see :meth:`Conversation.connect` for the errors."""
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label))), timeout=5.0)
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=5.0)
     try:
         payload, fds = channel.recv(timeout=max(0.01, timeout))
         close_fds(fds)

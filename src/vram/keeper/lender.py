@@ -25,6 +25,7 @@ from . import messages as m
 from . import pages
 from .client import own_label
 from .connection import Connection, Held
+from .conversation import own_host
 from .records import Session
 from .reports import HolderInfo, Segment, holder_info
 from .rules import LENT
@@ -81,7 +82,7 @@ class LenderServer(KeeperServer):
         super().__init__(path, mode=mode, group=group, patience=patience, raises_limit=False)
         self.service = LenderService(self)
         self.handle = self.service.handle
-        self._owner = self.catalogue.connect(os.geteuid(), os.getpid(), own_label())
+        self._owner = self.catalogue.connect(os.geteuid(), os.getpid(), own_label(), own_host())
         self._version: Any = None
         self._freed = threading.Event()
         self._keeps: object = None

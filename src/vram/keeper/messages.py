@@ -79,11 +79,15 @@ class Entry(Struct, frozen=True, array_like=True):
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """The first message of a connection: protocol versions spoken, and what the client calls itself."""
+    """The first message of a connection: protocol versions spoken, and what the client calls itself and its host.
+
+    The host is what tells processes apart that are in a PID namespace of their own, and have no pid to the keeper.
+    """
 
     lowest: Number
     highest: Number
     label: Label = ""
+    host: Label = ""
 
 
 class Publish(Struct, frozen=True, array_like=True, tag="publish"):
@@ -382,6 +386,7 @@ class VersionRow(Struct, frozen=True, array_like=True):
     publisher_label: Label
     meta: Notes
     revoked: bool | None = None
+    publisher_host: Label = ""
 
 
 class HolderRow(Struct, frozen=True, array_like=True):
@@ -399,6 +404,7 @@ class HolderRow(Struct, frozen=True, array_like=True):
     age: float
     nbytes: Size = 0
     name: Name = ""
+    host: Label = ""
 
 
 class Listing(Struct, frozen=True, array_like=True, tag="listing"):

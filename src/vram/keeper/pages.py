@@ -57,10 +57,12 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Version
     for version in catalogue.versions_of(request.name):
         if version.number <= request.after:
             continue
-        room -= 300 + 10 * version.handles + _weight(version.meta)
+        row = _version(catalogue, version, now)
+        room -= 200 + 10 * version.handles + _weight(version.meta) + sum(map(len, row.devices)) + 2 * len(row.devices)
+        room -= 4 * (len(version.publisher_label) + len(version.publisher_host))
         if room < 0 and rows:
             break
-        rows.append(_version(catalogue, version, now))
+        rows.append(row)
     return m.VersionList(request.call, rows, room < 0)
 
 
@@ -81,6 +83,7 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
         version.publisher_label,
         version.meta,
         version.revoked,
+        version.publisher_host,
     )
 
 
@@ -109,7 +112,7 @@ def _holders(call: int, asked: list[Lease], now: float) -> m.HolderList:
     room = _PAGE
     for lease in asked:
         who, version = lease.session, lease.version
-        room -= 80 + 4 * len(who.label) + len(version.name)
+        room -= 80 + 4 * len(who.label) + len(who.host) + len(version.name)
         if room < 0:
             return m.HolderList(call, rows, True)
         rows.append(
@@ -123,6 +126,7 @@ def _holders(call: int, asked: list[Lease], now: float) -> m.HolderList:
                 now - lease.since,
                 version.nbytes,
                 version.name,
+                who.host,
             )
         )
     return m.HolderList(call, rows, len(asked) == _ROWS)

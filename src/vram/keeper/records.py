@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import VramError
+from .rules import describe_process
 
 __all__ = [
     "Claim",
@@ -43,6 +44,7 @@ class Session:
     uid: int
     pid: int
     label: str
+    host: str = ""  # what it says of both is believed by nobody
     leases: dict[int, Lease] = field(default_factory=dict)
     publications: dict[int, Publication] = field(default_factory=dict)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
@@ -51,8 +53,7 @@ class Session:
     tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
 
     def __str__(self) -> str:
-        who = f"pid {self.pid}" if self.pid else "a process of another PID namespace"
-        return f"{who}, uid {self.uid}" + (f", {self.label}" if self.label else "")
+        return describe_process(self.pid, self.uid, self.label, self.host)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +77,7 @@ class Version:
     watchers: dict[int, Session] = field(default_factory=dict)
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
+    publisher_host: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ import msgspec
 from ..errors import ProtocolError
 from ..spec import HandleKind
 from . import messages as m
+from .rules import clip_host, clip_label, describe_process
 
 __all__ = [
     "ArrayInfo",
@@ -72,12 +73,14 @@ class PublishClaim:
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
-    """Who holds a lease on what: `pid` and `uid` are verified by the kernel, `label` is what the process claims to be.
+    """Who holds a lease on what: `pid` and `uid` are verified by the kernel, `label` and `host` are what the process
+    claims (at most 120 and 64 characters, none of which a terminal would obey). As a string it says who that is.
 
     Attributes
     ----------
     pid : int or None
-        As the keeper sees it; None for a process in a PID namespace that the keeper does not see into.
+        As the keeper sees it; None for a process in a PID namespace that the keeper does not see into. Then `host`
+        tells containers apart: each has a name of its own, unless it was given another's.
     age : float
         Seconds since it was attached.
     name, version : str, int
@@ -95,6 +98,10 @@ class HolderInfo:
     name: str
     version: int
     nbytes: int
+    host: str = ""
+
+    def __str__(self) -> str:
+        return describe_process(self.pid, self.uid, self.label, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,7 @@ class VersionInfo:
     meta: dict[str, str]
     holders: tuple[HolderInfo, ...] = ()
     is_revoked: bool = False
+    publisher_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +247,11 @@ def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionI
         row.age,
         row.ttl_left,
         row.publisher_pid or None,
-        row.publisher_label,
+        clip_label(row.publisher_label),
         row.meta,
         holders,
         bool(row.revoked),
+        clip_host(row.publisher_host),
     )
 
 
@@ -255,5 +264,14 @@ def entry_info(row: m.EntryRow) -> EntryInfo:
 def holder_info(row: m.HolderRow) -> HolderInfo:
     """Read a row of a page of holders."""
     return HolderInfo(
-        row.lease, row.pid or None, row.uid, row.label, row.access, row.age, row.name, row.version, row.nbytes
+        row.lease,
+        row.pid or None,
+        row.uid,
+        clip_label(row.label),
+        row.access,
+        row.age,
+        row.name,
+        row.version,
+        row.nbytes,
+        clip_host(row.host),
     )

@@ -23,7 +23,9 @@ __all__ = [
     "check_prefix",
     "check_ttl",
     "check_version",
+    "clip_host",
     "clip_label",
+    "describe_process",
 ]
 
 LENT = "lent"  # the name of the one entry of a lender
@@ -33,9 +35,11 @@ MAX_KEYS = 512
 MAX_VERSION = 2**53
 MAX_MANIFEST = 32 * 1024  # bytes of a manifest that travels inside a message
 MAX_LABEL = 120
+MAX_HOST = 64  # of a name of a host, to Linux
 MAX_TTL = 10 * 365 * 86400.0  # seconds
 
 _NAME = re.compile(r"[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
+_NOT_IN_HOST = re.compile(r"[^A-Za-z0-9._\-]", re.ASCII)
 _RULE = (
     f"a name has 1 to {MAX_NAME} of the characters A-Z a-z 0-9 . _ @ : + - and single slashes between parts, "
     'none of which is "." or ".."'
@@ -131,3 +135,23 @@ def clip_label(label: str) -> str:
     """Return what of a label is shown: printable, and at most 120 characters."""
     clipped = label[:MAX_LABEL]
     return clipped if clipped.isprintable() else "".join(c if c.isprintable() else "?" for c in clipped)
+
+
+def clip_host(host: str) -> str:
+    """Return what of the name of a host is shown: at most 64 of the characters that such names have."""
+    return _NOT_IN_HOST.sub("?", host[:MAX_HOST])
+
+
+def describe_process(pid: int | None, uid: int, label: str, host: str) -> str:
+    """Say who a process is, for tables and errors: pid and uid as the kernel says, the rest as the process claims.
+
+    Parameters
+    ----------
+    pid : int or None
+        None or 0 where the kernel does not say, since the process is in a PID namespace out of sight.
+    label, host : str
+        What it calls itself, in quotes so that it reads as nothing else; and its host, said only without a pid.
+    """
+    unseen = "pid unknown" + (f", host {clip_host(host)}" if host else "")
+    who = f"pid {pid}" if pid else unseen
+    return f"{who}, uid {uid}" + (f", label {clip_label(label)!r}" if label else "")

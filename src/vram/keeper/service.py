@@ -130,7 +130,7 @@ class Service:
             connection.close()
             return
         who = connection.credentials
-        self.server.welcome(connection, self.catalogue.connect(who.uid, who.pid or 0, hello.label))
+        self.server.welcome(connection, self.catalogue.connect(who.uid, who.pid or 0, hello.label, hello.host))
         connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends)))
 
     def _cut(self, payload: bytes) -> None:

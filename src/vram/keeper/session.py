@@ -38,12 +38,16 @@ class Keeper:
     ----------
     path : str
         Its socket.
+    label : str
+        What this process calls itself there, shown to whoever asks who holds what; by default ``VRAM_LABEL`` of the
+        environment, or else the name of the program. At most 120 characters, said with the first call.
     """
 
-    __slots__ = ("_is_closed", "_process", "path")
+    __slots__ = ("_is_closed", "_process", "label", "path")
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, label: str = "") -> None:
         self.path = path
+        self.label = label
         self._process: _Process | None = None
         self._is_closed = False
 
@@ -76,7 +80,7 @@ class Keeper:
             self._process.__exit__(kind, error, trace)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Keeper, (self.path,)
+        return partial(Keeper, label=self.label), (self.path,)
 
     def __repr__(self) -> str:
         return f"<Keeper at {self.path}{', closed' if self._is_closed else ''}>"

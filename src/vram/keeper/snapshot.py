@@ -25,6 +25,7 @@ class SessionRow(Struct, array_like=True):
     uid: int
     pid: int
     label: str
+    host: str = ""
 
 
 class VersionRow(Struct, array_like=True):
@@ -48,6 +49,7 @@ class VersionRow(Struct, array_like=True):
     leases: list[tuple[int, int, str, float]]  # id, session, access, since
     watchers: list[int]  # sessions
     revoked: bool = False
+    publisher_host: str = ""
 
 
 class PublicationRow(Struct, array_like=True):
@@ -107,7 +109,7 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
         floor=catalogue._floor,
         last=dict(catalogue._last),
         numbers=list(catalogue._numbers.items()),
-        sessions=[SessionRow(one.id, one.uid, one.pid, one.label) for one in sessions],
+        sessions=[SessionRow(one.id, one.uid, one.pid, one.label, one.host) for one in sessions],
         versions=[
             VersionRow(
                 one.name,
@@ -128,6 +130,7 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
                 [(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
                 list(one.watchers),
                 one.revoked,
+                one.publisher_host,
             )
             for one in catalogue.all_versions()
         ],
@@ -190,7 +193,7 @@ def restore(
     made._last = dict(books.last)
     made._numbers.update(books.numbers)
     for row in books.sessions:
-        made.sessions[row.id] = Session(row.id, row.uid, row.pid, row.label)
+        made.sessions[row.id] = Session(row.id, row.uid, row.pid, row.label, row.host)
     for one in books.versions:
         _restore_version(made, one, token(one.token))
     made._sorted.sort()
@@ -255,6 +258,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         row.publisher_label,
         withdrawn=row.withdrawn,
         revoked=row.revoked,
+        publisher_host=row.publisher_host,
     )
     known = made._names.setdefault(row.name, Name())
     if row.current:

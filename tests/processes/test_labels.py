@@ -1,0 +1,152 @@
+"""What processes call themselves: settable, shown beside what the kernel says, and never believed (S7)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import vram
+from vram.errors import BusyError, UsageError
+from vram.keeper import messages as m
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.client import KeeperClient, close_client, own_label
+from vram.keeper.pages import holders, versions
+from vram.sharing.channel import MAX_MESSAGE, Channel
+
+pytestmark = pytest.mark.usefixtures("kept")
+X = {"w": np.arange(4)}
+HOST = os.uname().nodename
+
+
+@pytest.fixture
+def unconnected(kept: vram.Keeper) -> str:
+    """A keeper that this process has not talked to yet."""
+    close_client(kept.path)
+    return kept.path
+
+
+def test_the_environment_names_a_process(unconnected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VRAM_LABEL", "trainer 3")
+    vram.publish("n", X)
+    with vram.attach("n"):
+        (holder,) = vram.holders()
+        assert (holder.label, holder.host) == ("trainer 3", HOST)
+        assert str(holder) == f"pid {os.getpid()}, uid {os.geteuid()}, label 'trainer 3'"
+        (version,) = vram.show("n").versions
+        assert (version.publisher_label, version.publisher_host) == ("trainer 3", HOST)
+    monkeypatch.setenv("VRAM_LABEL", "")  # which names nothing
+    close_client(unconnected)
+    with vram.attach("n"):
+        (holder,) = vram.holders()
+        assert (
+            holder.label
+            == own_label()
+            == (os.path.basename(sys.argv[0]) or "python").replace(
+                "__main__.py", os.path.basename(os.path.dirname(sys.argv[0]))
+            )
+        )
+
+
+def test_a_keeper_is_told_the_label_that_its_object_has(unconnected: str) -> None:
+    keeper = vram.Keeper(unconnected, label="evaluator")
+    vram.publish("n", X, keeper=keeper)
+    with vram.attach("n", keeper=unconnected), vram.attach("n", keeper=keeper):
+        assert {holder.label for holder in vram.holders(keeper=keeper)} == {"evaluator"}
+
+
+def test_a_label_is_said_once(unconnected: str) -> None:
+    vram.publish("n", X, keeper=vram.Keeper(unconnected, label="one"))
+    with pytest.raises(UsageError, match=r"is connected to .* as 'one', which is said once: give label='other' before"):
+        vram.list(keeper=vram.Keeper(unconnected, label="other"))
+    assert [entry.name for entry in vram.list(keeper=vram.Keeper(unconnected))] == ["n"]
+
+
+def test_who_is_busy_is_named_by_label(kept: vram.Keeper) -> None:
+    with KeeperClient.connect(kept.path, label="the slow one") as slow:
+        slow.attach_or_claim("model", timeout=0)
+        with pytest.raises(BusyError, match=rf"pid {os.getpid()}, uid \d+, label 'the slow one'"):
+            vram.attach_or_publish("model", lambda: X, timeout=0)
+
+
+def test_a_borrower_is_named_by_label(tmp_path: object) -> None:
+    code = "import sys, vram; lease = vram.borrow(sys.argv[1]); print('has it', flush=True); sys.stdin.read()"
+    path = os.path.join(str(tmp_path), "lent")
+    with vram.zeros(4, "uint8", device="host") as array, vram.lend(array, at=path) as lending:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "VRAM_LABEL": "borrower 5"},
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            assert process.stdout.readline() == "has it\n"
+            with pytest.raises(BusyError, match=rf"pid {process.pid}, uid \d+, label 'borrower 5'"):
+                lending.close(strict=True)
+            process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("label", "host", "shown"),
+    [
+        ("x\x1b]0;owned\x07\r\n\u202e", "h\x1b[2J", ("x?]0;owned????", "h??2J")),
+        ("x" * 512, "h" * 512, ("x" * 120, "h" * 64)),
+        ("pid 1, uid 0", "a, uid 0", ("pid 1, uid 0", "a??uid?0")),
+    ],
+)
+def test_s7_what_a_client_calls_itself_is_cut_to_what_may_be_shown(
+    kept: vram.Keeper, label: str, host: str, shown: tuple[str, str]
+) -> None:
+    vram.publish("n", X)
+    channel = Channel.connect(kept.path, 10.0)
+    try:
+        channel.send(m.encode(m.Hello(1, 1, label, host)), timeout=10.0)
+        assert isinstance(m.decode_reply(channel.recv(timeout=10.0)[0]), m.Welcome)
+        channel.send(m.encode(m.Attach(1, "n")), timeout=10.0)
+        payload, fds = channel.recv(timeout=10.0)
+        for fd in fds:
+            os.close(fd)
+        assert isinstance(m.decode_reply(payload), m.Attached)
+        (holder,) = vram.holders()
+        assert (holder.label, holder.host) == shown
+        assert str(holder) == f"pid {os.getpid()}, uid {os.geteuid()}, label {shown[0]!r}"
+    finally:
+        channel.close()
+
+
+def test_s7_a_label_without_end_is_no_greeting(kept: vram.Keeper) -> None:
+    for greeting in (["hello", 1, 1, "x" * 513], ["hello", 1, 1, "x", "h" * 513], ["hello", 1, 1, "x", 7]):
+        channel = Channel.connect(kept.path, 10.0)
+        try:
+            channel.send(m.encode(greeting), timeout=10.0)
+            reply = m.decode_reply(channel.recv(timeout=10.0)[0])
+            assert isinstance(reply, m.Error)
+            assert reply.kind == "ProtocolError"
+        finally:
+            channel.close()
+
+
+def test_s7_pages_of_long_labels_fit_into_messages() -> None:
+    """What others wrote makes no page too long to be sent."""
+    books = Catalogue()
+    label, meta = "\u20ac" * 120, {"\u20ac": "\u20ac" * 40}
+    body = m.encode(m.Entry("n", 1, 0, False, [m.Piece(1, 1, 0)], [f"{n:064}" for n in range(60)], b"", False, meta))
+    reader = books.connect(0, 0, label, "h" * 64)
+    for _ in range(1000):
+        maker = books.connect(0, 7, label, "h" * 64)
+        version, _ = books.commit(books.begin(maker, "n", nbytes=1, handles=1, meta=meta), None, 0.0)
+        version.body = body
+        books.attach(reader, "n", 0.0)
+    seen, more = 0, True
+    while more:
+        page = versions(books, m.Versions(1, "n", seen), 0.0)
+        assert len(m.encode(page)) <= MAX_MESSAGE
+        assert page.rows
+        seen, more = page.rows[-1].version, page.more
+    assert seen == 1000
+    seen, more = 0, True
+    while more:
+        held = holders(books, m.Holders(1, "n", 1000, seen), 0.0)
+        assert len(m.encode(held)) <= MAX_MESSAGE
+        seen, more = held.rows[-1].lease, held.more
