@@ -7,8 +7,11 @@ import multiprocessing
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -27,6 +30,7 @@ from vram.errors import (
     BusyError,
     ClosedError,
     ForkedError,
+    LeakWarning,
     PeerGoneError,
     ProtocolError,
     UnsupportedError,
@@ -530,12 +534,56 @@ def test_i2_a_strict_close_refuses_only_for_others(pair: tuple[ArrayChannel, Arr
     claim.release()
 
 
-def test_a_channel_that_is_dropped_leaves_nothing() -> None:
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_i2_a_channel_that_is_dropped_leaves_nothing_and_is_named(in_a_cycle: bool) -> None:
     one, other = ArrayChannel.pair()
+    labels = {
+        f"channel on fd {end.fileno()} was not closed; use it in a with block or call close()" for end in (one, other)
+    }
     with rows() as a:
         pass_on(one, other, a).close()
-        del one, other
+        if in_a_cycle:
+            cycle: list[object] = [one, other]
+            cycle.append(cycle)
+            del cycle
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del one, other
+            gc.collect()
+    assert {str(one.message) for one in caught} == labels
+    assert [one.category for one in caught] == [LeakWarning, LeakWarning]
+
+
+@pytest.mark.parametrize(
+    "left_open",
+    [
+        "ends = vram.ArrayChannel.pair()",
+        "ends = vram.ArrayChannel.pair(); cycle = [ends]; cycle.append(cycle)",
+        "vram.publish('x', {'a': vram.zeros(4, 'uint8', device='host')}); lease = vram.attach('x')",
+    ],
+)
+def test_i8_what_is_open_when_the_process_ends_is_left_to_the_kernel_without_a_word(
+    kept: object, left_open: str
+) -> None:
+    """Not with a warning of Python's own about a socket that nobody here has made."""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", f"import vram; {left_open}"], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_connection_that_is_dropped_says_nothing_about_a_socket() -> None:
+    """Channels below the public ones close late and harm nobody: neither our warning nor Python's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ends = Channel.pair()
+        numbers = [end.fileno() for end in ends]
+        del ends
         gc.collect()
+    assert caught == []
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
 
 
 def test_i7_a_forked_child_cannot_use_it(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

@@ -133,8 +133,6 @@ class ArrayChannel(Owned):
         "_went_on",
     )
 
-    _warn_on_leak = False
-
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
         self._channel = channel
@@ -155,6 +153,7 @@ class ArrayChannel(Owned):
         self._unanswered = 0  # parts of memory that the other end has not asked to go on from; the sender's
         self._went_on = threading.Semaphore(0)
         channel.handle  # noqa: B018  (the check)
+        channel._warn_on_leak = True  # in a collected cycle its finalizer may come first
         self._claim = channel._claim  # taken over: one claim, whichever of the two is closed
 
     @classmethod
@@ -319,8 +318,11 @@ class ArrayChannel(Owned):
             warnings.warn(left, ReleaseWarning, stacklevel=2)
 
     def __del__(self) -> None:
-        if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
-            warnings.warn(left, ReleaseWarning, stacklevel=2)
+        try:
+            if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
+                warnings.warn(left, ReleaseWarning, stacklevel=2)
+        finally:
+            super().__del__()
 
     def _wait_until_returned(self) -> None:
         """Hear, for a while, what the other end says that it is done with."""

@@ -219,6 +219,14 @@ def check_path(path: str) -> None:
         raise UsageError(f"socket path {path!r} has {size} bytes; a unix socket's path has 1 to {MAX_PATH}")
 
 
+class _Socket(socket.socket):
+    """A socket that is dropped without a word, at exit above all: who has to close what is on it is warned by us."""
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class Channel(lifetime.Owned):
     """A connected message socket with one owner.
 
@@ -234,16 +242,16 @@ class Channel(lifetime.Owned):
     parent does) and every call raises :class:`ForkedError`.
     """
 
-    __slots__ = ("_handle", "_ours", "_sock")
-
-    _warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
+    __slots__ = ("_handle", "_ours", "_sock", "_warn_on_leak")
 
     def __init__(self, sock: socket.socket) -> None:
         if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r}")
+        sock = _Socket(sock.family, sock.type, sock.proto, sock.detach())
         sock.settimeout(None)
         sock.set_inheritable(False)
         self._sock = sock
+        self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._ours = ours = [True]  # until it was given away
         _open_channels.add(self)
 
