@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -60,6 +61,8 @@ def python_says(code: str) -> str:
         text=True,
         timeout=DEADLINE,
         check=False,
+        # Installed files are compiled; those of a checkout are, once they were used, unless this forbids it.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
     )
     if done.returncode:
         raise InternalError(f"python -c {code!r} failed: {done.stderr.strip()[-2000:]}")

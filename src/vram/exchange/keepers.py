@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from ..arrays.numpy_on_use import np
 from ..errors import CapacityError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
-from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import decode_manifest
 from .mapping import read_sealed
 
 if TYPE_CHECKING:
+    from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
     from ..keeper.session import Keeper
 
 __all__ = [
@@ -161,6 +161,8 @@ def show(name: str, *, keeper: Keeper | str | None = None) -> EntryInfo:
 
 def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, ...] | None:
     """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
+    from ..keeper.reports import ArrayInfo  # who only attaches does not ask
+
     try:
         lease = client.attach(name, version=version)
         try:

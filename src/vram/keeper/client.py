@@ -9,39 +9,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BusyError, NotFoundError, UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
+from .leases import Attachment, PublishClaim, Segment, attachment
 from .listening import Listening, listen
 from .looking import Looking
 from .paths import find_path
-from .reports import (
-    Attachment,
-    EntryInfo,
-    HolderInfo,
-    PublishClaim,
-    RevokeInfo,
-    Segment,
-    StatisticsInfo,
-    VersionInfo,
-    attachment,
-)
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_label
 from .watch import Watch
 
+if TYPE_CHECKING:
+    from .reports import RevokeInfo
+
 __all__ = [
     "Attachment",
-    "EntryInfo",
-    "HolderInfo",
     "KeeperClient",
     "Listening",
     "PublishClaim",
-    "RevokeInfo",
     "Segment",
-    "StatisticsInfo",
-    "VersionInfo",
     "Watch",
     "client",
     "own_label",
@@ -325,6 +313,8 @@ class KeeperClient(Looking):
         PeerGoneError
             If the keeper goes meanwhile.
         """
+        from .reports import RevokeInfo  # with all that looking returns, which those who attach never see
+
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
         asked = {row.version for row in self._left(name) if row.revoked is not False} if version is None else {version}

@@ -26,8 +26,9 @@ from . import pages
 from .client import own_label
 from .connection import Connection, Held
 from .conversation import own_host
+from .leases import Segment
 from .records import Session
-from .reports import HolderInfo, Segment, holder_info
+from .reports import HolderInfo, holder_info
 from .rules import LENT
 from .server import PATIENCE, KeeperServer
 from .service import Service

@@ -1,0 +1,75 @@
+"""What publishing takes and attaching gives: plain values, independent of the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ProtocolError
+from ..spec import HandleKind
+from . import messages as m
+
+__all__ = ["Attachment", "PublishClaim", "Segment", "attachment"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One piece of memory: bytes, kind of handle, and ``"host"`` or the UUID of its GPU."""
+
+    size: int
+    kind: int = int(HandleKind.POSIX_FD)
+    device: str = "host"
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A lease and what it gives the right to map. The caller owns the descriptors and the lease.
+
+    Attributes
+    ----------
+    fds : list of int
+        The manifest's first if `manifest_fd` is not None, then one per segment.
+    manifest_fd : int or None
+        ``fds[0]`` where the manifest is memory of its own, else None and `manifest` holds it.
+    owner : int
+        The uid of its publisher, as the keeper verified it.
+    """
+
+    lease_id: int
+    name: str
+    version: int
+    owner: int
+    segments: tuple[Segment, ...]
+    fds: list[int]
+    manifest: bytes
+    manifest_fd: int | None
+    meta: dict[str, str]
+    writable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishClaim:
+    """This process is the one to publish `name`: pass `id` to publish, or abandon it."""
+
+    id: int
+    name: str
+
+
+def attachment(reply: m.Attached, fds: list[int]) -> Attachment:
+    """Read a lease; raises :class:`ProtocolError` unless its descriptors are as many as it says."""
+    entry = reply.entry
+    total = len(entry.segments) + entry.manifest_fd
+    if len(fds) != total or any(piece.device >= len(entry.devices) for piece in entry.segments):
+        raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
+    segments = tuple(Segment(piece.size, piece.kind, entry.devices[piece.device]) for piece in entry.segments)
+    return Attachment(
+        reply.lease,
+        entry.name,
+        entry.version,
+        entry.owner,
+        segments,
+        fds,
+        entry.manifest,
+        fds[0] if entry.manifest_fd else None,
+        entry.meta,
+        entry.writable,
+    )
