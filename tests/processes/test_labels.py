@@ -127,11 +127,14 @@ def test_s7_a_label_without_end_is_no_greeting(kept: vram.Keeper) -> None:
             channel.close()
 
 
-def test_s7_pages_of_long_labels_fit_into_messages() -> None:
+@pytest.mark.parametrize("devices", [1, 60])
+def test_s7_pages_of_long_labels_fit_into_messages(devices: int) -> None:
     """What others wrote makes no page too long to be sent."""
     books = Catalogue()
-    label, meta = "\u20ac" * 120, {"\u20ac": "\u20ac" * 40}
-    body = m.encode(m.Entry("n", 1, 0, False, [m.Piece(1, 1, 0)], [f"{n:064}" for n in range(60)], b"", False, meta))
+    label, meta = "\U0001d11e" * 120, {"\u20ac": "\u20ac" * 40}
+    body = m.encode(
+        m.Entry("n", 1, 0, False, [m.Piece(1, 1, 0)], [f"{n:064}" for n in range(devices)], b"", False, meta)
+    )
     reader = books.connect(0, 0, label, "h" * 64)
     for _ in range(1000):
         maker = books.connect(0, 7, label, "h" * 64)

@@ -860,6 +860,11 @@ def test_what_two_keepers_in_a_row_write_down_is_the_same(books: Catalogue, ann:
         assert vars_of(then) == vars_of(now), what
 
 
+def test_what_processes_call_themselves_is_cut_to_what_may_be_shown(books: Catalogue) -> None:
+    session = books.connect(ANN, 7, "a\x1b[2J\n" + "b" * 200, "c\x07" + "d" * 100)
+    assert (session.label, session.host) == ("a?[2J?" + "b" * 114, "c?" + "d" * 62)
+
+
 def test_what_processes_call_themselves_moves_with_a_takeover() -> None:
     books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
     maker = books.connect(ANN, 0, "maker", "box-1")
