@@ -318,10 +318,10 @@ class ArrayChannel(Owned):
             warnings.warn(left, ReleaseWarning, stacklevel=2)
 
     def __del__(self) -> None:
-        try:
-            if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
-                warnings.warn(left, ReleaseWarning, stacklevel=2)
-        finally:
+        if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
+            self._channel._warn_on_leak = False  # one warning, the one that says more
+            warnings.warn(left, ReleaseWarning, stacklevel=2)
+        else:
             super().__del__()
 
     def _wait_until_returned(self) -> None:
