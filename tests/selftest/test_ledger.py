@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,16 @@ def test_a_leaked_child(before):
     assert any(line.startswith(f"children: pid {child.pid} (") for line in before.left_behind(grace=GRACE))
     child.communicate()
     assert kinds(before) == set()
+
+
+def test_a_child_of_before_that_executes_its_program_now_is_no_leak():
+    """Between fork and exec it has the command line of its parent, which a ledger may have seen."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        taken = Ledger.take()
+        (named,) = [one for one in taken.children if one.startswith(f"pid {child.pid} (")]
+        early = replace(taken, children=taken.children - {named} | {f"pid {child.pid} (the parent's words)"})
+        assert early.left_behind(grace=0) == []
+        child.communicate()
 
 
 def test_a_child_that_nobody_waited_for(before):

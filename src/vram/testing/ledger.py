@@ -67,12 +67,15 @@ class Ledger:
             killed. Nothing is waited for when the books already agree.
         """
         deadline = time.monotonic() + grace
+        # A child is known by its pid: between fork and exec it has the name of its parent.
+        known = {child.partition(" (")[0] for child in self.children}
         while True:
             now = Ledger.take()
             extra = [
                 f"{field.name}: {label}"
                 for field in fields(self)
                 for label in sorted(getattr(now, field.name) - getattr(self, field.name))
+                if field.name != "children" or label.partition(" (")[0] not in known
             ]
             if not extra or time.monotonic() > deadline:
                 return extra
