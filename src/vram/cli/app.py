@@ -260,10 +260,6 @@ def bench(
         show_table(table)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def _pairs(texts: list[str]) -> dict[str, str]:
     pairs = {}
     for text in texts:
