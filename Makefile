@@ -3,6 +3,7 @@
 #
 #   VENV=DIR      another place for the environment          PYTHON=/path/to/python3   another interpreter for it
 #   EXTRA="..."   further requirements for the environment   PYTEST_ARGS="..."         further arguments for pytest
+#   LIMIT=5400    seconds that a run of make test may take
 
 .ONESHELL:
 .SHELLFLAGS = -euc
@@ -14,6 +15,10 @@ PYTHON ?=
 EXTRA ?=
 PYTEST_ARGS ?=
 STANDIN_ARGS ?=
+# Seconds after which a run of tests is ended, with a summary: see tests/watchdog.py. It is there for hangs, so it holds
+# on a machine many times slower; what does not end even then is killed.
+LIMIT ?= 5400
+limited = VRAM_TEST_LIMIT=$(1) timeout --foreground --kill-after=60 $$(($(1) + 300))
 
 bin := $(VENV)/bin
 stamp := $(VENV)/.made
@@ -68,16 +73,18 @@ demo: weights ## the whole job in front of your eyes: publish, crash, attach, gr
 # In two processes, file by file: what two cores can do. The stand-in's own tests count contexts and lose devices for
 # good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
 test: $(stamp) ## every suite, the slow forms left out
-	@HYPOTHESIS_PROFILE=ci "$(bin)/python" -m pytest -n 2 --dist loadfile -m "not slow and not gpu" \
-		--ignore=tests/standin $(PYTEST_ARGS)
-	[ -n "$(filter-out --junitxml%,$(PYTEST_ARGS))" ] || "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
+	@HYPOTHESIS_PROFILE=ci $(call limited,$(LIMIT)) "$(bin)/python" -m pytest -n 2 --dist loadfile \
+		-m "not slow and not gpu" --ignore=tests/standin $(PYTEST_ARGS)
+	[ -n "$(filter-out --junitxml%,$(PYTEST_ARGS))" ] ||
+		$(call limited,$(LIMIT)) "$(bin)/python" -m pytest $(STANDIN_ARGS) tests/standin
 
 # By hand, on a machine with GPUs whose Python has pytest, hypothesis and cuda-bindings (and torch, cupy, jax, numba for
 # the tests that need them): no environment is made, since those come with the machine. Multicast stays off.
 GPU_PYTHON ?= python3
 test-gpu: ## the contract, process and interop suites on the GPUs of this machine
 	@export VRAM_TEST_GPU=1 VRAM_MULTICAST=off NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-	PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" timeout 480 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
+	export VRAM_TEST_LIMIT=450 PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
+	timeout --foreground --kill-after=15 480 $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(PYTEST_ARGS)
 
 test-all: $(stamp) ## every suite with its slow forms
 	@"$(bin)/python" -m pytest -m "not gpu" --ignore=tests/standin $(PYTEST_ARGS)

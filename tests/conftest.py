@@ -18,6 +18,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
 import standin
+import watchdog
 
 pytest.register_assert_rewrite("vram.testing")  # before anything imports the suites, or their asserts say nothing
 
@@ -81,6 +82,11 @@ def _driver_objects() -> Counter[str]:
         return Counter()
     live = standin.Standin().live()
     return Counter({kind: count for kind, count in live.items() if not kind.startswith("context")})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let nothing keep this run from ending."""
+    watchdog.install(config)
 
 
 def pytest_report_header() -> str:

@@ -1,0 +1,179 @@
+"""Runs that would never end, planted: each ends, is red, says which test it was, and leaves no process behind (I11)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xdist", reason="pytest-xdist is not installed here")
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240.0  # a run of these takes 2 s, and hangs for ever without the watchdog
+CONFTEST = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import watchdog
+def pytest_configure(config):
+    watchdog.install(config)
+"""
+FILES = 2
+HARMLESS = "def test_harmless():\n    pass\n"
+# Whatever it starts writes its pid down, so that somebody can look whether it is gone.
+STARTS = """
+import os, signal, subprocess, sys, threading, time
+def note(pid):
+    with open("pids", "a") as file:
+        file.write(f"{pid}\\n")
+def start(**how):
+    note(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], **how).pid)
+def fork():
+    if not (pid := os.fork()):
+        time.sleep(3600)
+        os._exit(0)
+    note(pid)
+"""
+
+
+class Run:
+    """A run of pytest in a directory of its own, on files of which the first is planted."""
+
+    def __init__(self, folder: Path, planted: str, *options: str, **environment: str) -> None:
+        self.folder = folder
+        (folder / "conftest.py").write_text(CONFTEST)
+        (folder / "pytest.ini").write_text("[pytest]\n")
+        (folder / "test_a.py").write_text(STARTS + textwrap.dedent(planted) + HARMLESS)
+        for number in range(FILES):
+            (folder / f"test_b{number}.py").write_text(HARMLESS)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "VRAM_TEST_"))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**kept, "VRAM_TEST_RUN": os.environ.get("VRAM_TEST_RUN", ""), **environment},
+        )  # fmt: skip
+
+    def end(self) -> str:
+        """Return what it printed; it has ended by itself, is red, and has left nothing."""
+        try:
+            printed, _ = self.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail("it hangs:\n" + self.process.communicate()[0][-3000:])
+        assert self.process.returncode in (1, 2), printed[-3000:]
+        assert re.search(r"^=+ .*\bin \d[\d.]*s", printed, re.MULTILINE), "no summary:\n" + printed[-3000:]
+        noted = self.folder / "pids"
+        for pid in noted.read_text().split() if noted.exists() else []:
+            assert not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), (
+                f"{pid} was left behind:\n{printed[-3000:]}"
+            )
+        return printed
+
+
+SEVERAL = ("-n", "2", "--dist", "loadfile")
+
+
+@pytest.mark.parametrize("death", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+def test_a_worker_that_dies_ends_the_run_with_a_summary(tmp_path: Path, death: str) -> None:
+    """A replacement would wait for ever for work: pytest-xdist gives it none with --dist loadfile."""
+    planted = f"""
+        def test_planted():
+            start(start_new_session=True)
+            {death}
+    """
+    printed = Run(tmp_path, planted, *SEVERAL).end()
+    assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
+
+
+def test_a_dead_workers_child_that_holds_its_pipe_hides_no_death(tmp_path: Path) -> None:
+    planted = """
+        def test_planted():
+            fork()
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    printed = Run(tmp_path, planted, *SEVERAL).end()
+    assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
+
+
+def test_a_worker_that_dies_between_two_tests_makes_the_run_red(tmp_path: Path) -> None:
+    planted = """
+        class Dies:
+            def pytest_sessionfinish(self):
+                os._exit(3)
+        def test_planted(request):
+            request.config.pluginmanager.register(Dies())
+    """
+    printed = Run(tmp_path, planted, *SEVERAL).end()
+    assert re.search(r"passed.* in ", printed)
+    assert re.search(r"worker gw\d died", printed), printed
+
+
+def test_a_test_that_hangs_ends_with_its_stack(tmp_path: Path) -> None:
+    planted = """
+        def test_planted():
+            start()
+            threading.Event().wait()
+    """
+    options = ("-o", "faulthandler_timeout=2", "-o", "faulthandler_exit_on_timeout=true")
+    printed = Run(tmp_path, planted, *SEVERAL, *options).end()
+    assert re.search(r"test_a.py\", line \d+ in test_planted", printed), printed
+    assert re.search(r"worker 'gw\d' crashed while running 'test_a.py::test_planted'", printed), printed
+
+
+@pytest.mark.parametrize(
+    ("hang", "several"),
+    [("threading.Event().wait()", ()), ("os.system('sleep 3600')", SEVERAL)],
+    ids=["one process", "several"],
+)
+def test_a_run_past_its_limit_ends_with_what_was_running(tmp_path: Path, hang: str, several: tuple[str, ...]) -> None:
+    planted = f"""
+        def test_planted():
+            start()
+            start(start_new_session=True)
+            {hang}
+    """
+    printed = Run(tmp_path, planted, *several, VRAM_TEST_LIMIT="5").end()
+    assert "it did not end: it took longer than 5 s (VRAM_TEST_LIMIT)" in printed, printed
+    assert re.search(r"was running: test_a.py::test_planted, for \d+ s", printed), printed
+    assert re.search(r"test_a.py\", line \d+ in test_planted", printed), printed
+
+
+def test_a_run_that_is_told_to_end_says_what_was_running(tmp_path: Path) -> None:
+    planted = """
+        def test_planted():
+            start()
+            threading.Event().wait()
+    """
+    run = Run(tmp_path, planted, *SEVERAL)
+    deadline = time.monotonic() + SECONDS
+    while not (tmp_path / "pids").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.process.send_signal(signal.SIGTERM)
+    printed = run.end()
+    assert "it did not end: it was ended by SIGTERM" in printed, printed
+    assert "was running: test_a.py::test_planted" in printed, printed
+
+
+def test_a_process_that_outlives_the_run_makes_it_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = """
+        import watchdog
+        watchdog._GRACE = 0.5
+        def test_planted():
+            start(start_new_session=True)
+    """
+    printed = Run(tmp_path, planted, "-W", "ignore").end()
+    assert re.search(r"was left behind and killed: pid \d+ \(.*time.sleep\(3600\)\)", printed), printed
+
+
+def test_a_run_in_which_nothing_happens_is_green(tmp_path: Path) -> None:
+    run = Run(tmp_path, "", *SEVERAL, VRAM_TEST_LIMIT="600")
+    printed, _ = run.process.communicate(timeout=SECONDS)
+    assert run.process.returncode == 0, printed
+    assert f"{FILES + 1} passed" in printed
