@@ -22,6 +22,7 @@ import watchdog
 
 pytest.register_assert_rewrite("vram.testing")  # before anything imports the suites, or their asserts say nothing
 
+from vram.testing.keeper import AT_ONCE  # noqa: E402
 from vram.testing.ledger import Ledger  # noqa: E402
 
 # No deadline per example: the machine may be busy, and what can hang has a deadline of its own.
@@ -51,7 +52,7 @@ def ledger() -> Iterator[Ledger]:
         sys.modules["vram.arrays.upload"].close_rings()  # pinned once and kept, by design
     # The driver first: the stand-in watches over exported memory with descriptors of its own until it is asked, and
     # another process, such as a keeper, may be late to close its own.
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + AT_ONCE
     while (more := _driver_objects() - objects) and time.monotonic() < deadline:
         time.sleep(0.01)
     extra = before.left_behind()

@@ -4,6 +4,9 @@ A run that takes longer than ``VRAM_TEST_LIMIT`` seconds, or is told to end by S
 dumps every stack, kills what it started and is red. So is a run in which a worker of pytest-xdist died: no worker is
 replaced, since a replacement waits for ever for work that ``--dist loadfile`` never gives it.
 
+A test that failed may have spoiled what it shares with its neighbours, such as a process that serves a whole module:
+what outlives a test is taken down after one that failed, and made anew for the next.
+
 All processes of a run carry its mark in their environment, so that those that no longer have a living parent are found.
 """
 
@@ -16,13 +19,13 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["Watchdog", "install"]
+__all__ = ["Renewal", "Watchdog", "install"]
 
 _MARK = "VRAM_TEST_RUN"
 _GRACE = 60.0  # seconds that pytest has to end after it was told to, and that a process has which ends on its own
@@ -31,6 +34,7 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 def install(config: pytest.Config) -> None:
     """Watch over this run, from the process that the others report to. Call it in ``pytest_configure``."""
+    config.pluginmanager.register(Renewal(), "renewal")
     if hasattr(config, "workerinput"):
         # SIGABRT is sent for its stacks, not for a core file.
         hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
@@ -39,6 +43,31 @@ def install(config: pytest.Config) -> None:
     if getattr(config.option, "maxworkerrestart", "0") is None:
         config.option.maxworkerrestart = "0"
     config.pluginmanager.register(Watchdog(config, float(os.environ.get("VRAM_TEST_LIMIT") or "inf")), "watchdog")
+
+
+class Renewal:
+    """After a test that failed, fixtures of every scope are taken down."""
+
+    def __init__(self) -> None:
+        self._failed_before = 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        """Remember how many tests had failed."""
+        self._failed_before = item.session.testsfailed
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        """Take everything down, not only what the next test does not need, if this one failed in any phase."""
+        try:
+            result = yield
+        except BaseException:
+            item.session._setupstate.teardown_exact(None)
+            raise
+        if item.session.testsfailed > self._failed_before:
+            item.session._setupstate.teardown_exact(None)
+        return result
 
 
 class Watchdog:

@@ -38,7 +38,7 @@ def loaded_by(statement: str, **environment: str) -> set[str]:
         f"import json, sys; before = set(sys.modules); {statement}; print(json.dumps(list(set(sys.modules) - before)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return set(json.loads(done.stdout))

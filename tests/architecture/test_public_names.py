@@ -65,7 +65,7 @@ def import_everything():
 
 def answer(code: str) -> object:
     """Run code in an interpreter of its own and return what it prints as JSON."""
-    done = subprocess.run([sys.executable, "-c", EVERY_MODULE + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", EVERY_MODULE + code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

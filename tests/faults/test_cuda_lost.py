@@ -44,7 +44,7 @@ def child(script: str, **settings: object) -> str:
     begin = BEGIN.format(tests=str(Path(standin.__file__).parents[1]))
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", begin + textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=60, check=False, env=standin.child_environment(**settings),
+        capture_output=True, text=True, timeout=300, check=False, env=standin.child_environment(**settings),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stderr + done.stdout
     return done.stdout
@@ -244,7 +244,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=60, check=False, env=standin.child_environment(),
+        capture_output=True, text=True, timeout=300, check=False, env=standin.child_environment(),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
 

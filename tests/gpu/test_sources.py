@@ -44,7 +44,7 @@ def test_it_goes_as_explained_or_says_why_not(source: object) -> None:
         pytest.skip(f"{package} is not installed here")
     done = subprocess.run(
         [sys.executable, "-m", "vram.bench.sources", "cuda:0", name],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     row = json.loads(done.stdout.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from typing import Any
@@ -18,11 +19,11 @@ GPU = Location("cuda", 0)
 
 
 def serve(channel: vram.ArrayChannel) -> None:
-    """Do what comes over the channel, lists of a word and its arguments, until None comes."""
+    """Do what comes over the channel, lists of a word and its arguments, until None or the channel's end comes."""
     held: dict[str, Any] = {}
     stream = 0
-    with Sources() as sources, channel:
-        while (order := channel.recv(timeout=60)) is not None:
+    with Sources() as sources, channel, contextlib.suppress(vram.PeerGoneError):
+        while (order := channel.recv()) is not None:
             if not isinstance(order, list):
                 del order
                 continue
@@ -33,12 +34,12 @@ def serve(channel: vram.ArrayChannel) -> None:
                     driver: Any = drivers.get(GPU)
                     stream = driver.stream_create(GPU)
                 channel.send("go on")
-                held[key] = channel.recv(stream=stream if on_stream else None, timeout=60)
+                held[key] = channel.recv(stream=stream if on_stream else None)
                 channel.send("taken")
             elif word == "take and drop":
                 channel.send("go on")
                 for _ in range(given[0]):
-                    channel.recv(timeout=60)
+                    channel.recv()
             elif word == "give back":
                 channel.send(held[given[0]])
             elif word == "give part":

@@ -59,7 +59,7 @@ def read_hidden(pipe: Connection) -> None:
 def echo(channel: vram.ArrayChannel) -> None:
     """Add one to every array that comes, on the GPU's own memory, and send it back."""
     with channel:
-        while (array := channel.recv(timeout=60)) is not None:
+        while (array := channel.recv()) is not None:
             array[:] = array.to_host() + 1
             channel.send(array)
             del array

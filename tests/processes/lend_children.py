@@ -197,7 +197,7 @@ class Hand:
 
         self._leases[key].on_revoke(callback)
 
-    def was_told(self, key: str = "", timeout: float = 10.0) -> bool:
+    def was_told(self, key: str = "", timeout: float = 120.0) -> bool:
         return self._told[key].wait(timeout)
 
     def upgrade(self, key: str = "") -> list[int]:
@@ -243,7 +243,7 @@ class Hand:
         def run() -> None:
             try:
                 for _ in range(rounds):
-                    with vram.borrow(path, timeout=20) as lease:
+                    with vram.borrow(path, timeout=120) as lease:
                         if (lease.array.to_host() != numbers()).any():
                             wrong.append("wrong bytes")
             except BaseException as error:
@@ -253,7 +253,7 @@ class Hand:
         for thread in started:
             thread.start()
         for thread in started:
-            thread.join(30)
+            thread.join(120)
         return wrong
 
     # -- lending ----------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def _stopping(what: Any) -> Any:
 def _borrow(path: str) -> None:
     import vram
 
-    with vram.borrow(path, timeout=20) as lease:
+    with vram.borrow(path, timeout=120) as lease:
         lease.on_revoke(lambda lease: None)
         lease.array.to_host()
         assert not lease.stale
@@ -56,10 +56,10 @@ def _lend(path: str, kind: str) -> None:
 
     with Sources() as sources:
         x = sources.make(kind)
-        with vram.lend(x, at=path, patience=5) as lending:
+        with vram.lend(x, at=path, patience=120) as lending:
             _say("lent")
             sys.stdin.readline()
-            lending.revoke(timeout=5)
+            lending.revoke(timeout=120)
 
 
 def _channel(what: str, fd: str, kind: str) -> None:
@@ -73,13 +73,13 @@ def _channel(what: str, fd: str, kind: str) -> None:
             x = vram.share(sources.make(kind))
             for _ in range(2):
                 channel.send(x)
-                assert channel.recv(timeout=20) is x
+                assert channel.recv(timeout=120) is x
             channel.send(x[10:20])
             channel.send(None)
-            assert channel.recv(timeout=20) == "done"
+            assert channel.recv(timeout=120) == "done"
             x.close()
         else:
-            while (array := channel.recv(timeout=20)) is not None:
+            while (array := channel.recv(timeout=120)) is not None:
                 array.to_host()
                 if len(array) > 10:
                     channel.send(array)

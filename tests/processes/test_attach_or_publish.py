@@ -22,7 +22,7 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.testing.keeper import until
 
 pytestmark = pytest.mark.usefixtures("kept")
-SOON = 30.0
+SOON = 120.0
 
 # Loads slowly and says so; ``die`` in its environment makes it wait for ever in the middle of that.
 LOADER = """
@@ -36,7 +36,7 @@ def load():
     time.sleep(0.1)
     return {"w": numpy.arange(1000), "who": numpy.array([os.getpid()])}
 sys.stdin.readline()
-with vram.attach_or_publish("model", load, expect={"config": "1"}, timeout=60) as lease:
+with vram.attach_or_publish("model", load, expect={"config": "1"}, timeout=300) as lease:
     assert (lease["w"].numpy() == numpy.arange(1000)).all()
     log.write(f"has {os.getpid()} {lease.version} {lease['who'].numpy()[0]}\\n")
 """

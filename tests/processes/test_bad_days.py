@@ -329,7 +329,7 @@ def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
         server.start()
         for act in acts:
             refuses(act, WaitTimeoutError if answer is None else (PeerGoneError, ProtocolError), "no keeper")  # type: ignore[arg-type]
-        server.join(10)
+        server.join(120)
 
 
 def test_a_keeper_of_a_user_whom_nobody_trusts_is_not_spoken_to(place: str) -> None:

@@ -22,7 +22,7 @@ from vram.keeper.client import own_label
 from vram.keeper.private import short_directory
 
 VRAM = Path(sys.executable).with_name("vram")
-SOON = 60
+SOON = 120.0
 
 
 def run(*arguments: object, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:

@@ -25,7 +25,7 @@ from vram.keeper.private import short_directory
 from vram.memory import Region
 from vram.spec import Access, HandleKind, Location
 
-SOON = 60.0
+SOON = 120.0
 SPAWN = multiprocessing.get_context("spawn")
 ROWS = 4096
 GPU, OTHER = "cuda:0", "cuda:1"
@@ -45,7 +45,7 @@ def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Con
         yield process, ours
     finally:
         ours.close()
-        process.join(5)
+        process.join(120)
         if process.is_alive():
             process.kill()
             process.join()

@@ -40,9 +40,9 @@ from vram.errors import (
 )
 from vram.keeper.private import short_directory
 from vram.sharing.channel import MAX_FDS, Channel
-from vram.testing.keeper import READ_ONLY, WRITABLE, make_memfd
+from vram.testing.keeper import AT_ONCE, READ_ONLY, WRITABLE, make_memfd
 
-SOON = 20.0
+SOON = 120.0
 GRANULE = 2 << 20
 
 
@@ -358,7 +358,7 @@ def test_many_arrays_go_both_ways_at_once(pair: tuple[ArrayChannel, ArrayChannel
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert wrong == []
 
 
@@ -404,7 +404,7 @@ def test_s4_two_that_send_many_parts_to_each_other_do_not_wait_for_ever(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert found == {1 - n: int((np.arange(300 + n) % 251).sum()) for n in range(2)}
 
 
@@ -416,7 +416,7 @@ def test_s4_a_peer_that_does_not_read_costs_one_part(pair: tuple[ArrayChannel, A
                 started = time.monotonic()
                 with pytest.raises(WaitTimeoutError):
                     one.send(a, timeout=0.1)
-                assert time.monotonic() - started < 5
+                assert time.monotonic() - started < AT_ONCE
             with pytest.raises(WaitTimeoutError):
                 one.send(a, timeout=0)
         assert sum(counts) == MAX_FDS

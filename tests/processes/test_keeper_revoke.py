@@ -34,7 +34,7 @@ from vram.errors import (
 from vram.keeper import catalogue, listening
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 MIB = 1 << 20
 THREAD = "vram: revoked leases"
@@ -216,7 +216,7 @@ def test_sigkill_of_a_reader_in_the_middle_of_a_revoke_ends_its_holding(kept: vr
         assert came == [vram.RevokeInfo("n", (), 0)]
 
 
-def test_sigkill_of_the_keeper_in_the_middle_of_a_revoke_is_told_within_a_second() -> None:
+def test_sigkill_of_the_keeper_in_the_middle_of_a_revoke_is_told_at_once() -> None:
     with own_keeper() as keeper:
         publish()
         with readers("stubborn") as (reader,):
@@ -225,7 +225,7 @@ def test_sigkill_of_the_keeper_in_the_middle_of_a_revoke_is_told_within_a_second
             keeper.kill()
             started = time.monotonic()
             thread.join(SOON)
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < AT_ONCE
             (error,) = came
             assert isinstance(error, PeerGoneError)
             assert reader.ask() == "6 True"
@@ -654,7 +654,7 @@ def test_more_holders_than_one_message_takes(kept: vram.Keeper) -> None:
 def _namespaces() -> str:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return "making a PID namespace takes root and unshare"
-    works = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, timeout=60, check=False)
+    works = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, timeout=300, check=False)
     return "" if works.returncode == 0 else "this system makes no PID namespaces"
 
 
@@ -675,9 +675,10 @@ def test_a_reader_that_the_keeper_cannot_see_shows_what_it_claims_to_be() -> Non
             )  # fmt: skip
             code = "import sys; from vram.cli import main; sys.argv[0] = 'vram'; main()"
             program = [sys.executable, "-c", code]
-            said = subprocess.run([*program, "ls", "-l"], capture_output=True, text=True, timeout=60, check=True).stdout
+            done = subprocess.run([*program, "ls", "-l"], capture_output=True, text=True, timeout=300, check=True)
+            said = done.stdout
             assert re.search(rf" pid unknown, host {re.escape(os.uname().nodename)} +reader-deaf ", said)
             assert str(reader.pid) not in said
-            done = subprocess.run([*program, "ls", "-l", "--json"], capture_output=True, timeout=60, check=True)
+            done = subprocess.run([*program, "ls", "-l", "--json"], capture_output=True, timeout=300, check=True)
             (line,) = json.loads(done.stdout)
             assert (line["pid"], line["label"]) == (None, "reader-deaf")

@@ -195,7 +195,7 @@ def test_several_threads_open_it_once(owner: Connection) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not wrong
     assert opened()[1] == 0
     with handle.open(nbytes):

@@ -595,7 +595,7 @@ def test_attach_waits_for_what_is_not_there_yet() -> None:
     waiter.start()
     until(lambda: vram.statistics().waiting == 1)
     vram.publish("n", {"x": np.arange(3)})
-    waiter.join(10)
+    waiter.join(120)
     assert attached == [[0, 1, 2]]
 
 
@@ -745,7 +745,7 @@ def test_many_threads_attach_and_close() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert wrong == []
     assert vram.statistics().leases == 0
 
@@ -822,6 +822,6 @@ def test_s10_memory_is_handed_over_after_what_fills_it(tmp_path: Path, monkeypat
             way()
             assert told[0] == "filled"
             assert "handed over" in told
-        other.recv(timeout=10).close()
+        other.recv(timeout=120).close()
         ForkingPickler.loads(ForkingPickler.dumps(a))
     shut_down()

@@ -197,7 +197,7 @@ os.write(1, b"and it went through")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parent,
         env={**os.environ, "VRAM_KEEPER": published},
     )

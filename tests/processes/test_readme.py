@@ -37,21 +37,21 @@ def keeper(environment: dict[str, str], tmp_path: Path) -> Iterator[None]:
     with (tmp_path / "keeper.log").open("w+") as log:
         process = subprocess.Popen(["vram", "keep"], env=environment, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + 20
-            while subprocess.run(["vram", "ls"], env=environment, capture_output=True, timeout=30).returncode:
+            deadline = time.monotonic() + 120
+            while subprocess.run(["vram", "ls"], env=environment, capture_output=True, timeout=300).returncode:
                 log.seek(0)
                 assert process.poll() is None, log.read()
                 assert time.monotonic() < deadline, log.read()
             yield
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(20)
+            process.wait(120)
 
 
 def test_the_python_of_the_readme_works(environment: dict[str, str], tmp_path: Path) -> None:
     (code,) = blocks("python")
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["1 False (4096, 384) 1.5", "True 1.5"]
@@ -65,7 +65,7 @@ def test_the_commands_of_the_readme_work(environment: dict[str, str], tmp_path: 
     assert [line.split()[1] for line in lines] == ["put", "ls", "show", "rm"]
     for line in lines:
         done = subprocess.run(
-            ["bash", "-euc", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+            ["bash", "-euc", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
         assert "minilm" in done.stdout, line
@@ -75,7 +75,7 @@ def test_the_other_commands_of_the_readme_exist(environment: dict[str, str]) -> 
     named = set(re.findall(r"`vram ([a-z]+)((?: --[a-z-]+)*)`", README.read_text()))
     assert {command for command, _ in named} >= {"keep", "demo", "bench"}
     for command, options in named:
-        done = subprocess.run(["vram", command, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["vram", command, "--help"], env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"vram {command}: {done.stderr}"
         assert all(option in done.stdout for option in options.split())
 

@@ -25,10 +25,11 @@ from vram import driver as drivers  # noqa: E402
 from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError  # noqa: E402
 from vram.keeper.private import short_directory  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
+from vram.testing.keeper import AT_ONCE  # noqa: E402
 from vram.testing.transport import Ends, TransportContract  # noqa: E402
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport  # noqa: E402
 
-SOON = 60.0
+SOON = 120.0
 GPU = Location("cuda", 0)
 SPAWN = multiprocessing.get_context("spawn")
 resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
@@ -45,7 +46,7 @@ def child(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Con
         yield process, ours
     finally:
         ours.close()
-        process.join(10)
+        process.join(120)
         if process.is_alive():
             process.kill()
             process.join()
@@ -168,9 +169,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("kind", "way", "place", "steps"), DEATHS)
-def test_a_sender_killed_at_any_step_is_known_within_a_second(
-    kind: str, way: str, place: str, steps: int, path: str
-) -> None:
+def test_a_sender_killed_at_any_step_is_known_at_once(kind: str, way: str, place: str, steps: int, path: str) -> None:
     """Before its hello, between the parts of its memory, before and after the message itself."""
     for after in range(steps):
         with child(children.dying_sender, kind, way, path, place, after) as (process, _):
@@ -188,11 +187,11 @@ def test_a_sender_killed_at_any_step_is_known_within_a_second(
                 for use in (lambda: transport.recv(timeout=SOON), lambda: transport.recv(timeout=SOON)):
                     with pytest.raises(PeerGoneError):
                         use()
-                assert time.monotonic() - started < 1.0
+                assert time.monotonic() - started < AT_ONCE
 
 
 @pytest.mark.parametrize(("kind", "way", "place", "_steps"), DEATHS)
-def test_a_receiver_killed_is_known_within_a_second(kind: str, way: str, place: str, _steps: int, path: str) -> None:
+def test_a_receiver_killed_is_known_at_once(kind: str, way: str, place: str, _steps: int, path: str) -> None:
     array, address = (vram.zeros(1000, "uint8", device=place), 0)
     if kind == "ipc":
         array.close()
@@ -208,7 +207,7 @@ def test_a_receiver_killed_is_known_within_a_second(kind: str, way: str, place: 
             started = time.monotonic()
             with pytest.raises(PeerGoneError):
                 transport.send(array)
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < AT_ONCE
     if address:
         del transport
         children.cuda_free(address)
@@ -328,7 +327,7 @@ def test_an_exchange_brings_messages_there_and_back(way: str, path: str) -> None
             with pytest.raises(PeerGoneError):
                 exchange.send(b"anybody?", timeout=SOON)
             assert exchange.is_gone()
-            assert time.monotonic() - started < 1.0
+            assert time.monotonic() - started < AT_ONCE
     assert not list(Path(path).parent.iterdir()), "what was made to meet is gone"
 
 

@@ -19,7 +19,7 @@ from vram.spec import Location
 from vram.testing.transport import ARENA
 from vram.transports import IpcTransport, PipeExchange, SharedMemoryExchange, SocketExchange, VmmTransport
 
-SOON = 60.0
+SOON = 120.0
 WAYS: dict[str, Any] = {"socket": SocketExchange, "pipes": PipeExchange, "memory": SharedMemoryExchange}
 KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport}
 

@@ -133,9 +133,9 @@ def second_row(array: vram.Array) -> vram.Array:
 
 def echo(end: str | vram.ArrayChannel) -> None:
     """Send back what comes through an array channel: arrays with one added where that is possible, words as facts."""
-    with vram.ArrayChannel.connect(end, 10) if isinstance(end, str) else end as channel:
+    with vram.ArrayChannel.connect(end, 120) if isinstance(end, str) else end as channel:
         last: Any = None
-        while (value := channel.recv(timeout=60)) is not None:
+        while (value := channel.recv()) is not None:
             if isinstance(value, vram.Array):
                 last = value
                 if not value.readonly:

@@ -247,7 +247,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, test in CAUGHT_BY.items()]
     chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted(set(CAUGHT_BY.values()))]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
-    done = subprocess.run([*command, *chosen], capture_output=True, text=True, timeout=100, cwd=folder, check=False)
+    done = subprocess.run([*command, *chosen], capture_output=True, text=True, timeout=300, cwd=folder, check=False)
     found: dict[tuple[str, str], str] = {}
     for line in done.stdout.splitlines():
         word, _, place = line.partition(" test_mutants.py::Test")

@@ -263,7 +263,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
     done = subprocess.run(
         [*command, *chosen],
-        capture_output=True, text=True, timeout=100, cwd=folder, check=False, env=standin.child_environment(),
+        capture_output=True, text=True, timeout=300, cwd=folder, check=False, env=standin.child_environment(),
     )  # fmt: skip
     found: dict[tuple[str, str], str] = {}
     for line in done.stdout.splitlines():

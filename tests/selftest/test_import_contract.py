@@ -31,7 +31,7 @@ def lint(tree: Path) -> tuple[int, str]:
         env={**os.environ, "PYTHONPATH": str(tree / "src"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
 

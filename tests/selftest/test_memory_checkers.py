@@ -138,7 +138,7 @@ def run(bug: str, checker: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
 
 

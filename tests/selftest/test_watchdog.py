@@ -172,6 +172,53 @@ def test_a_process_that_outlives_the_run_makes_it_red(tmp_path: Path, monkeypatc
     assert re.search(r"was left behind and killed: pid \d+ \(.*time.sleep\(3600\)\)", printed), printed
 
 
+@pytest.mark.parametrize("dies", ["before", "in the test", "afterwards"])
+def test_a_test_that_fails_spoils_nothing_for_its_neighbours(tmp_path: Path, dies: str) -> None:
+    """What serves the whole module is made anew, whichever phase of the test it died in."""
+    planted = f"""
+        import pytest
+        DIES = {dies!r}
+        made = []
+        @pytest.fixture(scope="module")
+        def server():
+            made.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            if DIES == "before" and len(made) == 1:
+                raise OSError("planted: it does not start")
+            yield made[-1]
+        @pytest.fixture(autouse=True)
+        def ended():
+            yield
+            for process in made[:-1]:
+                process.kill()
+                process.communicate()
+        @pytest.fixture(scope="module", autouse=True)
+        def end():
+            yield
+            for process in made:
+                process.kill()
+                process.communicate()
+        @pytest.fixture
+        def served(server):
+            yield server
+            if DIES == "afterwards" and len(made) == 1:
+                server.kill()
+                raise OSError("planted: it died afterwards")
+        @pytest.mark.parametrize("number", range(4))
+        def test_planted(served, number):
+            if DIES == "in the test" and len(made) == 1:
+                served.kill()
+                served.wait()
+            served.stdin.write(b"x")
+            served.stdin.flush()
+            assert served.stdout.read(1) == b"x"
+    """
+    printed = Run(tmp_path, planted).end()
+    summary = printed.splitlines()[-1]
+    wrong, passed = {"before": ("1 error", 3), "in the test": ("1 failed", 3), "afterwards": ("1 error", 4)}[dies]
+    assert wrong in summary, printed
+    assert f"{passed + 1 + FILES} passed" in summary, printed
+
+
 def test_a_run_in_which_nothing_happens_is_green(tmp_path: Path) -> None:
     run = Run(tmp_path, "", *SEVERAL, VRAM_TEST_LIMIT="600")
     printed, _ = run.process.communicate(timeout=SECONDS)

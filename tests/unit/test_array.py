@@ -310,9 +310,9 @@ def test_two_threads_that_resize_and_look(host: Driver) -> None:
         for thread in (*changers, looker):
             thread.start()
         for thread in changers:
-            thread.join(60)
+            thread.join(120)
         stop.set()
-        looker.join(60)
+        looker.join(120)
     assert problems == []
 
 

@@ -61,7 +61,7 @@ def child(script: str, python: tuple[str, ...] = (), **settings: object) -> str:
         environment["LD_LIBRARY_PATH"] = str(settings["LD_LIBRARY_PATH"])
     done = subprocess.run(
         [sys.executable, *python, "-c", script],
-        capture_output=True, text=True, timeout=60, env=environment, check=False,
+        capture_output=True, text=True, timeout=300, env=environment, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return done.stdout.strip()
@@ -563,7 +563,7 @@ def in_thread(work: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     if problems:
         raise problems[0]
 
@@ -697,7 +697,7 @@ except UnsupportedError as error:
 """
         done = subprocess.run(
             [sys.executable, "-c", script], pass_fds=[fd], env=standin.child_environment(visible_devices="0"),
-            capture_output=True, text=True, timeout=60, check=True,
+            capture_output=True, text=True, timeout=300, check=True,
         )  # fmt: skip
     assert "CUDA_VISIBLE_DEVICES='0'" in done.stdout
 

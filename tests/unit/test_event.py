@@ -332,7 +332,7 @@ def test_threads_never_share_an_event_between_streams(driver: Any, streams: list
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         assert [len(numbers) for numbers in given] == [1] * FEW
         assert len(set().union(*given)) == FEW
 

@@ -70,7 +70,7 @@ def run_script(script: str) -> subprocess.CompletedProcess[str]:
     d = HostDriver()
     """
     command = [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_get_returns_one_driver_and_never_another_kind():
@@ -668,7 +668,7 @@ def test_i3_an_unmap_in_the_middle_of_a_seal_is_carried_out_behind_it(monkeypatc
         if in_thread:
             thread = threading.Thread(target=undo, daemon=True)
             thread.start()
-            thread.join(10)
+            thread.join(120)
             assert not thread.is_alive()
         else:
             undo()

@@ -95,17 +95,17 @@ def test_i3_whoever_is_last_in_a_race_gives_it_back_once() -> None:
         barrier = threading.Barrier(2)
 
         def last(view: Claim = view, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(10)
+            barrier.wait(120)
             view.release()
 
         thread = threading.Thread(target=last)
         thread.start()
-        barrier.wait(10)
+        barrier.wait(120)
         back.keep_back()
         claim.release()
         if back.take():
             waited += 1
         else:
             back.send_on()
-        thread.join(10)
+        thread.join(120)
     assert len(given) + waited == 1000

@@ -25,11 +25,11 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
 
     def block() -> None:
         busy.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     try:
         server.loop.call_soon_threadsafe(block)
-        assert busy.wait(30)
+        assert busy.wait(120)
         monkeypatch.setattr(lender, "_ANSWER", 0.05)
         with vram.zeros(4, "uint8", device="host") as array:
             (allocation,), _ = array.region.segments(0, 4)
@@ -65,7 +65,7 @@ def test_the_thread_may_be_asked_by_itself(tmp_path: Path) -> None:
         asked.set()
 
     server.loop.call_soon_threadsafe(ask)
-    assert asked.wait(10)
+    assert asked.wait(120)
     assert found == [[]]
     server.end(when_idle=False)
     server.join()

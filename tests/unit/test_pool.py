@@ -360,13 +360,13 @@ def test_opened_while_another_thread_closes_it(driver: Any, theirs: Theirs) -> N
 
         def slowly(*_: object) -> None:
             entered.set()
-            leave.wait(30)
+            leave.wait(120)
 
         real = faulty.inner
         faulty.inner = _With(real, synchronize=slowly)
         closer = threading.Thread(target=region.close)
         closer.start()
-        assert entered.wait(30)
+        assert entered.wait(120)
         faulty.inner = real
         found: list[Any] = []
         opener = threading.Thread(target=lambda: found.append(imported.open(theirs.tokens[0], SIZE)))
@@ -376,8 +376,8 @@ def test_opened_while_another_thread_closes_it(driver: Any, theirs: Theirs) -> N
             time.sleep(0.001)
         assert not found
         leave.set()
-        closer.join(30)
-        opener.join(30)
+        closer.join(120)
+        opener.join(120)
         assert len(found) == len(driver._pointers) == 1
         seen(driver, found[0].address, 1)
         found[0].close()
@@ -435,7 +435,7 @@ def test_threads_open_and_close_the_same_allocation(driver: Any, theirs: Theirs,
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not wrong
     assert not driver._pointers
 

@@ -192,5 +192,5 @@ sys.kept = [make("bfloat16")]
 sys.kept.append(sys.kept)
 torch.kept = make("int8").numpy()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

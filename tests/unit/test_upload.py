@@ -155,7 +155,7 @@ def test_two_threads_take_turns(ring: Ring, file: tuple[int, bytes], region: Reg
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert errors == []
     assert bytes_at(region, 0, 2 * half) == data[: 2 * half]
 
@@ -249,20 +249,20 @@ def test_close_waits_for_the_file_that_is_on_its_way(
 
     def slow(*arguments: Any) -> None:
         reading.set()
-        assert may_read.wait(30)
+        assert may_read.wait(120)
         real(*arguments)
 
     monkeypatch.setattr(upload, "_read", slow)
     loader = threading.Thread(target=made.upload, args=(fd, [(0, region.address, len(data))], cut_short))
     loader.start()
-    assert reading.wait(30)
+    assert reading.wait(120)
     closer = threading.Thread(target=made.close)
     closer.start()
     closer.join(0.05)
     assert closer.is_alive()
     may_read.set()
     for thread in (loader, closer):
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
     assert bytes_at(region, 0, len(data)) == data
 

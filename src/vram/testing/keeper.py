@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["READ_ONLY", "SOON", "WRITABLE", "make_memfd", "memfds", "until"]
+__all__ = ["AT_ONCE", "READ_ONLY", "SOON", "WRITABLE", "make_memfd", "memfds", "until"]
 
-# Seconds in which everything is over that ends on its own, whatever the machine does besides.
-SOON = float(os.environ.get("VRAM_TEST_SECONDS", "15"))
+# Seconds in which everything is over that ends on its own, whatever the machine does besides: for what would hang.
+SOON = float(os.environ.get("VRAM_TEST_SECONDS", "120"))
+# Seconds in which everything is known that is told by an event, such as the end of a peer; far from every deadline.
+AT_ONCE = SOON / 4
 
 _F_ADD_SEALS = 1033
 SHRINK, GROW, WRITE, FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from .. import driver, lifetime
 from ..driver import libc
+from .keeper import AT_ONCE
 
 __all__ = ["Ledger"]
 
@@ -57,7 +58,7 @@ class Ledger:
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
         )
 
-    def left_behind(self, *, grace: float = 2.0) -> list[str]:
+    def left_behind(self, *, grace: float = AT_ONCE) -> list[str]:
         """Return what this process holds now that it did not hold when this ledger was taken.
 
         Parameters

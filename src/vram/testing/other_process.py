@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..driver.protocol import Driver
+from .keeper import SOON
 
 if TYPE_CHECKING:
     from typing import Self
@@ -34,7 +35,7 @@ class OtherProcess:
         Seconds that an answer may take, the first of which includes the start of the process.
     """
 
-    def __init__(self, make: Callable[[], Any], patience: float = 60.0) -> None:
+    def __init__(self, make: Callable[[], Any], patience: float = SOON) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._patience = patience
@@ -91,10 +92,10 @@ class OtherProcess:
         self._pipe.close()
         if self._process.pid is None:
             return
-        self._process.join(10)
+        self._process.join(SOON)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join(10)
+            self._process.join(SOON)
 
     def _answer(self) -> Any:
         if not self._pipe.poll(self._patience):
@@ -103,7 +104,7 @@ class OtherProcess:
         try:
             failed, value = self._pipe.recv()
         except EOFError:
-            self._process.join(10)
+            self._process.join(SOON)
             raise ConnectionError(f"the other process ended with status {self._process.exitcode}") from None
         if failed:
             raise value

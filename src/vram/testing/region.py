@@ -21,6 +21,7 @@ from ..errors import (
 )
 from ..memory import Region
 from ..spec import Access, HandleKind, Location
+from .keeper import SOON
 
 __all__ = ["RegionContract", "load", "store"]
 
@@ -281,7 +282,7 @@ class RegionContract:
 
             def work(seed: int) -> None:
                 try:
-                    start.wait(30)
+                    start.wait(SOON)
                     for step in range(40):
                         region.resize((seed * 7 + step * 11) % 17 * granule)
                         pin = region.pin(0, 0, f"thread {seed}")
@@ -293,7 +294,7 @@ class RegionContract:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(60)
+                thread.join(SOON)
             assert not failures
             region.resize(3 * granule)
             assert sizes(region) == [granule] * 3

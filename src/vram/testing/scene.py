@@ -24,6 +24,7 @@ from ..driver.protocol import (
     StreamOrdered,
 )
 from ..spec import Access, HandleKind, Location
+from .keeper import SOON
 
 if TYPE_CHECKING:
     from typing import Self
@@ -195,7 +196,7 @@ def together(calls: list[Callable[[], object]]) -> list[object]:
     results: list[object] = ["did not end"] * len(calls)
 
     def run(index: int) -> None:
-        barrier.wait(10)
+        barrier.wait(SOON)
         try:
             results[index] = calls[index]()
         except Exception as error:  # noqa: BLE001  (whatever it is, the test looks at it)
@@ -208,7 +209,7 @@ def together(calls: list[Callable[[], object]]) -> list[object]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(SOON)
     finally:
         sys.setswitchinterval(interval)
     return results
