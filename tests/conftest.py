@@ -19,11 +19,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for the stand-in driver, which several suites and their children load
 import standin
 import watchdog
-
-pytest.register_assert_rewrite("vram.testing")  # before anything imports the suites, or their asserts say nothing
-
-from vram.testing.keeper import AT_ONCE  # noqa: E402
-from vram.testing.ledger import Ledger  # noqa: E402
+from vram.testing.keeper import AT_ONCE
+from vram.testing.ledger import Ledger
 
 # No deadline per example: the machine may be busy, and what can hang has a deadline of its own.
 _bounded = hypothesis.settings(deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -68,9 +68,12 @@ class Peer:
 
     def is_cut_off(self) -> bool:
         """Whether the keeper closes, after an error or without."""
-        while (reply := self.hear()) is not None:
-            if not isinstance(reply, m.Error):
-                return False
+        try:
+            while (reply := self.hear()) is not None:
+                if not isinstance(reply, m.Error):
+                    return False
+        except TimeoutError:
+            return False
         return True
 
     def close(self) -> None:

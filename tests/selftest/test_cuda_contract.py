@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.selftest import reasons
 
 import standin
 
@@ -123,10 +124,11 @@ class TestLetsEverybodyWrite(Mutant):
 
 
 class TestRetainsNothing(Mutant):
+    """Other memory, of the same size."""
     class kind(CudaDriver):
         def mem_retain(self, address):
             memory = self._books.mapping_at("x", address).memory
-            return next(handle for handle, held in self._books.handles.items() if held is memory)
+            return self.mem_create(memory.nbytes, Location("cuda", 0), HandleKind.POSIX_FD)
 
 
 class TestForgetsTheMemory(MemoryMutant):
@@ -151,53 +153,72 @@ class TestIsFineToo(MemoryMutant):
 '''
 
 CAUGHT_BY = {
-    "ForgetsToRelease": "a_handle_is_released_once",
-    "UnmapsTheBooksOnly": "unmap_takes_whole_mappings",
-    "ExportsInheritable": "export_and_import",
-    "TakesTheDescriptor": "export_and_import",
-    "LeaksWhenItRefuses": "an_allocation_is_mapped_whole",
-    "SaysWhatTheDriverSays": "set_access_takes_whole_mappings_without_a_gap",
-    "CopiesWords": "bytes_across_adjacent_mappings",
-    "GivesAccessToTheFirstOnly": "a_new_mapping_has_no_access",
-    "AsksTheDriverToExportImports": "imported_memory_can_be_exported_again",
-    "LetsEverybodyWrite": "read_only_is_real",
-    "RetainsNothing": "retain",
+    "ForgetsToRelease": ("a_handle_is_released_once", "DID NOT RAISE UsageError"),
+    "UnmapsTheBooksOnly": (
+        "unmap_takes_whole_mappings",
+        "DriverError: cuMemAddressFree failed: CUDA_ERROR_INVALID_VALUE",
+    ),
+    "ExportsInheritable": ("export_and_import", "assert not os.get_inheritable("),
+    "TakesTheDescriptor": ("export_and_import", "the caller's"),
+    "LeaksWhenItRefuses": ("an_allocation_is_mapped_whole", "assert self.driver.live() == before"),
+    "SaysWhatTheDriverSays": (
+        "set_access_takes_whole_mappings_without_a_gap",
+        "DriverError: cuMemSetAccess failed: CUDA_ERROR_INVALID_VALUE",
+    ),
+    "CopiesWords": ("bytes_across_adjacent_mappings", "assert b'acro\\x00\\x00' == b'across'"),
+    "GivesAccessToTheFirstOnly": ("a_new_mapping_has_no_access", "assert <Access.READ_WRITE: 3> == <Access.NONE: 0>"),
+    "AsksTheDriverToExportImports": (
+        "imported_memory_can_be_exported_again",
+        "DriverError: cuMemExportToShareableHandle failed: CUDA_ERROR_INVALID_VALUE",
+    ),
+    "LetsEverybodyWrite": ("read_only_is_real", "assert <Access.READ_WRITE: 3> == <Access.READ: 1>"),
+    "RetainsNothing": ("retain", '== b"retained"'),
 }
 CAUGHT_BY_MEMORY = {
-    "ForgetsTheMemory": "an_allocation_is_zeroed_counted_and_given_back",
-    "UnmapsNothing": "shrinking_gives_back_whole_chunks",
+    "ForgetsTheMemory": ("an_allocation_is_zeroed_counted_and_given_back", "assert driver.live() =="),
+    "UnmapsNothing": ("shrinking_gives_back_whole_chunks", "assert 8388608 == (8388608 - (2 * 2097152))"),
 }
 ALL = CAUGHT_BY | CAUGHT_BY_MEMORY
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """Run each mutant against the test that should catch it; and the driver without a bug against all of these."""
     folder: Path = tmp_path_factory.mktemp("mutants")
     (folder / "test_mutants.py").write_text(MUTANTS.format(tests=str(Path(standin.__file__).parents[1])))
-    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, test in ALL.items()]
-    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted(set(CAUGHT_BY.values()))]
-    chosen += [f"test_mutants.py::TestIsFineToo::test_{test}" for test in sorted(set(CAUGHT_BY_MEMORY.values()))]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
-    done = subprocess.run(
+    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, (test, _) in ALL.items()]
+    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted({test for test, _ in CAUGHT_BY.values()})]
+    chosen += [f"test_mutants.py::TestIsFineToo::test_{test}" for test, _ in CAUGHT_BY_MEMORY.values()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        *reasons.PLUGIN,
+        "-rA",
+        "--rootdir",
+        str(folder),
+    ]
+    return subprocess.run(
         [*command, *chosen],
-        capture_output=True, text=True, timeout=300, cwd=folder, check=False, env=standin.child_environment(),
+        capture_output=True, text=True, timeout=300, cwd=folder, check=False,
+        env=reasons.environment(standin.child_environment()),
     )  # fmt: skip
-    found: dict[tuple[str, str], str] = {}
-    for line in done.stdout.splitlines():
-        word, _, place = line.partition(" test_mutants.py::Test")
-        if word in ("PASSED", "FAILED", "ERROR") and place:
-            mutant, _, test = place.split(" ")[0].partition("::test_")
-            found[mutant, test] = word
-    assert found, done.stdout + done.stderr
-    return found
 
 
-@pytest.mark.parametrize(("mutant", "test"), ALL.items())
-def test_the_contract_catches(outcomes, mutant, test):
-    assert outcomes[mutant, test] in ("FAILED", "ERROR")
+@pytest.mark.parametrize(("mutant", "test", "because"), [(name, *why) for name, why in ALL.items()])
+def test_the_contract_catches(ran, mutant, test, because):
+    found = reasons.of(ran.stdout)
+    assert found, ran.stdout[-3000:] + ran.stderr[-2000:]
+    reasons.require([one for one in found if one.test.endswith(f"::Test{mutant}::test_{test}")], because)
 
 
-def test_and_nothing_else(outcomes):
-    fine = {test: word for (mutant, test), word in outcomes.items() if mutant.startswith("IsFine")}
-    assert fine == dict.fromkeys(ALL.values(), "PASSED")
+def test_and_nothing_else(ran):
+    assert not [one for one in reasons.of(ran.stdout) if "::TestIsFine" in one.test]
+    passed = {
+        line.rpartition("::test_")[2]
+        for line in ran.stdout.splitlines()
+        if line.startswith("PASSED") and "::TestIsFine" in line
+    }
+    assert passed == {test for test, _ in ALL.values()}

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.selftest import reasons
 
 MUTANTS = '''
 """The host driver with one bug per class."""
 import fcntl, gc, os, threading
 import pytest
 from vram.driver import libc
+from vram.driver.arguments import check_access
 from vram.driver.host import HostDriver
 from vram.errors import UsageError
 from vram.spec import HOST, Access, HandleKind
@@ -172,6 +174,7 @@ class TestTakesTheDescriptorItMaps(Mutant):
 class TestForgetsTheMemoryItCannotMap(Mutant):
     class kind(HostDriver):
         def _map_only(self, call, address, memory, access, *, private):
+            check_access(call, access)
             self._map(call, address, memory, access, private=private)
 
 
@@ -213,56 +216,68 @@ class TestIsFine(Mutant):
 '''
 
 CAUGHT_BY = {
-    "FreesByAddressAlone": "free_names_exactly_what_was_reserved",
-    "UnmapsHalves": "unmap_takes_whole_mappings",
-    "AllowsAccessOverGaps": "set_access_takes_whole_mappings_without_a_gap",
-    "MapsReadableAtOnce": "a_new_mapping_has_no_access",
-    "MapsOverOthers": "mappings_do_not_overlap",
-    "ReleasesWhatIsMapped": "release_while_mapped",
-    "KeepsReleasedMemory": "a_handle_is_released_once",
-    "ExportsOneDescriptorToAll": "export_and_import",
-    "ExportsInheritable": "export_and_import",
-    "ExportsAnything": "only_memory_made_for_it_is_exported",
-    "BelievesWhatItIsTold": "import_believes_nothing",
-    "TakesTheDescriptor": "export_and_import",
-    "LeaksWhenItRefuses": "an_allocation_is_mapped_whole",
-    "SealsOnlyTheFuture": "seal",
-    "CopiesNothingOnWrite": "copy_on_write",
-    "OffersMoreThanItSays": "offers_exactly_what_it_says",
-    "KeepsAHandleToItself": "new_memory_in_one_call",
-    "AllowsMoreThanAsked": "an_import_in_one_call",
-    "TakesTheDescriptorItMaps": "an_import_in_one_call",
-    "ForgetsTheMemoryItCannotMap": "what_is_refused_leaves_nothing",
-    "SharesWhatIsPrivate": "a_private_import",
-    "GivesOutDirtyMemory": "new_memory_is_zeroed",
-    "WaitsInAnUndo": "undo_calls_from_finalizers",
+    "FreesByAddressAlone": ("free_names_exactly_what_was_reserved", "DID NOT RAISE UsageError"),
+    "UnmapsHalves": ("unmap_takes_whole_mappings", "DID NOT RAISE UsageError"),
+    "AllowsAccessOverGaps": ("set_access_takes_whole_mappings_without_a_gap", "DID NOT RAISE UsageError"),
+    "MapsReadableAtOnce": ("a_new_mapping_has_no_access", "assert <Access.READ: 1> == <Access.NONE: 0>"),
+    "MapsOverOthers": ("mappings_do_not_overlap", "DID NOT RAISE UsageError"),
+    "ReleasesWhatIsMapped": ("release_while_mapped", "RangeError: copy_out: nothing is mapped at"),
+    "KeepsReleasedMemory": ("a_handle_is_released_once", "DID NOT RAISE UsageError"),
+    "ExportsOneDescriptorToAll": ("export_and_import", "assert fd != other"),
+    "ExportsInheritable": ("export_and_import", "assert not os.get_inheritable("),
+    "ExportsAnything": ("only_memory_made_for_it_is_exported", "DID NOT RAISE UsageError"),
+    "BelievesWhatItIsTold": ("import_believes_nothing", "DID NOT RAISE ProtocolError"),
+    "TakesTheDescriptor": ("export_and_import", "the caller's"),
+    "LeaksWhenItRefuses": ("an_allocation_is_mapped_whole", "assert self.driver.live() == before"),
+    "SealsOnlyTheFuture": ("seal", "assert <Access.READ_WRITE: 3> == <Access.READ: 1>"),
+    "CopiesNothingOnWrite": ("copy_on_write", "assert b'changed!' == b'original'"),
+    "OffersMoreThanItSays": ("offers_exactly_what_it_says", "== self.offers"),
+    "KeepsAHandleToItself": ("new_memory_in_one_call", "assert (now.handles, now.mappings, now.nbytes) =="),
+    "AllowsMoreThanAsked": ("an_import_in_one_call", "assert <Access.READ: 1> == <Access.NONE: 0>"),
+    "TakesTheDescriptorItMaps": ("an_import_in_one_call", "UsageError: mem_map_import"),
+    "ForgetsTheMemoryItCannotMap": ("what_is_refused_leaves_nothing", 'assert len(os.listdir("/proc/self/fd"))'),
+    "SharesWhatIsPrivate": ("a_private_import", "assert (b'changed!', b'changed!') == (b'original', b'changed!')"),
+    "GivesOutDirtyMemory": ("new_memory_is_zeroed", "assert b'secret"),
+    "WaitsInAnUndo": ("undo_calls_from_finalizers", "assert driver.live() =="),
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """Run each mutant against the test that should catch it; and the driver without a bug against all of these."""
     folder: Path = tmp_path_factory.mktemp("mutants")
     (folder / "test_mutants.py").write_text(MUTANTS)
-    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, test in CAUGHT_BY.items()]
-    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted(set(CAUGHT_BY.values()))]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
-    done = subprocess.run([*command, *chosen], capture_output=True, text=True, timeout=300, cwd=folder, check=False)
-    found: dict[tuple[str, str], str] = {}
-    for line in done.stdout.splitlines():
-        word, _, place = line.partition(" test_mutants.py::Test")
-        if word in ("PASSED", "FAILED", "ERROR") and place:
-            mutant, _, test = place.split(" ")[0].partition("::test_")
-            found[mutant, test] = word
-    assert found, done.stdout + done.stderr
-    return found
+    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, (test, _) in CAUGHT_BY.items()]
+    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted({test for test, _ in CAUGHT_BY.values()})]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        *reasons.PLUGIN,
+        "-rA",
+        "--rootdir",
+        str(folder),
+    ]
+    return subprocess.run(
+        [*command, *chosen],
+        capture_output=True, text=True, timeout=300, cwd=folder, check=False, env=reasons.environment(),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
-def test_the_contract_catches(outcomes, mutant, test):
-    assert outcomes[mutant, test] in ("FAILED", "ERROR")
+@pytest.mark.parametrize(("mutant", "test", "because"), [(name, *why) for name, why in CAUGHT_BY.items()])
+def test_the_contract_catches(ran, mutant, test, because):
+    found = reasons.of(ran.stdout)
+    assert found, ran.stdout[-3000:] + ran.stderr[-2000:]
+    reasons.require([one for one in found if one.test.endswith(f"::Test{mutant}::test_{test}")], because)
 
 
-def test_and_nothing_else(outcomes):
-    fine = {test: word for (mutant, test), word in outcomes.items() if mutant == "IsFine"}
-    assert fine == dict.fromkeys(CAUGHT_BY.values(), "PASSED")
+def test_and_nothing_else(ran):
+    assert not [one for one in reasons.of(ran.stdout) if "::TestIsFine" in one.test]
+    passed = {
+        line.rpartition("::test_")[2]
+        for line in ran.stdout.splitlines()
+        if line.startswith("PASSED") and "::TestIsFine" in line
+    }
+    assert passed == {test for test, _ in CAUGHT_BY.values()}

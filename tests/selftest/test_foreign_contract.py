@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.selftest import reasons
 
 import standin
 
@@ -186,7 +187,7 @@ class TestTheFirstWindowDecides(Mutant):
         def _accessible(self, call, address, nbytes, access):
             for window in tuple(self._windows.values()):
                 if window.address <= address < window.address + window.nbytes and window.access < access:
-                    raise UsageError("not here")
+                    raise UsageError("refused by the first window")
             return super()._accessible(call, address, nbytes, access)
 
 
@@ -230,56 +231,81 @@ class TestIsFine(Mutant):
 '''
 
 CAUGHT_BY = {
-    "ClosesTwice": "opened_twice_it_is_closed_as_often",
-    "ImportsAPointerTwice": "no_pointer_is_open_twice",
-    "FreesThePointerOfAnother": "no_pointer_is_open_twice",
-    "ExportsAnyEvent": "only_an_event_made_for_it_is_exported",
-    "SaysWhatTheDriverSays": "only_an_event_made_for_it_is_exported",
-    "OpensOwnEvents": "not_in_the_process_that_made_the_event",
-    "BelievesSizes": "a_size_that_is_not_there_is_refused",
-    "LeavesItOpenWhenItRefuses": "a_size_that_is_not_there_is_refused",
-    "GivesTheHandleOfTheBase": "only_the_base_of_such_memory_has_a_handle",
-    "PadsHandles": "bytes_that_are_no_handle_of_memory",
-    "TriesToSeeIfItWorks": "memory_of_a_pool",
-    "TakesReservationsForMemory": "mapped_memory_is_one_allocation_at_a_time",
-    "TellsByAddress": "an_identity_never_comes_again",
-    "AdoptsOnce": "adopted_memory_outlives_its_owner",
-    "KeepsNoRights": "a_window_has_the_rights_that_were_said",
-    "TheFirstWindowDecides": "a_window_has_the_rights_that_were_said",
-    "WindowsWithoutAnEnd": "bytes_outside_a_window_are_refused",
-    "TakesTheDescriptor": "a_descriptor_that_is_of_no_pool",
-    "ExportsInheritable": "a_pool_is_exported_as_it_was_made_to",
-    "FreesInNoOrder": "what_is_given_back_twice_is_refused",
+    "ClosesTwice": (
+        "opened_twice_it_is_closed_as_often",
+        "DriverError: cuMemcpyDtoHAsync failed: CUDA_ERROR_INVALID_VALUE",
+    ),
+    "ImportsAPointerTwice": ("no_pointer_is_open_twice", "DID NOT RAISE UsageError"),
+    "FreesThePointerOfAnother": (
+        "no_pointer_is_open_twice",
+        "DriverError: cuMemcpyHtoDAsync failed: CUDA_ERROR_INVALID_VALUE",
+    ),
+    "ExportsAnyEvent": ("only_an_event_made_for_it_is_exported", "DID NOT RAISE UsageError"),
+    "SaysWhatTheDriverSays": (
+        "only_an_event_made_for_it_is_exported",
+        "DriverError: cuIpcGetEventHandle failed: CUDA_ERROR_INVALID_HANDLE",
+    ),
+    "OpensOwnEvents": ("not_in_the_process_that_made_the_event", "DID NOT RAISE UsageError"),
+    "BelievesSizes": ("a_size_that_is_not_there_is_refused", "DID NOT RAISE ProtocolError"),
+    "LeavesItOpenWhenItRefuses": ("a_size_that_is_not_there_is_refused", 'assert other.call("live") == before'),
+    "GivesTheHandleOfTheBase": ("only_the_base_of_such_memory_has_a_handle", "DID NOT RAISE UsageError"),
+    "PadsHandles": ("bytes_that_are_no_handle_of_memory", "DID NOT RAISE ProtocolError"),
+    "TriesToSeeIfItWorks": ("memory_of_a_pool", '== ("pool", pool, RW)'),
+    "TakesReservationsForMemory": (
+        "mapped_memory_is_one_allocation_at_a_time",
+        "assert [(info.base, info.nbytes) for info in found] ==",
+    ),
+    "TellsByAddress": ("an_identity_never_comes_again", "assert 6 == 10"),
+    "AdoptsOnce": ("adopted_memory_outlives_its_owner", "assert first != second"),
+    "KeepsNoRights": ("a_window_has_the_rights_that_were_said", "DID NOT RAISE UsageError"),
+    "TheFirstWindowDecides": ("a_window_has_the_rights_that_were_said", "UsageError: refused by the first window"),
+    "WindowsWithoutAnEnd": ("bytes_outside_a_window_are_refused", "DID NOT RAISE UsageError"),
+    "TakesTheDescriptor": ("a_descriptor_that_is_of_no_pool", "the caller's"),
+    "ExportsInheritable": ("a_pool_is_exported_as_it_was_made_to", "assert not os.get_inheritable("),
+    "FreesInNoOrder": (
+        "what_is_given_back_twice_is_refused",
+        "DriverError: cuMemFreeAsync failed: CUDA_ERROR_INVALID_VALUE",
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], str]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
     """Run each mutant against the test that should catch it; and the driver without a bug against all of these."""
     folder: Path = tmp_path_factory.mktemp("mutants")
     (folder / "test_mutants.py").write_text(MUTANTS.format(tests=str(Path(standin.__file__).parents[1])))
-    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, test in CAUGHT_BY.items()]
-    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted(set(CAUGHT_BY.values()))]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=line", "--rootdir", str(folder)]
-    done = subprocess.run(
+    chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, (test, _) in CAUGHT_BY.items()]
+    chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted({test for test, _ in CAUGHT_BY.values()})]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        *reasons.PLUGIN,
+        "-rA",
+        "--rootdir",
+        str(folder),
+    ]
+    return subprocess.run(
         [*command, *chosen],
-        capture_output=True, text=True, timeout=300, cwd=folder, check=False, env=standin.child_environment(),
+        capture_output=True, text=True, timeout=300, cwd=folder, check=False,
+        env=reasons.environment(standin.child_environment()),
     )  # fmt: skip
-    found: dict[tuple[str, str], str] = {}
-    for line in done.stdout.splitlines():
-        word, _, place = line.partition(" test_mutants.py::Test")
-        if word in ("PASSED", "FAILED", "ERROR") and place:
-            mutant, _, test = place.split(" ")[0].partition("::test_")
-            found[mutant, test] = word
-    assert found, done.stdout + done.stderr
-    return found
 
 
-@pytest.mark.parametrize(("mutant", "test"), CAUGHT_BY.items())
-def test_the_contract_catches(outcomes, mutant, test):
-    assert outcomes[mutant, test] in ("FAILED", "ERROR")
+@pytest.mark.parametrize(("mutant", "test", "because"), [(name, *why) for name, why in CAUGHT_BY.items()])
+def test_the_contract_catches(ran, mutant, test, because):
+    found = reasons.of(ran.stdout)
+    assert found, ran.stdout[-3000:] + ran.stderr[-2000:]
+    reasons.require([one for one in found if one.test.endswith(f"::Test{mutant}::test_{test}")], because)
 
 
-def test_and_nothing_else(outcomes):
-    fine = {test: word for (mutant, test), word in outcomes.items() if mutant == "IsFine"}
-    assert fine == dict.fromkeys(CAUGHT_BY.values(), "PASSED")
+def test_and_nothing_else(ran):
+    assert not [one for one in reasons.of(ran.stdout) if "::TestIsFine" in one.test]
+    passed = {
+        line.rpartition("::test_")[2]
+        for line in ran.stdout.splitlines()
+        if line.startswith("PASSED") and "::TestIsFine" in line
+    }
+    assert passed == {test for test, _ in CAUGHT_BY.values()}

@@ -10,26 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.selftest import reasons
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs with the bug in place; exits with 0 if nothing was noticed and with 1 if a check failed.
 MACHINE = """
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
-import runpy
-found = runpy.run_path("tests/stateful/test_memory_machine.py")
-try:
-    run_state_machine_as_test(found["MemoryMachine"], settings=settings(
-        max_examples=200, stateful_step_count=40, deadline=None, database=None, derandomize=True,
-        phases=[Phase.generate], suppress_health_check=list(HealthCheck)))
-except BaseException as error:
-    print("NOTICED", type(error).__name__)
-    raise SystemExit(1)
+import os, runpy, sys
+sys.path.insert(0, "tests/selftest")
+import reasons
+reasons.run_machine(runpy.run_path(os.path.abspath("tests/stateful/test_memory_machine.py"))["MemoryMachine"], 200, 40)
 """
 SUITE = """
 import pytest, sys
-raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", {0!r}, "-k", {1!r}]))
+raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "reasons", {0!r}, "-k", {1!r}]))
 """
 CONTRACT = SUITE.format(
     "tests/conformance/test_host_memory.py",
@@ -113,23 +107,26 @@ lifetime._report = lambda *args: None
 """
 
 CAUGHT = [
-    ("wrong order", WRONG_ORDER, MACHINE),
-    ("wrong order", WRONG_ORDER, CONTRACT),
-    ("leaked fd", LEAKED_FD, CONTRACT),
-    ("missed release", MISSED_RELEASE, MACHINE),
-    ("missed release", MISSED_RELEASE, CONTRACT),
-    ("kept on demand", KEPT_ON_DEMAND, MACHINE),
-    ("writable unasked", WRITABLE_UNASKED, MACHINE),
-    ("pin ignored", PIN_IGNORED, MACHINE),
-    ("pin ignored", PIN_IGNORED, CONTRACT),
-    ("a chunk too many", CHUNK_TOO_MANY, MACHINE),
-    ("stale chunk", STALE_CHUNK, MACHINE),
-    ("not sealed", NOT_SEALED, MACHINE),
-    ("no ceiling", NO_CEILING, MACHINE),
-    ("half a growth", HALF_A_GROWTH, FAULTS),
-    ("set_access for each chunk", ACCESS_FOR_EACH, FAULTS),
-    ("failed release not reported", RELEASE_SWALLOWED, FAULTS),
+    ("wrong order", WRONG_ORDER, MACHINE, "assert [w.category for w in caught] =="),
+    ("wrong order", WRONG_ORDER, CONTRACT, "assert driver.live() == before"),
+    ("leaked fd", LEAKED_FD, CONTRACT, "DID NOT RAISE OSError"),
+    ("missed release", MISSED_RELEASE, MACHINE, "assert live.handles == held"),
+    ("missed release", MISSED_RELEASE, CONTRACT, "left behind:"),
+    ("kept on demand", KEPT_ON_DEMAND, MACHINE, "assert live.handles == held"),
+    ("writable unasked", WRITABLE_UNASKED, MACHINE, "mem_get_access(address, HOST) == mapped.access"),
+    ("pin ignored", PIN_IGNORED, MACHINE, "assert len(region.pinned_by()) =="),
+    ("pin ignored", PIN_IGNORED, CONTRACT, "DID NOT RAISE BusyError"),
+    ("a chunk too many", CHUNK_TOO_MANY, MACHINE, "held == len(allocations)"),
+    ("stale chunk", STALE_CHUNK, MACHINE, "assert live.mappings == len(mapped)"),
+    ("not sealed", NOT_SEALED, MACHINE, "assert area.facade.is_frozen"),
+    ("no ceiling", NO_CEILING, MACHINE, "assert [w.category for w in caught] =="),
+    ("half a growth", HALF_A_GROWTH, FAULTS, "assert here.state() =="),
+    ("set_access for each chunk", ACCESS_FOR_EACH, FAULTS, "assert here.state() =="),
+    ("failed release not reported", RELEASE_SWALLOWED, FAULTS, "__notes__"),
 ]
+
+
+NAMES = {MACHINE: "machine", CONTRACT: "contract", FAULTS: "faults"}
 
 
 def run(bug: str, checker: str) -> subprocess.CompletedProcess[str]:
@@ -139,22 +136,26 @@ def run(bug: str, checker: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=300,
+        env=reasons.environment(),
     )
 
 
 @pytest.mark.parametrize(
-    ("bug", "checker"),
+    ("bug", "checker", "because"),
     [
         pytest.param(
-            bug, checker, id=f"{name}-{({MACHINE: 'machine', CONTRACT: 'contract', FAULTS: 'faults'})[checker]}"
+            bug,
+            checker,
+            because,
+            id=f"{name}-{NAMES[checker]}",
         )
-        for name, bug, checker in CAUGHT
+        for name, bug, checker, because in CAUGHT
     ],
 )
-def test_a_planted_bug_is_caught(bug: str, checker: str) -> None:
+def test_a_planted_bug_is_caught(bug: str, checker: str, because: str) -> None:
     ran = run(bug, checker)
     assert ran.returncode == 1, ran.stdout[-2000:] + ran.stderr[-2000:]
-    assert "NOTICED" in ran.stdout or "1 failed" in ran.stdout or "1 error" in ran.stdout, ran.stdout[-2000:]
+    reasons.require(reasons.of(ran.stdout), because)
 
 
 @pytest.mark.parametrize("checker", [MACHINE, FAULTS], ids=["machine", "faults"])

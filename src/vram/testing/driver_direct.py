@@ -9,7 +9,7 @@ import pytest
 from ..driver.protocol import CopyOnWrite, DirectMapping, Driver, Sealing
 from ..errors import AccessDeniedError, AlignmentError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..spec import Access, HandleKind, Location
-from .scene import FD, DriverSuite, Scene, together
+from .scene import FD, DriverSuite, Scene, is_open, together
 
 __all__ = ["DirectRules"]
 
@@ -68,7 +68,7 @@ class DirectRules(DriverSuite):
             last = scene.put(address + 4 * scene.g, 2)
             direct.mem_map_import(last, 2 * scene.g, fd, FD, NONE, private=False)
             assert driver.mem_get_access(address + 4 * scene.g, scene.location) == NONE
-            os.fstat(fd)
+            assert is_open(fd), "a descriptor stays the caller's"
         scene.write(address + 2 * scene.g, b"back")
         assert scene.read(there, 4) == scene.read(address, 4) == b"back"
         with scene.refused(UsageError):

@@ -15,7 +15,7 @@ from ..errors import (
     UsageError,
 )
 from ..spec import Access, HandleKind
-from .scene import FD, DriverSuite, Scene
+from .scene import FD, DriverSuite, Scene, is_open
 
 __all__ = ["SharingRules"]
 
@@ -31,7 +31,7 @@ class SharingRules(DriverSuite):
             assert fd != other  # a new one each time, the caller's
             assert not os.get_inheritable(fd)
             imported = scene.keep(scene.driver.mem_import(fd, FD, 2 * scene.g), 2)
-            os.fstat(fd)  # still the caller's
+            assert is_open(fd), "a descriptor stays the caller's"
         assert imported != handle
         assert scene.driver.mem_properties(imported).handle_kinds == FD
         twin = scene.map(scene.reserve(2), imported)

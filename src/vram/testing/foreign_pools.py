@@ -14,7 +14,7 @@ from ..errors import OutOfMemoryError, ProtocolError, UnsupportedError, UsageErr
 from ..spec import Access, HandleKind, Location
 from .foreign_scene import KIB, ForeignSuite, refused_there
 from .other_process import OtherProcess
-from .scene import FD, Scene
+from .scene import FD, Scene, is_open, lent
 
 __all__ = ["PoolRules"]
 
@@ -236,14 +236,14 @@ class PoolRules(ForeignSuite):
         pools = self.capability(scene.driver, Pools)
         with ExitStack() as end:
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            end.callback(os.close, null)
+            end.enter_context(lent(null))
             plain = os.memfd_create("plain", os.MFD_CLOEXEC)
-            end.callback(os.close, plain)
+            end.enter_context(lent(plain))
             memory = end.enter_context(scene.exported(scene.create()))
             for fd in (null, plain, memory):
                 with scene.refused(ProtocolError):
                     pools.pool_import(fd, FD, scene.location)
-                os.fstat(fd)  # still the caller's
+                assert is_open(fd), "a descriptor stays the caller's"
         for number in (-1, 1 << 20, 1 << 40):
             with scene.refused(UsageError):
                 pools.pool_import(number, FD, scene.location)

@@ -23,13 +23,14 @@ from ..driver.protocol import (
     Sealing,
     StreamOrdered,
 )
+from ..errors import UsageError
 from ..spec import Access, HandleKind, Location
 from .keeper import SOON
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "together"]
+__all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "is_open", "lent", "together"]
 
 _CAPABILITIES: tuple[type, ...] = (
     *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
@@ -140,11 +141,8 @@ class Scene:
     @contextlib.contextmanager
     def exported(self, handle: int) -> Iterator[int]:
         """Lend a new descriptor of the memory for the length of a block."""
-        fd = self.driver.mem_export(handle, FD)
-        try:
+        with lent(self.driver.mem_export(handle, FD)) as fd:
             yield fd
-        finally:
-            os.close(fd)
 
     def __enter__(self) -> Self:
         return self
@@ -164,6 +162,12 @@ class DriverSuite:
     """The fixtures that the parts of the contract share."""
 
     offers: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if unknown := set(cls.offers) - set(CAPABILITIES):
+            known = ", ".join(sorted(CAPABILITIES))
+            raise UsageError(f"{cls.__name__} offers {sorted(unknown)}, which is none of the capabilities: {known}")
 
     @pytest.fixture
     def driver(self) -> Driver:
@@ -188,6 +192,27 @@ class DriverSuite:
         if capability.__name__ not in self.offers:
             pytest.skip(f"{driver.name} does not offer {capability.__name__}")
         return driver
+
+
+def is_open(fd: int) -> bool:
+    """Whether a descriptor is open in this process."""
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def lent(fd: int) -> Iterator[int]:
+    """Lend a descriptor for the length of a block, and close it then: whoever was given it must have left it open."""
+    try:
+        yield fd
+    finally:
+        left = is_open(fd)
+        if left:
+            os.close(fd)
+    assert left, "it was closed by whom it was lent to: a descriptor stays the caller's"
 
 
 def together(calls: list[Callable[[], object]]) -> list[object]:

@@ -37,7 +37,7 @@ NOT_SUPPORTED = 801
 UNKNOWN = 999
 
 # After one of these nothing of the driver works any more in this process. Not 46: that device is somebody else's.
-_LOST = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721))
+_LOST = frozenset((214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911))
 _REMEDIES = {
     3: "the driver was not initialised in this process; after a fork it cannot be: start workers with spawn",
     4: "the driver is shutting down",
