@@ -6,17 +6,45 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, UsageError
 from ..spec import Location
 
 if TYPE_CHECKING:
     from .protocol import Driver
 
-__all__ = ["get"]
+__all__ = ["get", "register"]
 
 _drivers: dict[str, Driver] = {}
+_makers: dict[str, Callable[[], Driver]] = {}
+_OURS = ("host", "cuda")
+
+
+def register(kind: str, make: Callable[[], Driver]) -> None:
+    """Serve locations of a kind of one's own, such as ``Location("mine", 0)``, by a driver of one's own.
+
+    ``vram.testing.DriverContract`` is what it must keep. Regions, reservations and allocations are then made on it like
+    on any other; text such as ``"cuda:0"`` names the places of this library's own drivers only.
+
+    Parameters
+    ----------
+    kind : str
+        The ``kind`` of the locations, and the ``name`` of the driver.
+    make : callable
+        Makes the driver, at the first use in a process. It is called once.
+
+    Raises
+    ------
+    UsageError
+        If this library serves that kind itself, another was registered for it, or it is no identifier.
+    """
+    if not isinstance(kind, str) or not kind.isidentifier() or not callable(make):
+        raise UsageError(f"a driver is registered by a kind that is an identifier, and what makes it, not {kind!r:.60}")
+    if kind in _OURS or _makers.get(kind, make) is not make:
+        raise UsageError(f"locations of kind {kind!r} are served already, by {_makers.get(kind, 'vram itself')!r}")
+    _makers[kind] = make
 
 
 def get(location: Location) -> Driver:
@@ -44,4 +72,9 @@ def _load(location: Location) -> Driver:
         from .cuda import CudaDriver
 
         return CudaDriver()
-    raise UnsupportedError(f"memory on {location}", "a driver for it", "the drivers host and cuda")
+    if location.kind in _makers:
+        return _makers[location.kind]()
+    have = ", ".join((*_OURS, *_makers))
+    raise UnsupportedError(
+        f"memory on {location}", "a driver for it", f"drivers for {have}", "Register one: vram.driver.register()"
+    )

@@ -185,7 +185,7 @@ class TransportContract:
         assert handle.kind == ends.receiver.kind
         with ends.receiver.import_(handle) as came:
             assert content(came) == data
-        with pytest.raises(UsageError, match="a handle of the other transport"):
+        with pytest.raises(UsageError):
             ends.receiver.import_(ExportedBuffer("other", handle.payload, handle.fds, handle.keeps))
 
     # -- refusals -----------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class TransportContract:
         ends.send(data, 1)
         with empty(99, "uint8", device=ends.receiver.dst) as small, empty(100, "uint8", device=small.device) as right:
             small[...] = POISON
-            with pytest.raises(RangeError, match=r"100 bytes.* 99"):
+            with pytest.raises(RangeError):
                 ends.receiver.recv(small, timeout=SOON)
             assert content(small) == bytes([POISON]) * 99
             assert content(ends.receiver.recv(right, timeout=SOON)) == data
@@ -206,7 +206,7 @@ class TransportContract:
         with empty(3, "uint8", device=ends.receiver.dst) as buffer:
             buffer.region.freeze()
             assert buffer.region.access is Access.READ
-            with pytest.raises(UsageError, match="read-only"):
+            with pytest.raises(UsageError):
                 ends.receiver.recv(buffer, timeout=SOON)
         ends.receiver.recv(timeout=SOON).close()
 
@@ -215,20 +215,22 @@ class TransportContract:
             pytest.skip("there is one place only")
         with empty(8, "uint8", device=ends.elsewhere) as wrong:
             ends.send(b"abc")
-            with pytest.raises(UsageError, match=f"not on {ends.receiver.dst}"):
+            with pytest.raises(UsageError):
                 ends.receiver.recv(wrong, timeout=SOON)
             ends.receiver.recv(timeout=SOON).close()
             if ends.sender is not None and ends.sender.src != ends.elsewhere:
                 for use in (ends.sender.send, ends.sender.export):
-                    with pytest.raises(UsageError, match=f"not on {ends.sender.src}"):
+                    with pytest.raises(UsageError):
                         use(wrong)
 
     def test_what_is_no_array_is_refused(self, ends: Ends) -> None:
         odd: Any
         for odd in (b"bytes", 5, np.zeros(3)):
             for use in (ends.receiver.send, ends.receiver.export, ends.receiver.recv):
-                with pytest.raises(UsageError, match="vram arrays"):
+                with pytest.raises(UsageError):
                     use(odd)
+        moved = ends.receiver.statistics()
+        assert (moved.sent.messages, moved.received.messages) == (0, 0)
 
     def test_nothing_sent_is_waited_for_and_no_longer(self, ends: Ends) -> None:
         for timeout in (0, 0.02):

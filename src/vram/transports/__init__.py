@@ -9,10 +9,12 @@ from __future__ import annotations
 from .contract import Estimate, ExportedBuffer, No, Statistics, Traffic, Transport, Yes
 from .exchanges import Exchange, SocketExchange
 from .ipc import IpcTransport
+from .local import LocalTransport
 from .memory_file import SharedMemoryExchange
 from .peer import PeerTransport
 from .pipes import PipeExchange
-from .selection import Ranked, Selection, select
+from .remote import RemoteTransport
+from .selection import Ranked, Selection, register, select
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
@@ -21,10 +23,12 @@ __all__ = [
     "Exchange",
     "ExportedBuffer",
     "IpcTransport",
+    "LocalTransport",
     "No",
     "PeerTransport",
     "PipeExchange",
     "Ranked",
+    "RemoteTransport",
     "Selection",
     "SharedMemoryExchange",
     "SocketExchange",
@@ -34,5 +38,6 @@ __all__ = [
     "Transport",
     "VmmTransport",
     "Yes",
+    "register",
     "select",
 ]

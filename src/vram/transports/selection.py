@@ -17,12 +17,43 @@ from .remote import RemoteTransport
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
-__all__ = ["TRANSPORTS", "Ranked", "Selection", "select"]
+__all__ = ["TRANSPORTS", "Ranked", "Selection", "register", "select"]
 
 # Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
 TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
     PeerTransport, StagedTransport, VmmTransport, IpcTransport,
 )  # fmt: skip
+_registered: list[type[LocalTransport | RemoteTransport]] = []
+
+
+def register(cls: type[LocalTransport | RemoteTransport]) -> None:
+    """Have :func:`select` judge a transport of one's own beside this library's.
+
+    ``vram.testing.TransportContract`` is what it must keep. It is measured like the others and taken where it is the
+    fastest; of equals, those of this library are taken first.
+
+    Parameters
+    ----------
+    cls : type
+        A subclass of :class:`LocalTransport`, for places in one process, or of :class:`RemoteTransport`, for two. Its
+        ``kind`` is its name in a ranking.
+
+    Raises
+    ------
+    UsageError
+        If it is neither, or its kind is that of another transport.
+    """
+    if not isinstance(cls, type) or not issubclass(cls, (LocalTransport, RemoteTransport)):
+        raise UsageError(f"{cls!r:.80} is no subclass of LocalTransport or RemoteTransport")
+    if cls in _registered:
+        return
+    if any(cls.kind == other.kind for other in _all()):
+        raise UsageError(f"a transport of kind {cls.kind!r} is known already: give {cls.__name__} a kind of its own")
+    _registered.append(cls)
+
+
+def _all() -> tuple[type[LocalTransport | RemoteTransport], ...]:
+    return (*TRANSPORTS, *_registered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +127,7 @@ class Selection:
             As :attr:`best`.
         """
         kind = self.best.kind
-        cls = next(cls for cls in TRANSPORTS if cls.kind == kind)
+        cls = next(cls for cls in _all() if cls.kind == kind)
         if issubclass(cls, RemoteTransport):
             if self.exchange is None:
                 raise UsageError(f"the {kind} transport takes an exchange")
@@ -137,7 +168,7 @@ def select(
         raise UsageError(f'memory is "vmm" or "legacy", not {memory!r:.40}')
     if exchange is not None and not hasattr(exchange, "carries_fds"):
         raise UsageError(f"{exchange!r:.60} is no exchange: SocketExchange, PipeExchange and SharedMemoryExchange are")
-    judged = [_judge(cls, src, dst, size, exchange, memory) for cls in TRANSPORTS]
+    judged = [_judge(cls, src, dst, size, exchange, memory) for cls in _all()]
     usable = sorted((r for r in judged if r.is_available), key=lambda route: route.seconds or 0.0)
     ranked = []
     for route in usable:
