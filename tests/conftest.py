@@ -52,10 +52,9 @@ def ledger() -> Iterator[Ledger]:
     deadline = time.monotonic() + AT_ONCE
     while (more := _driver_objects() - objects) and time.monotonic() < deadline:
         time.sleep(0.01)
-    extra = before.left_behind()
-    if os.environ.get("VRAM_TEST_GPU"):
-        # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
-        extra = [line for line in extra if line.startswith(("handles", "stuck", "objects", "children"))]
+    # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
+    kinds = ("handles", "stuck", "objects", "children") if os.environ.get("VRAM_TEST_GPU") else None
+    extra = before.left_behind(kinds=kinds)
     extra += [f"stand-in: {count} {kind}" for kind, count in sorted(more.items())]
     if WITHOUT_STANDIN is None and (crashes := standin.Standin().would_crash()):
         standin.Standin().clear()

@@ -123,13 +123,8 @@ def transmit(sock, payload, fds=(), flags=0):
 channel.transmit = transmit
 """
 NOT_WOKEN = """
-import socket
-class Quiet(socket.socket):
-    def shutdown(self, how): pass
-right = Channel.__init__
-def init(self, sock):
-    right(self, Quiet(fileno=sock.detach()))
-Channel.__init__ = init
+from vram.sharing import channel
+channel._Socket.shutdown = lambda self, how: None
 """
 ANYTHING_ADMITTED = """
 service.admit = lambda fd, size, **options: size

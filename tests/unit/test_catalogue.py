@@ -263,7 +263,7 @@ def test_each_user_but_the_keepers_own_has_ceilings() -> None:
     ("quota", "asked", "what"),
     [
         ("user_bytes", {"nbytes": 60}, "60 B more"),
-        ("user_entries", {"nbytes": 1}, "1 entries more"),
+        ("user_entries", {"nbytes": 1}, "1 entry more"),
         ("user_handles", {"nbytes": 1, "handles": 40}, "40 descriptors more"),
     ],
 )

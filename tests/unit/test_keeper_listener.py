@@ -76,18 +76,18 @@ def test_of_two_that_start_at_once_one_waits_for_the_other(path: str, monkeypatc
     """Both find what a dead keeper left. The second comes right after the first has removed that: it must neither
     bind where the first is about to, nor remove what the first has bound."""
     leave_stale(path)
-    clear = module._clear
+    clear = module.clear_path
     refused: list[BaseException] = []
 
     def meanwhile(where: str) -> None:
         clear(where)
-        monkeypatch.setattr(module, "_clear", clear)
+        monkeypatch.setattr(module, "clear_path", clear)
         try:
             Listener(path).sock.close()
         except (BusyError, UsageError) as error:
             refused.append(error)
 
-    monkeypatch.setattr(module, "_clear", meanwhile)
+    monkeypatch.setattr(module, "clear_path", meanwhile)
     monkeypatch.setattr(module, "_START_WAIT", 0.05)
     first = Listener(path)
     try:

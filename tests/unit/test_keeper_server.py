@@ -174,7 +174,7 @@ def test_whose_descriptors_do_not_close_is_not_served(path: str) -> None:
         owed[os.geteuid()] = server.strangers_closer.room
         with pytest.raises(CapacityError, match="take long to close; try again later"):
             connect(stack, path)
-        owed.clear()
+        owed[os.geteuid()] = 0  # not taken out: the closer may be at the refused connection
         connect(stack, path)
 
 

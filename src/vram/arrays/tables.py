@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..errors import UsageError
 from .dtypes import as_dtype, dtype_name
+from .numpy_on_use import np
 
 __all__ = ["columns_of", "each_column", "is_table"]
 

@@ -25,7 +25,7 @@ begin = time.perf_counter()
 took = time.perf_counter() - begin
 loaded = set(sys.modules) - before
 ours = [sys.modules[name] for name in loaded if name.split(".")[0] == "vram"]
-compiled = all(os.path.exists(module.__cached__) for module in ours)
+compiled = all(os.path.exists(module.__spec__.cached) for module in ours if hasattr(module, "__spec__"))
 print(json.dumps([took, len(loaded), len(ours), "numpy" in loaded, compiled]))
 """
 

@@ -15,6 +15,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class Ledger:
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
         )
 
-    def left_behind(self, *, grace: float = AT_ONCE) -> list[str]:
+    def left_behind(self, *, grace: float = AT_ONCE, kinds: Collection[str] | None = None) -> list[str]:
         """Return what this process holds now that it did not hold when this ledger was taken.
 
         Parameters
@@ -66,6 +67,8 @@ class Ledger:
         grace : float
             Seconds to wait for what ends on its own, such as a thread that was told to stop or a child that was
             killed. Nothing is waited for when the books already agree.
+        kinds : collection of str, optional
+            Only of these fields. By default of all.
         """
         deadline = time.monotonic() + grace
         # A child is known by its pid: between fork and exec it has the name of its parent.
@@ -75,6 +78,7 @@ class Ledger:
             extra = [
                 f"{field.name}: {label}"
                 for field in fields(self)
+                if kinds is None or field.name in kinds
                 for label in sorted(getattr(now, field.name) - getattr(self, field.name))
                 if field.name != "children" or label.partition(" (")[0] not in known
             ]
