@@ -54,7 +54,7 @@ class Ledger:
             objects=frozenset(f"{name}: {d.live()}" for name, d in driver._drivers.items() if _anything(d.live())),
             fds=frozenset(_fds()),
             mappings=frozenset(_mappings()),
-            addresses=frozenset(f"{n} bytes at {base:#x}" for base, n in tuple(_taken.items()) if n != _PAGE),
+            addresses=frozenset(f"{n} bytes at {base:#x}" for base, n in _taken.copy().items() if n != _PAGE),
             children=frozenset(_children()),
             threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
         )
@@ -116,7 +116,7 @@ def _munmap_noted(address: int, nbytes: int) -> int:
     # Out before the call: after it another thread may be given these very addresses. Without a lock, since finalizers
     # come here (I3): a range that is cut is known to nobody but who cuts it.
     end = address + nbytes
-    cut = [(base, n) for base, n in tuple(_taken.items()) if base < end and address < base + n]
+    cut = [(base, n) for base, n in _taken.copy().items() if base < end and address < base + n]
     for base, _ in cut:
         _taken.pop(base, None)
     done: int = _munmap(address, nbytes)
