@@ -52,14 +52,14 @@ class Packed:
     def _node(self, value: Any, path: _Path, depth: int) -> object:
         self._items += 1
         if self._items > _MAX_ITEMS:
-            raise _Refused((), f"has more than {_MAX_ITEMS} items")
+            raise _refused((), f"has more than {_MAX_ITEMS} items")
         if type(value) in _SCALARS:
             if self._tests:
                 _test(value, path)
             return value
         if isinstance(value, (tuple, list, dict)):
             if depth == MAX_DEPTH:
-                raise _Refused(path, f"is more than {MAX_DEPTH} containers deep")
+                raise _refused(path, f"is more than {MAX_DEPTH} containers deep")
             if isinstance(value, dict):
                 return {_key(key, path): self._node(item, (*path, key), depth + 1) for key, item in value.items()}
             self.is_plain = self.is_plain and isinstance(value, list)
@@ -75,22 +75,20 @@ class Packed:
                 index = self._indexes[id(value)] = len(self.arrays)
                 self.arrays.append((path, value))
                 if index == MAX_ARRAYS:
-                    raise _Refused((), f"has more than {MAX_ARRAYS} arrays")
+                    raise _refused((), f"has more than {MAX_ARRAYS} arrays")
             return [_ARRAY, index]
         for kind in (int, float, str, bytes):  # of a class of its own, such as numpy's float64 or an IntEnum
             if isinstance(value, kind):
                 return self._node(kind(value), path, depth)  # type: ignore[arg-type]
-        raise _Refused(path, f"is {_one(value)}")
+        raise _refused(path, f"is {_one(value)}")
 
 
-class _Refused(UsageError):
-    """What cannot be sent, and where in the value it is."""
-
-    def __init__(self, path: _Path, why: str) -> None:
-        super().__init__(
-            f"a channel carries vram arrays and plain values (None, bool, int, float, str, bytes), and tuples, lists "
-            f"and dicts of them: {named(path) or 'it'} {why}"
-        )
+def _refused(path: _Path, why: str) -> UsageError:
+    """Return the error for what cannot be sent, with where in the value it is."""
+    return UsageError(
+        f"a channel carries vram arrays and plain values (None, bool, int, float, str, bytes), and tuples, lists "
+        f"and dicts of them: {named(path) or 'it'} {why}"
+    )
 
 
 def pack(value: object, is_array: Callable[[object], bool]) -> Packed:
@@ -110,7 +108,7 @@ def refuse(value: object, is_array: Callable[[object], bool], error: Exception) 
         Packed(value, is_array, tests=True)
     except UsageError as found:
         return found
-    return _Refused((), f"cannot be encoded: {error}")
+    return _refused((), f"cannot be encoded: {error}")
 
 
 def named(path: _Path) -> str:
@@ -147,7 +145,7 @@ def _one(value: object) -> str:
 
 def _key(key: object, path: _Path) -> object:
     if type(key) not in _SCALARS:
-        raise _Refused(path, f"has a key that is {_one(key)}")
+        raise _refused(path, f"has a key that is {_one(key)}")
     if not (type(key) is str and key.isascii()):  # which nearly all are
         _test(key, path)
     return key
@@ -158,4 +156,4 @@ def _test(value: object, path: _Path) -> None:
     try:
         encode(value)
     except (ValueError, OverflowError) as error:
-        raise _Refused(path, f"cannot be encoded: {error}") from None
+        raise _refused(path, f"cannot be encoded: {error}") from None

@@ -153,7 +153,8 @@ def publish_to(
 def _no_mapping(name: object, given: object) -> str:
     if is_table(given):
         return f"{columns_of(given)}: vram.publish({name!r:.80}, {{{each_column(given)}}})"
-    return f'publish takes a mapping of names to arrays, not a {type(given).__name__}; one array is {{"name": array}}'
+    kind = type(given).__name__
+    return f'publish takes a mapping of names to arrays, and this is of type {kind}; one array is {{"name": array}}'
 
 
 def publish_loaded(
