@@ -15,11 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import vram
-from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError
+from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper import directory as directories
 from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.directory import sweep
@@ -217,15 +218,32 @@ def test_one_that_runs_already_is_not_ended(place: str) -> None:
 
 def test_one_that_does_not_start_leaves_nothing(place: str) -> None:
     with pytest.raises(PeerGoneError, match="--max-bytes"):
-        vram.keeper(max_bytes="64 bananas")  # type: ignore[arg-type]
+        PrivateKeeper(max_bytes=-1)
     assert os.listdir(place) == []
     assert "VRAM_KEEPER" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "ceilings",
+    [{"max_bytes": -1}, {"max_bytes": "64 bananas"}, {"max_bytes": 1.5}, {"max_entries": -1}, {"max_entries": "9"}],
+    ids=repr,
+)
+def test_a_ceiling_that_is_none_is_refused_before_anything_starts(place: str, ceilings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(ceilings))):
+        vram.keeper(**ceilings)
+    assert os.listdir(place) == []
+    assert "VRAM_KEEPER" not in os.environ
+
+
+def test_its_ceiling_can_be_said_as_a_size(place: str) -> None:
+    with vram.keeper(max_bytes="8MiB"):
+        assert vram.statistics().max_bytes == 8 << 20
 
 
 def test_its_help_is_its_own() -> None:
     text = pydoc.plain(pydoc.render_doc(vram.keeper))
     assert text.startswith("Python Library Documentation: function vram.keeper")
-    assert "keeper(*, max_bytes: 'int | None' = None, max_entries: 'int | None' = None) -> 'Keeper'" in text
+    assert "keeper(*, max_bytes: 'int | str | None' = None, max_entries: 'int | None' = None) -> 'Keeper'" in text
     assert "Start a private keeper, for notebooks and tests" in text
     assert "PACKAGE CONTENTS" not in text
     assert "close(self" in pydoc.plain(pydoc.render_doc(vram.Keeper))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .session import Keeper
 
 
-def keeper(*, max_bytes: int | None = None, max_entries: int | None = None) -> Keeper:
+def keeper(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
     """Start a private keeper, for notebooks and tests: a child process, which serves when this returns.
 
     It is this process's default and, through ``VRAM_KEEPER``, that of the children it starts, until it is closed: by
@@ -25,8 +25,10 @@ def keeper(*, max_bytes: int | None = None, max_entries: int | None = None) -> K
 
     Parameters
     ----------
-    max_bytes, max_entries : int, optional
-        Ceilings for what it keeps: bytes, and names.
+    max_bytes : int or str, optional
+        Ceiling for the memory that it keeps, in bytes or as a size such as ``"4GiB"``; none by default.
+    max_entries : int, optional
+        Ceiling for the names that it keeps; none by default.
 
     Returns
     -------
@@ -34,6 +36,8 @@ def keeper(*, max_bytes: int | None = None, max_entries: int | None = None) -> K
 
     Raises
     ------
+    UsageError
+        For a ceiling that is negative or is no number.
     PeerGoneError, WaitTimeoutError
         If it does not start.
 

@@ -7,8 +7,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ClosedError
+from ..errors import ClosedError, UsageError
 from ..lifetime import Owned, own
+from ..spec import parse_size
 from .client import close_client
 from .paths import ENVIRONMENT
 from .private import PrivateKeeper
@@ -33,14 +34,15 @@ class Keeper:
     ----------
     path : str
         The socket of a keeper.
+    label : str, optional
+        What this process calls itself there, shown to whoever asks who holds what; by default ``VRAM_LABEL`` of the
+        environment, or else the name of the program. It is said with the first call there, and at most 120 characters
+        of it are shown; another label later is a :class:`~vram.errors.UsageError`, raised by the call that uses it.
 
     Attributes
     ----------
-    path : str
-        Its socket.
-    label : str
-        What this process calls itself there, shown to whoever asks who holds what; by default ``VRAM_LABEL`` of the
-        environment, or else the name of the program. At most 120 characters, said with the first call.
+    path, label : str
+        As they were given.
     """
 
     __slots__ = ("_is_closed", "_process", "label", "path")
@@ -96,8 +98,14 @@ class _Process(Owned):
         self._claim = own(f"the private keeper at {private.path}", partial(_end, private), at_exit=True)
 
 
-def start(*, max_bytes: int | None = None, max_entries: int | None = None) -> Keeper:
+def start(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
     """Start a private keeper and make it the default; see :func:`vram.keeper`."""
+    if max_bytes is not None:
+        max_bytes = parse_size(max_bytes, what="max_bytes")
+    if max_entries is not None and (type(max_entries) is not int or max_entries < 0):
+        raise UsageError(
+            f"max_entries is a number of names, 0 or more, or None for no ceiling; not {max_entries!r:.80}"
+        )
     private = PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries)
     try:
         keeper = Keeper(private.path)
