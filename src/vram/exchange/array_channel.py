@@ -196,6 +196,8 @@ class ArrayChannel(Owned):
 
         Parameters
         ----------
+        value : object
+            What to send, as above.
         stream : int or stream, optional
             The stream whose work fills the memory: the receiver waits for that, by an interprocess event. By default
             this call waits for all work of the GPUs that the memory is on.
@@ -205,7 +207,9 @@ class ArrayChannel(Owned):
         Raises
         ------
         UsageError
-            If an array's memory cannot leave this process, or a value cannot be said, with the path to it.
+            If a value is not one that a channel carries, or is too large, with the path to it.
+        UnsupportedError
+            If an array's memory cannot leave this process, as that of numpy cannot, with what to do instead.
         PeerGoneError
             If the other end is closed.
         WaitTimeoutError

@@ -62,6 +62,8 @@ def attach(
 
     Raises
     ------
+    UsageError
+        For a name, access, version, time or device that cannot be, or if this process told that keeper another label.
     NotFoundError
         If there is no such entry or version.
     MismatchError

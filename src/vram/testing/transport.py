@@ -1,7 +1,16 @@
 """The contract of transports, as a suite: run it on every implementation, and on every way its ends can be connected.
 
-A test class derives from :class:`TransportContract` and gives it ``ends``: somebody who sends what he is told to from
-the source, and the transport that receives it here. The sender may be in this process or in another.
+Inherit, and supply a fixture ``ends``: whoever sends what it is told to from the source, and the transport that
+receives it here. For a transport within one process, or with both ends in one, that is :class:`LocalEnds`::
+
+    class TestMyTransport(TransportContract):
+        @pytest.fixture
+        def ends(self):
+            transport = MyTransport("host", "host")
+            with contextlib.closing(LocalEnds(transport, transport)) as ends:  # it sends and it receives
+                yield ends
+
+A sender in another process is a subclass of :class:`Ends`.
 """
 
 from __future__ import annotations
