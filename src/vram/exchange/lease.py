@@ -233,6 +233,12 @@ class Lease(Owned, Mapping[str, Array]):
     def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
         """Attach the newest version of the same entry, with the same access. This lease stays as it is.
 
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds to wait for a keeper to be there and for the name to be published, both together; 0 does not wait,
+            None waits for ever.
+
         Raises
         ------
         NotFoundError, WaitTimeoutError
