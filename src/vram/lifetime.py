@@ -16,8 +16,12 @@ The collector runs anybody's finalizers at almost any line, also while this very
 finalizer may claim and close things like everybody else. So the lock is reentrant; a claim that comes in the middle of
 a guarded section does no harm there, and the queue is worked off only outside of all sections.
 
-An interrupt (Ctrl-C) is raised at almost any line, too. Sections are ``with`` blocks, which it cannot leave locked;
-:func:`_settle` says how it tries the lock. An interrupt may cost a leak, never a wrong order or a lock held for ever.
+An interrupt (Ctrl-C, or whatever a signal handler raises) comes at almost any line of the main thread, too (I12): where
+a Python function begins, where a loop jumps back, and where a call of a C function has returned; never between other
+steps, and never in a finalizer so that its caller sees it. Three things follow. Sections are ``with`` blocks, which it
+cannot leave locked. What a C function returns is stored by :func:`uninterrupted` before an interrupt can come. And an
+undo that was interrupted is called again, so every undo must be able to go on from where it was. Only then is the
+interrupt passed on.
 """
 
 from __future__ import annotations
@@ -32,14 +36,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning, UsageError
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Claim", "FileDescriptor", "Handle", "Owned", "live", "noted", "own", "stuck", "unwinding"]
+__all__ = [
+    "Claim",
+    "FileDescriptor",
+    "Handle",
+    "Owned",
+    "close_all",
+    "live",
+    "noted",
+    "own",
+    "stuck",
+    "uninterrupted",
+    "unwinding",
+]
+
+_T = TypeVar("_T")
 
 _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
@@ -50,7 +68,8 @@ _generation = 0  # counts forks on the way from the first process to this one
 _exiting = False
 _local = threading.local()
 
-_OPEN, _CLOSING, _CLOSED, _STUCK = range(4)
+_OPEN, _CLOSING, _OWED, _CLOSED, _STUCK = range(5)  # owed: an interrupt came while it was closing
+_INTERRUPTS = 8  # that an undo may meet, one after the other, before it is given up as failed
 _RELEASED, _COLLECTED = 0, -1  # in place of a claim's serial number, which is positive
 
 
@@ -115,14 +134,17 @@ class Handle:
         ClosedError, ForkedError
             If there is nothing left to hold on to.
         """
-        serial = next(_serials)
+        claim = Claim(self, next(_serials))  # before it counts: an interrupt must find somebody who gives it up
         try:
             with _lock:
                 self.check()
-                self._claims[serial] = (holder, tag)
+                self._claims[claim._serial] = (holder, tag)
+        except BaseException:
+            claim._serial = _RELEASED if claim._serial not in self._claims else claim._serial
+            raise
         finally:
             _settle()
-        return Claim(self, serial)
+        return claim
 
     def depend(self, other: Handle) -> None:
         """Keep `other` until this handle's undo has returned (or :meth:`forgo`)."""
@@ -159,7 +181,7 @@ class Handle:
             with _lock:
                 for serial, handle in reversed(tuple(self._depends.items())):
                     # A finalizer may run here and forgo the same claim: whoever pops it has it, the other looks on.
-                    if handle is other and self._depends.pop(serial, None) is not None:
+                    if handle is other and uninterrupted(self._depends.pop, serial, None) is not None:
                         _released.append((other, serial))
                         break
         finally:
@@ -174,29 +196,42 @@ class Handle:
         return tuple(tag for _, tag in tuple(self._claims.values()) if tag is not None)
 
     def __repr__(self) -> str:
-        state = ("open", "closing", "closed", "stuck")[self._state]
+        state = ("open", "closing", "closing", "closed", "stuck")[self._state]
         return f"<Handle {self.label}, {state}, {len(self._claims)} claims>"
 
     def _finish(self) -> None:
-        """Undo, then let go of the dependencies, newest first. Called once, by whoever dropped the last claim."""
+        """Undo, then let go of the dependencies, newest first. Called by whoever dropped the last claim.
+
+        After an interrupt the undo is called again, and the interrupt passed on once all is done. If one comes outside
+        of the undo, this is called again, too: the state tells that it is not over.
+        """
+        interrupt: list[BaseException] = []
         try:
-            if self._undo is not None and self._generation == _generation and not _exiting:
-                self._undo()
-        except BaseException as error:
-            # What this stands on must outlive it, and it may still be there: keep both rather than free in a wrong
-            # order. That is a leak, said aloud.
-            self._state = _STUCK
-            _stuck.append(self)
+            while self._undo is not None and self._generation == _generation and not _exiting:
+                try:
+                    self._undo()
+                    break
+                except BaseException as error:  # noqa: BLE001  (passed on below)
+                    if isinstance(error, Exception) or len(interrupt) == _INTERRUPTS:
+                        # What this stands on must outlive it, and it may still be there: keep both rather than free
+                        # in a wrong order. That is a leak, said aloud.
+                        self._state = _STUCK
+                        _stuck.append(self)
+                        _live.pop(self._id, None)
+                        _report(f"could not take back {self.label}: {error}; it stays allocated until the process ends")
+                        return
+                    interrupt.append(error)
+            self._undo = None  # often a closure over its owner
+            _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
+            self._depends = {}
+            self._state = _CLOSED
             _live.pop(self._id, None)
-            _report(f"could not take back {self.label}: {error}; it stays allocated until the process ends")
-            if not isinstance(error, Exception):
-                raise
-            return
-        self._undo = None  # often a closure over its owner
-        self._state = _CLOSED
-        _live.pop(self._id, None)
-        _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
-        self._depends = {}
+        finally:
+            if interrupt:
+                try:
+                    raise interrupt[0]
+                finally:
+                    interrupt.clear()  # they hold this frame
 
 
 class Claim:
@@ -287,6 +322,7 @@ def own(
     serial = handle._id
     handle._claims[serial] = (holder, None)
     try:
+        claim = Claim(handle, serial)
         if depends:
             with _lock:  # Handle.depend for each, under one lock
                 for other in depends:
@@ -302,7 +338,24 @@ def own(
         _settle()
         raise
     _live[serial] = handle
-    return Claim(handle, serial)
+    return claim
+
+
+def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
+    """Call a C function and return what it returns, so that no interrupt comes before that is stored.
+
+    An interrupt is raised after a call of a C function, before its result is assigned. Unpacking is no call: here the
+    interpreter asks for interrupts before the function runs, and then not until the caller makes its next call.
+
+    Parameters
+    ----------
+    call : callable
+        Implemented in C: a builtin function, or one that ctypes made.
+    *arguments
+        Its positional arguments.
+    """
+    (result,) = map(call, *zip(arguments))
+    return result
 
 
 def live() -> tuple[Handle, ...]:
@@ -424,7 +477,7 @@ class FileDescriptor(Owned):
 
     def __init__(self, fd: int, label: str) -> None:
         self._fds = [fd]  # what is in here gets closed
-        self._claim = own(label, partial(_close_all, self._fds))  # a method of ours would keep this object alive
+        self._claim = own(label, partial(close_all, self._fds))  # a method of ours would keep this object alive
 
     @classmethod
     def adopt(cls, fd: int, label: str = "") -> FileDescriptor:
@@ -464,38 +517,42 @@ def _who(holder: str | Handle) -> str:
     return holder if isinstance(holder, str) else holder.label
 
 
-def _close_all(fds: list[int]) -> None:
+def close_all(fds: list[int]) -> None:
+    """Close descriptors and take their numbers out of a list: an undo that can be called again after an interrupt."""
     while fds:
-        os.close(fds.pop())
+        # Popped and closed in one step: a number that was popped only would stay open, one that was closed only would
+        # be closed twice.
+        (_,) = map(os.close, map(fds.pop, (-1,)))
 
 
 def _settle() -> None:
     """Work off the queue of released claims. Never waits: whoever holds the lock will look at the queue again."""
     while _released and not _lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         due: Handle | None = None
-        held: list[bool] = []
         try:
-            # Take the lock and remember it in one call: an interrupt comes between calls, and the lock would stay.
-            held.extend(filter(None, map(_lock.acquire, (False,))))
-            if not held:
-                return
-            while _released and due is None:
-                handle, serial = _released[0]
-                handle._claims.pop(serial, None)
-                if not handle._claims and handle._state == _OPEN:
-                    handle._state = _CLOSING
-                    due = handle
-                _released.popleft()
+            held = False
+            try:
+                if not (held := uninterrupted(_lock.acquire, False)):
+                    return
+                while _released and due is None:
+                    handle, serial = _released[0]
+                    handle._claims.pop(serial, None)
+                    if not handle._claims and handle._state in (_OPEN, _OWED):
+                        handle._state = _CLOSING
+                        due = handle
+                    _released.popleft()
+            finally:
+                if held:
+                    _lock.release()
+            if due is not None:
+                due._finish()
         except BaseException:
-            if due is not None:  # an interrupt: it is still owed its undo
-                due._state = _OPEN
-                _released.append((due, 0))
+            # An interrupt. What is left to do is done now, and then it is passed on.
+            if due is not None and due._state == _CLOSING:
+                due._state = _OWED
+                _released.appendleft((due, 0))
+            _settle()
             raise
-        finally:
-            if held:
-                _lock.release()
-        if due is not None:
-            due._finish()
 
 
 def _report(message: str, category: type[Warning] = ReleaseWarning) -> None:

@@ -285,7 +285,8 @@ class Array(Viewable):
                 else:
                     region.resize(nbytes)
             except BaseException:
-                self._shape = before
+                # A shrink that was interrupted has come about all the same.
+                self._shape = before if region.nbytes >= self._offset + before[0] * self._row_nbytes else shape
                 raise
             self._shape = shape
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from ..errors import UsageError
+from ..lifetime import uninterrupted
 from ..spec import Access, round_up
 from . import libc
 from .books import PATIENCE, Books, Mapping, Reservation, Ticket
@@ -71,18 +72,25 @@ class Ballast:
 def reserve(nbytes: int, alignment: int, wish: int) -> int:
     """Return the base of a new range, at `wish` if that is free; -1 with errno set if there is none."""
     # Recent kernels align large mappings on their own: one call, most of the time.
-    base: int = libc.mmap(wish, nbytes, 0, RESERVED, -1, 0)
+    base: int = uninterrupted(libc.mmap, wish, nbytes, 0, RESERVED, -1, 0)
     if base == -1 or base % alignment == 0:
         return base
     libc.munmap(base, nbytes)
-    wide: int = libc.mmap(0, nbytes + alignment, 0, RESERVED, -1, 0)
-    if wide == -1:
+    start: int = uninterrupted(libc.mmap, 0, nbytes + alignment, 0, RESERVED, -1, 0)
+    if start == -1:
         return -1
-    base = round_up(wide, alignment)
-    if base > wide:
-        libc.munmap(wide, base - wide)
-    if wide + alignment > base:
-        libc.munmap(base + nbytes, wide + alignment - base)
+    end = start + nbytes + alignment
+    try:
+        base = round_up(start, alignment)
+        if base > start:
+            uninterrupted(libc.munmap, start, base - start)
+            start = base
+        if end > base + nbytes:
+            uninterrupted(libc.munmap, base + nbytes, end - base - nbytes)
+            end = base + nbytes
+    except BaseException:  # an interrupt: what is left of the range is nobody's
+        libc.munmap(start, end - start)
+        raise
     return base
 
 
@@ -106,10 +114,14 @@ def free(books: Books, reservation: Reservation) -> bool:
     ctypes.set_errno(0)
     if not books.reservations.remove(reservation):
         return False
-    if not reservation.mappings.at and libc.munmap(reservation.address, reservation.nbytes) == 0:
-        return True
-    books.reservations.add(reservation)  # or mapped meanwhile
-    return False
+    is_free = False
+    try:
+        if not reservation.mappings.at:
+            is_free = uninterrupted(libc.munmap, reservation.address, reservation.nbytes) == 0
+    finally:
+        if not is_free:  # or mapped meanwhile, or interrupted before
+            books.reservations.add(reservation)
+    return is_free
 
 
 def catch_up(books: Books, ballast: Ballast) -> None:
@@ -122,7 +134,7 @@ def catch_up(books: Books, ballast: Ballast) -> None:
         if isinstance(late, Mapping):
             _catch_up(late, books, ballast)
     for late in tuple(books.late):
-        if isinstance(late, Reservation) and not late.mappings.at and free(books, late):
+        if isinstance(late, Reservation) and not late.mappings.at and (free(books, late) or not books.has(late)):
             books.late.pop(late, None)
 
 
@@ -132,9 +144,8 @@ def _catch_up(mapping: Mapping, books: Books, ballast: Ballast) -> None:
         try:
             turn = mapping.queue(ticket) and mapping in books.late
             if turn and put_back(mapping.address, mapping.nbytes, ballast):
-                books.strike(mapping)
+                books.withdraw(mapping)
                 books.late.pop(mapping, None)
-                mapping.memory.drop(mapping)
         finally:
             ticket.is_over = True
         # Two that were in each other's way: the last to leave finds nobody, and tries again.
@@ -164,8 +175,7 @@ def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, bal
                 mapping.is_leaving = True
         elif put_back(address, nbytes, ballast):
             for mapping in taken:
-                books.strike(mapping)
-                mapping.memory.drop(mapping)
+                books.withdraw(mapping)
         else:
             return False
     finally:
@@ -180,6 +190,7 @@ def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, bal
 def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, books: Books, ballast: Ballast) -> int:
     """Change what may be done in a span of whole mappings; all of it, or return errno."""
     ticket, code = Ticket(), 0
+    before = [mapping.access for mapping in due]
     try:
         turns = [mapping.queue(ticket) for mapping in due]
         if not all(turns) and not all(mapping.wait(ticket) for mapping in due):
@@ -191,6 +202,12 @@ def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, b
             code = ctypes.get_errno()
             for mapping in due:  # the kernel has changed those before the one that it refused
                 libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[mapping.access])
+    except BaseException as error:
+        if not isinstance(error, Exception):  # an interrupt: nothing has changed (I4)
+            for mapping, right in zip(due, before, strict=True):
+                mapping.access = right
+                libc.mprotect(mapping.address, mapping.nbytes, PROTECTION[right])
+        raise
     finally:
         ticket.is_over = True
         for mapping in due:
@@ -215,7 +232,7 @@ def make_final(mapping: Mapping, fd: int, books: Books, ballast: Ballast) -> Non
         if mapping.wait(ticket) and not mapping.is_final:
             access = min(mapping.access, Access.READ)
             flags = libc.MAP_SHARED | libc.MAP_FIXED
-            if libc.mmap(mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
+            if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
                 raise libc.failure(f"mmap of sealed memory at {mapping.address:#x}")
             mapping.access = access
             mapping.is_final = True

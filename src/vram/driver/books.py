@@ -27,6 +27,7 @@ from bisect import bisect_left, bisect_right
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
+from ..lifetime import uninterrupted
 from ..spec import Access, HandleKind
 from . import libc
 
@@ -60,6 +61,17 @@ class Memory:
         self.kinds = kinds
         self.users: dict[object, None] = {}
 
+    @classmethod
+    def of(
+        cls, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None, *, is_sealed: bool = False
+    ) -> Memory:
+        """Make one of a memfd that is nobody's yet, and close that if it cannot be."""
+        try:
+            return cls(fd, nbytes, kinds, identity, is_sealed=is_sealed)
+        except BaseException:  # an interrupt
+            os.close(fd)
+            raise
+
     def hold(self, user: object) -> int:
         """Keep the memfd open for `user`, and return its number."""
         self.users[user] = None
@@ -70,20 +82,26 @@ class Memory:
             raise UsageError("the memory was released while this call began") from None
 
     def drop(self, user: object) -> None:
-        """Let go; the last one closes the memfd. None for a memory that nobody came to use."""
+        """Let go; the last one closes the memfd. None for a memory that nobody came to use.
+
+        After an interrupt it can be called again: until the memfd is closed, its number is in the list.
+        """
         self.users.pop(user, None)
         while not self.users:
+            taken: list[int] = []
             try:
-                fd = self._fds.pop()
+                taken = [*map(self._fds.pop, (-1,))]  # in one step, see lifetime.uninterrupted
+                if not self.users:
+                    uninterrupted(os.close, taken[0])
+                    taken = []
+                    return
             except IndexError:
                 return
-            if not self.users:
-                try:
-                    os.close(fd)
-                except OSError as error:
-                    raise libc.failure(f"close({fd})", error.errno or 0) from None
-                return
-            self._fds.append(fd)  # somebody came in between; look again in case they are gone by now
+            except OSError as error:
+                fd, taken = taken[0], []  # the kernel has let go of the number whatever it says
+                raise libc.failure(f"close({fd})", error.errno or 0) from None
+            finally:
+                self._fds.extend(taken)  # somebody came in between; look again in case they are gone by now
 
     def fd(self) -> int:
         """Return the number of the memfd, which a user keeps open."""
@@ -102,7 +120,7 @@ class Memory:
 def duplicate(fd: int) -> int:
     """Return one more descriptor of what `fd` stands for."""
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a closed standard stream
+        return uninterrupted(fcntl.fcntl, fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a standard stream
     except OSError as error:
         raise libc.failure(f"dup({fd})", error.errno) from None
 
@@ -122,29 +140,38 @@ class _Spans(Generic[_S]):
 
     def __init__(self) -> None:
         self.at: dict[int, _S] = {}
-        self._version = object()
+        self._version: object = None  # of the sorted copy; None after a change, which no interrupt can leave out
         self._sorted: tuple[object, list[int]] = (None, [])
 
     def add(self, span: _S) -> bool:
         """Whether `span` is now in the books: nothing else may begin where it does."""
-        added = self.at.setdefault(span.address, span) is span
-        self._version = object()
-        return added
+        try:
+            return self.at.setdefault(span.address, span) is span
+        finally:
+            self._version = None
 
     def remove(self, span: _S) -> bool:
         """Whether it was this caller who took `span` out of the books."""
         if self.at.get(span.address) is not span:
             return False
-        removed = self.at.pop(span.address, None) is span
-        self._version = object()
-        return removed
+        try:
+            return uninterrupted(self.at.pop, span.address, None) is span
+        finally:
+            self._version = None
+
+    def discard(self, address: int) -> None:
+        """Take out what begins at `address`, if anything does."""
+        try:
+            self.at.pop(address, None)
+        finally:
+            self._version = None
 
     def starts(self) -> list[int]:
         """Return the first addresses in order. The list is shared: read only."""
         version, starts = self._sorted
-        if version is not self._version:
-            # The version is read before the dictionary and written after it: a change in between invalidates.
-            version = self._version
+        if version is None or version is not self._version:
+            # A version is given out before the dictionary is read: a change after that takes it away again.
+            self._version = version = object()
             starts = sorted(self.at)
             self._sorted = version, starts
         return starts
@@ -215,7 +242,7 @@ class Mapping:
     def take(self) -> bool:
         """Whether it is this caller who takes the mapping back."""
         try:
-            self._token.pop()
+            uninterrupted(self._token.pop, -1)
         except IndexError:
             return False
         return True
@@ -276,9 +303,13 @@ class Books:
 
     def new_handle(self, memory: Memory) -> int:
         """Return one more handle to `memory`."""
-        handle = next(self._tokens)
-        memory.hold(handle)
-        self.handles[handle] = memory
+        try:
+            handle = next(self._tokens)
+            memory.hold(handle)
+            self.handles[handle] = memory
+        except BaseException:  # an interrupt: memory that was just made is nobody's
+            memory.drop(None)
+            raise
         return handle
 
     def memory(self, call: str, handle: int) -> Memory:
@@ -384,24 +415,29 @@ class Books:
             If something else is mapped there, or the reservation goes meanwhile. Nothing is written down then.
         """
         memory, reservation, address = mapping.memory, mapping.reservation, mapping.address
-        held = memory.hold(mapping)
-        if not self.write_down(mapping):
-            memory.drop(mapping)
-            raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
-        # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
-        others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-        if others or reservation.is_leaving or not self.has(reservation):
+        try:
+            held = memory.hold(mapping)
+            if not self.write_down(mapping):
+                raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
+            # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
+            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
+            if others or reservation.is_leaving or not self.has(reservation):
+                raise RangeError(
+                    f"{call}: {mapping.nbytes} bytes at {address:#x} overlap "
+                    + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
+                )
+        except BaseException:
             self.withdraw(mapping)
-            raise RangeError(
-                f"{call}: {mapping.nbytes} bytes at {address:#x} overlap "
-                + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
-            )
+            raise
         return held
 
     def withdraw(self, mapping: Mapping) -> None:
-        """Take out what was written down and did not come about, or is gone, and let go of its memory."""
-        self.strike(mapping)
+        """Let go of the memory of what was written down and did not come about, or is gone, and take it out.
+
+        In this order, so that after an interrupt it is found in the books, and can be withdrawn again.
+        """
         mapping.memory.drop(mapping)
+        self.strike(mapping)
 
     def write_down(self, mapping: Mapping) -> bool:
         """Whether `mapping` is now in the books; not if another begins there."""
@@ -415,6 +451,7 @@ class Books:
         """Take `mapping` out of the books."""
         # In the opposite order, so that the base becomes free for a new mapping only when nothing of this one is left.
         # `ends` is a shortcut: an entry lost to a race costs a search.
-        self.mappings.pop(mapping.address, None)
-        self.ends.pop(mapping.end, None)
+        for index, key in ((self.mappings, mapping.address), (self.ends, mapping.end)):
+            if index.get(key) is mapping:  # not if it never came in, because another begins there
+                index.pop(key, None)
         mapping.reservation.mappings.remove(mapping)

@@ -17,12 +17,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import AccessDeniedError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ..lifetime import uninterrupted
 from ..spec import HOST, Access, HandleKind, Location
 from . import libc
 from .addresses import (
     PROTECTION,
-    RESERVED,
     Ballast,
     await_late,
     catch_up,
@@ -30,6 +30,7 @@ from .addresses import (
     make_final,
     populate,
     protect,
+    put_back,
     reserve,
     unmap,
 )
@@ -104,7 +105,12 @@ class HostDriver:
         base = reserve(nbytes, alignment, address)
         if base == -1:
             raise libc.failure(f"mmap of {nbytes} bytes of addresses")
-        self._books.reservations.add(Reservation(base, nbytes))
+        try:
+            self._books.reservations.add(Reservation(base, nbytes))
+        except BaseException:  # an interrupt: nobody would ever hear of these addresses
+            self._books.reservations.discard(base)
+            libc.munmap(base, nbytes)
+            raise
         return base
 
     def address_free(self, address: int, nbytes: int) -> None:
@@ -136,10 +142,15 @@ class HostDriver:
         return self._books.new_handle(self._create("mem_create", nbytes, location, handle_kinds))
 
     def mem_release(self, handle: int) -> None:
-        memory = self._books.handles.pop(handle, None)
-        if memory is None:
+        memory = self._books.handles.get(handle)
+        if memory is not None:
+            try:
+                memory.drop(handle)  # first: an interrupt leaves a handle that can be released again
+            except DriverError:
+                self._books.handles.pop(handle, None)
+                raise
+        if memory is None or uninterrupted(self._books.handles.pop, handle, None) is None:
             raise UsageError(f"mem_release({handle}): no such handle; each is released once")
-        memory.drop(handle)
 
     def mem_retain(self, address: int) -> int:
         return self._books.new_handle(self._books.mapping_at("mem_retain", address).memory)
@@ -174,19 +185,20 @@ class HostDriver:
     def mem_unmap(self, address: int, nbytes: int) -> None:
         self._catch_up()
         due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
-        taken = [mapping for mapping in due if mapping.take()]
-        if due and len(taken) == len(due):
-            if unmap(taken, address, nbytes, self._books, self._ballast):
-                return
-            error: Exception = libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
-        else:
-            error = UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
-        for mapping in taken:
-            mapping.give_back()
+        taken: list[Mapping] = []
         try:
-            raise error
-        finally:
-            del error  # which keeps this frame, and those of all callers with what they hold
+            for mapping in due:
+                if mapping.take():
+                    taken.append(mapping)
+            if not due or len(taken) < len(due):
+                raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
+            if not unmap(taken, address, nbytes, self._books, self._ballast):
+                raise libc.failure(f"mmap of PROT_NONE over {nbytes} bytes at {address:#x}")
+        except BaseException:
+            for mapping in taken:
+                if not mapping.is_gone:  # as some are after an interrupt: whoever calls again does the rest
+                    mapping.give_back()
+            raise
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
@@ -313,7 +325,7 @@ class HostDriver:
         check_kinds(kinds)
         check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        return Memory(self._memfds.make(nbytes), nbytes, kinds, None)
+        return Memory.of(self._memfds.make(nbytes), nbytes, kinds, None)
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> Memory:
         """Open memory that nobody uses yet: the first `nbytes` of it."""
@@ -322,7 +334,7 @@ class HostDriver:
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
-        return Memory(duplicate(fd), nbytes, kind, identity, is_sealed=bool(seals & _READ_ONLY))
+        return Memory.of(duplicate(fd), nbytes, kind, identity, is_sealed=(seals & _READ_ONLY) != 0)
 
     def _map_only(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
         """Map memory that nobody else uses, or give it back."""
@@ -346,22 +358,21 @@ class HostDriver:
             fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & _READ_ONLY)
-            if libc.mmap(address, nbytes, PROTECTION[access], _PRIVATE if private else _SHARED, fd, 0) != -1:
-                mapping.access = access
-                mapping.settle()
-                return
-            error = _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
-            # Kernels before 6.12 can leave a hole behind a mapping that failed late. Mend it, if there is one.
-            libc.mmap(address, nbytes, 0, RESERVED | libc.MAP_FIXED_NOREPLACE, -1, 0)
-            self._books.withdraw(mapping)
+            if libc.mmap(address, nbytes, PROTECTION[access], _PRIVATE if private else _SHARED, fd, 0) == -1:
+                raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
+            mapping.access = access
+            mapping.settle()
+        except BaseException:
+            if not mapping.is_gone:
+                # Refused, where kernels before 6.12 can leave a hole behind a mapping that failed late, or interrupted
+                # before or after: whatever is there now, the range is as it was before.
+                put_back(address, nbytes, self._ballast)
+                self._books.withdraw(mapping)
+            raise
         finally:
             ticket.is_over = True
             mapping.leave(ticket)
             self._catch_up()
-        try:
-            raise error
-        finally:
-            del error  # as above
 
 
 def _refused(call: str, fd: int, access: Access, code: int) -> Exception:

@@ -7,6 +7,7 @@ import fcntl
 import os
 
 from ..errors import ProtocolError, UsageError
+from ..lifetime import uninterrupted
 from . import libc
 
 __all__ = ["Memfds", "look"]
@@ -33,15 +34,17 @@ class Memfds:
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
-            raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
+            if isinstance(error, OSError):
+                raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
+            raise
         return fd
 
     def _make(self, nbytes: int) -> int:
         while True:
             try:
-                return os.memfd_create("vram", self._flags)
+                return uninterrupted(os.memfd_create, "vram", self._flags)
             except OSError as error:
                 if error.errno == errno.EINVAL and self._flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
                     self._flags &= ~libc.MFD_NOEXEC_SEAL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..driver.protocol import Driver, Identity, Sealing
 from ..errors import UnsupportedError
-from ..lifetime import Claim, Handle, Owned, own, unwinding
+from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
 from ..spec import HandleKind, Location, format_size
 from . import checks
 
@@ -52,6 +51,7 @@ class Release:
     def __call__(self) -> None:
         if self.driver_handle is not None:
             self.driver.mem_release(self.driver_handle)
+            self.driver_handle = None  # an undo that was interrupted is called again
 
 
 class Memory:
@@ -329,17 +329,12 @@ def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
 def _exported(memory: Memory, kind: HandleKind) -> Iterator[tuple[int, Handle]]:
     """Export; the descriptor is closed at the end of the block, unless its handle was made to be kept."""
     fds: list[int] = []
-    owner = own(f"exported descriptor of {memory.handle.label}", partial(_close, fds))
+    owner = own(f"exported descriptor of {memory.handle.label}", partial(close_all, fds))
     try:
         fds.append(memory.driver.mem_export(memory.driver_handle, kind))
         yield fds[0], owner.handle
     finally:
         owner.release()
-
-
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 def is_sealed(memory: Memory) -> bool:

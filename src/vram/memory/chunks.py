@@ -200,24 +200,19 @@ class Chunks:
         if self.mapped:
             self.where.driver.mem_set_access(self.where.address, self.mapped, access, self.users)
 
-    def cut(self, nbytes: int) -> tuple[Chunk, ...]:
-        """Take the chunks that lie wholly beyond `nbytes` out of the row, and return them for :meth:`unmap`."""
-        row = self.row
-        kept = len(row)
-        while kept and row[kept - 1].start >= nbytes:
-            kept -= 1
-        self.row = row[:kept]
-        return row[kept:]
+    def beyond(self, nbytes: int) -> tuple[Chunk, ...]:
+        """Return the chunks that lie wholly beyond `nbytes`."""
+        return tuple(chunk for chunk in self.row if chunk.start >= nbytes)
 
     def unmap(self, chunks: Sequence[Chunk]) -> None:
-        """Give chunks back, last one first, and return when they are unmapped."""
-        try:
-            for chunk in reversed(chunks):
-                self.handle.forgo(chunk.mapping)
-        except BaseException:  # an interrupt: they are in no row any more, and nobody else would let go of them
-            for chunk in reversed(chunks):
-                self.handle.forgo(chunk.mapping)
-            raise
+        """Take the last chunks out of the row and give them back, last one first; return when they are unmapped.
+
+        It can be called again after an interrupt, also for chunks that are gone.
+        """
+        if chunks:
+            self.row = tuple(chunk for chunk in self.row if chunk.start < chunks[0].start)
+        for chunk in reversed(chunks):
+            self.handle.forgo(chunk.mapping)
         for chunk in chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
 

@@ -20,7 +20,7 @@ class MappedRegion(Owned):
     """What :class:`~vram.memory.Region` is before anything changes its size: not made on its own."""
 
     __slots__ = (
-        "_access", "_changing", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
+        "_access", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
         "_least", "_nbytes", "_size_lock", "_warn_on_leak",
     )  # fmt: skip
 
@@ -52,7 +52,6 @@ class MappedRegion(Owned):
         self._nbytes = 0
         self._size_lock = threading.RLock()
         self._changing_lock = threading.RLock()
-        self._changing = False
         self._warn_on_leak = not managed
         self._claim = claim
 

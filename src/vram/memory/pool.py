@@ -7,7 +7,6 @@ long, is counted: memory needs its pool, so in whatever order things are closed 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..driver.foreign import HANDLE_BYTES
 from ..driver.protocol import Driver
 from ..errors import BusyError, ClosedError, ProtocolError, UsageError
-from ..lifetime import Claim, Handle, Owned, own, unwinding
+from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
 from ..spec import Access, HandleKind, Location
 from . import checks
 from .abilities import pools
@@ -221,7 +220,7 @@ class Pool(Owned):
         with self._lock:
             if self._exported is None:
                 fds: list[int] = []
-                owner = own(f"exported descriptor of {handle.label}", partial(_close, fds))
+                owner = own(f"exported descriptor of {handle.label}", partial(close_all, fds))
                 try:
                     fds.append(pools(self.driver).pool_export(self.driver_pool, HandleKind.POSIX_FD))
                     handle.depend(owner.handle)
@@ -308,8 +307,3 @@ def _owned(undo: Destroy, make: Callable[[], int]) -> Claim:
             claim.release()
         raise
     return claim
-
-
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver, Sealing
@@ -205,7 +205,7 @@ class Region(MappedRegion):
     def resize(self, nbytes: int | str) -> None:
         """Set the size: :meth:`grow` or :meth:`shrink`, whichever it takes."""
         size = checks.size(nbytes, "nbytes")
-        with self._change():
+        with self._alone():
             if size < self._nbytes:
                 self._shrink(size)
             else:
@@ -231,7 +231,7 @@ class Region(MappedRegion):
             If there is not enough. Nothing is left behind then (invariant I4).
         """
         size = checks.size(nbytes, "nbytes")
-        with self._change():
+        with self._alone():
             if size < self._nbytes:
                 raise UsageError(f"cannot grow to {size} bytes: the region has {self._nbytes}; use shrink or resize")
             self._grow(size)
@@ -255,7 +255,7 @@ class Region(MappedRegion):
             If it is larger than now.
         """
         size = checks.size(nbytes, "nbytes")
-        with self._change():
+        with self._alone():
             if after is not None:
                 chunks.wait_for(self.driver, after)
             if size > self._nbytes:
@@ -283,11 +283,12 @@ class Region(MappedRegion):
         """
         size = checks.size(nbytes, "nbytes")
         given = tuple(allocations)
-        with self._change():
+        with self._alone():
             if not self._imported:
                 raise UsageError("only a region of imported memory is extended; this one makes its own: use grow")
             if size < self._nbytes:
                 raise UsageError(f"cannot extend to {size} bytes: the region has {self._nbytes}; use shrink")
+            self.handle  # noqa: B018  (as in _grow)
             mapped = self._chunks
             total = mapped.mapped + chunks.measure(self.driver, given, self.location)[0]
             if total > self.capacity:
@@ -308,7 +309,7 @@ class Region(MappedRegion):
         UnsupportedError
             If the CPU cannot touch this memory.
         """
-        with self._change():
+        with self._alone():
             driver = chunks.touchable(self.driver, self._access)
             using = self.handle.claim("populate")  # another thread may close this object meanwhile
             try:
@@ -332,7 +333,8 @@ class Region(MappedRegion):
         UsageError
             If the region is private.
         """
-        with self._change():
+        with self._alone():
+            self.handle  # noqa: B018  (as in _grow)
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
             if not (sealing := isinstance(self.driver, Sealing)):
@@ -345,21 +347,21 @@ class Region(MappedRegion):
             self._access = min(self._access, Access.READ)
 
     # -- how ----------------------------------------------------------------------------------------------------
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Wait for other changes to end, then be the only one."""
-        self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        with self._changing_lock:
-            handle = self.handle
-            if self._changing:
-                raise BusyError(f"{handle.label} is being changed by the very code that this call interrupted")
-            try:
-                self._changing = True
-                yield
-            finally:
-                self._changing = False
+    def _alone(self) -> threading.RLock:
+        """Return the lock of those who change the region, for a with block: each waits for the one before.
+
+        Raises
+        ------
+        BusyError
+            If this thread has it: a signal handler that came in the middle of a change.
+        """
+        handle = self.handle  # before the lock: in a forked child nobody would ever let go of it
+        if self._changing_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+            raise BusyError(f"{handle.label} is being changed by the very code that this call interrupted")
+        return self._changing_lock
 
     def _grow(self, nbytes: int) -> None:
+        self.handle  # noqa: B018  (another thread may have closed it while this one waited for its turn)
         if nbytes == self._nbytes:
             return
         if self._imported:
@@ -385,8 +387,20 @@ class Region(MappedRegion):
         if nbytes == self._nbytes:
             return
         handle, mapped = self.handle, self._chunks
+        before, dropped = self._nbytes, mapped.beyond(nbytes)
+        try:
+            self._make_smaller(handle, nbytes)
+            for chunk in dropped:
+                chunk.undo.is_idle = is_idle
+            mapped.unmap(dropped)
+        except BaseException:
+            if self._nbytes != before:  # an interrupt: what was begun is finished
+                mapped.unmap(dropped)
+            raise
+
+    def _make_smaller(self, handle: Handle, nbytes: int) -> None:
         with self._size_lock:
-            before, self._nbytes = self._nbytes, nbytes
+            before, self._nbytes = self._nbytes, nbytes  # first: a signal handler may want to have a pin
             busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.is_live and tag.stop > nbytes]
             if busy:
                 self._nbytes = before
@@ -394,7 +408,3 @@ class Region(MappedRegion):
                     f"cannot shrink {handle.label} from {before} to {nbytes} bytes: something looks at what is beyond",
                     tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in busy),
                 )
-            dropped = mapped.cut(nbytes)
-            for chunk in dropped:
-                chunk.undo.is_idle = is_idle
-        mapped.unmap(dropped)

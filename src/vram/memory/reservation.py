@@ -134,12 +134,13 @@ def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: 
 class Free:
     """The undo of one reservation. Internal to this room."""
 
-    __slots__ = ("address", "driver", "nbytes")
+    __slots__ = ("address", "driver", "is_freed", "nbytes")
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.driver = driver
         self.nbytes = nbytes
         self.address: int | None = None
+        self.is_freed = False  # an undo that was interrupted is called again
 
     def describe(self) -> str:
         """What the handle is called."""
@@ -147,8 +148,9 @@ class Free:
         return f"reservation of {format_size(self.nbytes)}{where}"
 
     def __call__(self) -> None:
-        if self.address is not None:
+        if self.address is not None and not self.is_freed:
             self.driver.address_free(self.address, self.nbytes)
+            self.is_freed = True
 
 
 class Unmap:
@@ -162,7 +164,7 @@ class Unmap:
         self.nbytes = nbytes
         self.is_booked = self.is_mapped = False
         self.is_idle = False  # whether somebody has seen to it that no device works on it any more
-        self.is_sure = True  # not after an interrupt in the middle of the driver's call
+        self.is_sure = True  # not after an interrupt in the middle of one of the driver's calls
         # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
         self._done = threading.Lock()
         self._done.acquire()
@@ -185,9 +187,17 @@ class Unmap:
                 self.is_mapped = False
             if self.is_booked:
                 where.spans.pop(self.offset, None)
-        finally:
-            if self._done.locked():  # an undo that failed may be called again
-                self._done.release()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.is_sure = False  # it is called again, and may find nothing left to do
+                raise
+            self._ran()
+            raise
+        self._ran()
+
+    def _ran(self) -> None:
+        if self._done.locked():  # an undo that failed may be called again
+            self._done.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from ..driver.protocol import Driver, Multicast
 from ..errors import AlignmentError, ClosedError, DriverError, RangeError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, own, unwinding
+from ..lifetime import Claim, Handle, close_all, own, unwinding
 from ..spec import HandleKind, Location, format_size, round_up
 from . import checks
 from .reservation import AddressRange, Unmap, map_at
@@ -247,7 +246,7 @@ class Team:
             fd = self.exported.get(kind)
             if fd is None:
                 fds: list[int] = []
-                owner = own(f"exported descriptor of the {self.handle.label}", partial(_close, fds))
+                owner = own(f"exported descriptor of the {self.handle.label}", partial(close_all, fds))
                 try:
                     fds.append(self.driver.mem_export(self.driver_handle, kind))
                     self.handle.depend(owner.handle)
@@ -324,8 +323,3 @@ def retained(driver: Driver, address: int) -> Iterator[tuple[int, Handle]]:
 def _release(driver: Driver, raws: list[int]) -> None:
     for raw in raws:
         driver.mem_release(raw)
-
-
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
