@@ -263,6 +263,7 @@ class Claim:
         """
         serial = self._serial
         if serial <= 0:
+            _settle()  # of what an interrupt may have left
             return
         if strict and self.handle._generation == _generation:
             try:
@@ -279,11 +280,16 @@ class Claim:
                 _settle()
             return
         self._serial = _RELEASED
-        _released.append((self.handle, serial))
-        _settle()
+        try:
+            _released.append((self.handle, serial))
+        finally:
+            _settle()
 
     def __del__(self) -> None:
-        serial = getattr(self, "_serial", 0)  # an interrupt may come before it is set
+        try:
+            serial = self._serial
+        except AttributeError:  # an interrupt may come before it is set
+            return
         if serial > 0:
             self._serial = _COLLECTED
             _released.append((self.handle, serial))

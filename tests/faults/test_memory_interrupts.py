@@ -1,7 +1,8 @@
-"""Ctrl-C at every point where it can come while memory is made: nothing is left that nobody owns (I4).
+"""Ctrl-C at every point where it can come while memory is made, changed or taken back (I4, I12).
 
 Python delivers an interrupt where a function begins and where a call of a C function returns. These are the two events
-that a profile function sees, and what it raises goes up from there: so each such point in ``vram.memory`` is tried.
+that a profile function sees, and what it raises goes up from there: so each such point of ``vram.memory``, the host's
+driver and ``vram.lifetime`` is tried. Nothing is left that nobody owns, and everything goes on from there.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import pytest
 
 from vram import lifetime
 from vram.driver.host import HostDriver
+from vram.errors import ReleaseWarning
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
-from vram.spec import HOST
+from vram.spec import HOST, Access
 
 G = 2 << 20
+ROOMS = tuple(f"{os.sep}vram{os.sep}{room}" for room in (f"memory{os.sep}", f"driver{os.sep}", "lifetime.py"))
 
 
 class Scene:
@@ -30,11 +33,12 @@ class Scene:
         self.driver = HostDriver()
         self.allocation = PhysicalAllocation.create(self.driver, G, HOST)
         self.reservation = AddressReservation.reserve(self.driver, 2 * G)
+        self.mapping = MemoryMapping.map(self.reservation, 0, self.allocation)
         self.region = Region.create(self.driver, HOST, capacity=8 * G, chunk=G, nbytes=2 * G)
         self.fd = self.region.segments(0, 1)[0][0].export()
 
     def close(self) -> None:
-        for part in (self.allocation, self.reservation, self.region):
+        for part in (self.mapping, self.allocation, self.reservation, self.region):
             part.close()
 
 
@@ -50,6 +54,15 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "import what was received": lambda s: Region.from_allocations(s.driver, [Received(s.fd, G), Received(s.fd, G)]),
     "segments": lambda s: s.region.segments(0, 2 * G),
     "pin": lambda s: s.region.pin(0, 2 * G),
+    "set access": lambda s: s.mapping.set_access(Access.READ),
+}
+UNDOING: dict[str, Callable[[Scene], object]] = {
+    "shrink": lambda s: s.region.shrink(0),
+    "close a region": lambda s: s.region.close(),
+    "close a mapping": lambda s: s.mapping.close(),
+    "close an allocation": lambda s: (s.mapping.close(), s.allocation.close()),
+    "close a reservation": lambda s: (s.mapping.close(), s.reservation.close()),
+    "close all": lambda s: s.close(),
 }
 
 
@@ -85,13 +98,59 @@ def test_an_interrupt_leaves_nothing_that_nobody_owns_i4(operation: str) -> None
     assert points >= 3
 
 
+@pytest.mark.parametrize("operation", UNDOING)
+def test_what_an_interrupt_cuts_short_is_undone_all_the_same_i12(operation: str) -> None:
+    points, fds = 0, len(os.listdir("/proc/self/fd"))
+    for nth in itertools.count(1):
+        here = Scene()
+        interrupted = interrupt(nth, lambda here=here: UNDOING[operation](here))
+        if not here.region.is_closed:  # and it works: its size, its chunks and its addresses agree
+            assert here.region.nbytes in (0, 2 * G)
+            assert here.region.nbytes == here.region.mapped
+            here.region.grow(8 * G)
+            here.driver.fill(here.region.address, 1, 8 * G)
+        here.close()
+        assert here.driver.live() == HostDriver().live()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        assert not lifetime.stuck()
+        if not interrupted:
+            break
+        points += 1
+    assert points >= 20
+
+
+def test_an_undo_that_is_always_interrupted_is_given_up_and_said_i12() -> None:
+    """It may not hang: after some interrupts in a row it is a leak, which is counted."""
+    calls = []
+
+    def undo() -> None:
+        calls.append(None)
+        raise KeyboardInterrupt
+
+    base = lifetime.own("base", None)
+    claim = lifetime.own("stubborn", undo, depends=(base.handle,))
+    with pytest.warns(ReleaseWarning, match="could not take back stubborn"), pytest.raises(KeyboardInterrupt):
+        claim.release()
+    assert 1 < len(calls) < 20
+    (stuck,) = lifetime.stuck()
+    assert base.handle.holders() == ("owner", "stubborn")  # what it stands on stays (I1)
+    lifetime._stuck.remove(stuck)
+
+
+def in_a_finalizer(frame: FrameType | None) -> bool:
+    """Whether Python would print an interrupt that comes here, and go on: nobody is told of it."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 def interrupt(nth: int, act: Callable[[], object]) -> bool:
-    """Run `act`, with an interrupt at the Nth point in ``vram.memory`` where one can come; whether it came."""
+    """Run `act`, with an interrupt at the Nth point of the rooms where one can come; whether it came."""
     count = itertools.count(1)
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
-        here = event in ("call", "c_return") and f"{os.sep}vram{os.sep}memory{os.sep}" in frame.f_code.co_filename
-        if here and next(count) == nth:
+        here = event in ("call", "c_return") and any(room in frame.f_code.co_filename for room in ROOMS)
+        if here and not in_a_finalizer(frame) and next(count) == nth:
             sys.setprofile(None)
             raise KeyboardInterrupt
 

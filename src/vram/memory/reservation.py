@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..driver.protocol import CopyOnWrite, Driver
 from ..errors import DeviceLostError, RangeError, UnsupportedError, UsageError, VramError
-from ..lifetime import Claim, Handle, Owned, own, unwinding
+from ..lifetime import Claim, Handle, Owned, own, uninterrupted, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import checks
 from .allocation import Memory, PhysicalAllocation
@@ -201,7 +201,7 @@ class Unmap:
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""
-        if self._done.acquire(timeout=seconds):
+        if uninterrupted(self._done.acquire, True, seconds):
             self._done.release()
             return True
         return False
