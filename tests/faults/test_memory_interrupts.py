@@ -86,7 +86,7 @@ def test_an_interrupt_leaves_nothing_that_nobody_owns_i4(operation: str) -> None
         assert len(os.listdir("/proc/self/fd")) == fds
         # And everything goes on from there, over the very addresses that the interrupt left.
         here.region.grow(8 * G)
-        here.driver.fill(here.region.address, 1, 8 * G)
+        touch(here.region)
         here.region.shrink(0)
         MemoryMapping.map(here.reservation, G, here.allocation).close()
         here.close()
@@ -108,7 +108,7 @@ def test_what_an_interrupt_cuts_short_is_undone_all_the_same_i12(operation: str)
             assert here.region.nbytes in (0, 2 * G)
             assert here.region.nbytes == here.region.mapped
             here.region.grow(8 * G)
-            here.driver.fill(here.region.address, 1, 8 * G)
+            touch(here.region)
         here.close()
         assert here.driver.live() == HostDriver().live()
         assert len(os.listdir("/proc/self/fd")) == fds
@@ -135,6 +135,14 @@ def test_an_undo_that_is_always_interrupted_is_given_up_and_said_i12() -> None:
     (stuck,) = lifetime.stuck()
     assert base.handle.holders() == ("owner", "stubborn")  # what it stands on stays (I1)
     lifetime._stuck.remove(stuck)
+    stuck.forgo(base.handle)
+    base.release()
+
+
+def touch(region: Region) -> None:
+    """Write to every chunk of a region."""
+    for offset in range(0, region.nbytes, G):
+        region.driver.fill(region.address + offset, 1, 64)
 
 
 def in_a_finalizer(frame: FrameType | None) -> bool:

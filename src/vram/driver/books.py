@@ -61,17 +61,6 @@ class Memory:
         self.kinds = kinds
         self.users: dict[object, None] = {}
 
-    @classmethod
-    def of(
-        cls, fd: int, nbytes: int, kinds: HandleKind, identity: tuple[int, int] | None, *, is_sealed: bool = False
-    ) -> Memory:
-        """Make one of a memfd that is nobody's yet, and close that if it cannot be."""
-        try:
-            return cls(fd, nbytes, kinds, identity, is_sealed=is_sealed)
-        except BaseException:  # an interrupt
-            os.close(fd)
-            raise
-
     def hold(self, user: object) -> int:
         """Keep the memfd open for `user`, and return its number."""
         self.users[user] = None
@@ -303,13 +292,9 @@ class Books:
 
     def new_handle(self, memory: Memory) -> int:
         """Return one more handle to `memory`."""
-        try:
-            handle = next(self._tokens)
-            memory.hold(handle)
-            self.handles[handle] = memory
-        except BaseException:  # an interrupt: memory that was just made is nobody's
-            memory.drop(None)
-            raise
+        handle = next(self._tokens)
+        memory.hold(handle)
+        self.handles[handle] = memory
         return handle
 
     def memory(self, call: str, handle: int) -> Memory:

@@ -14,8 +14,9 @@ import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..lifetime import uninterrupted
@@ -49,6 +50,8 @@ from .memfds import Memfds, look
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 
 __all__ = ["HostDriver"]
+
+_T = TypeVar("_T")
 
 _GRANULARITY = Granularity(GRANULARITY, GRANULARITY)
 _SHARED = libc.MAP_SHARED | libc.MAP_FIXED
@@ -139,7 +142,7 @@ class HostDriver:
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
-        return self._books.new_handle(self._create("mem_create", nbytes, location, handle_kinds))
+        return self._create("mem_create", nbytes, location, handle_kinds, self._books.new_handle)
 
     def mem_release(self, handle: int) -> None:
         memory = self._books.handles.get(handle)
@@ -171,16 +174,24 @@ class HostDriver:
     def mem_map_new(
         self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
     ) -> None:
-        memory = self._create("mem_map_new", nbytes, location, handle_kinds)
-        self._map_only("mem_map_new", address, memory, access, private=False)
+        check_access("mem_map_new", access)
+
+        def put(memory: Memory) -> None:
+            self._map("mem_map_new", address, memory, access, private=False)
+
+        self._create("mem_map_new", nbytes, location, handle_kinds, put)
 
     def mem_map_import(
         self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool,
         location: Location | None = None,
     ) -> None:  # fmt: skip
         check_location(location or HOST)
-        memory = self._import("mem_map_import", fd, kind, nbytes)
-        self._map_only("mem_map_import", address, memory, access, private=private)
+        check_access("mem_map_import", access)
+
+        def put(memory: Memory) -> None:
+            self._map("mem_map_import", address, memory, access, private=private)
+
+        self._import("mem_map_import", fd, kind, nbytes, put)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         self._catch_up()
@@ -230,7 +241,7 @@ class HostDriver:
         return duplicate(memory.fd())
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
-        return self._books.new_handle(self._import("mem_import", fd, kind, nbytes))
+        return self._import("mem_import", fd, kind, nbytes, self._books.new_handle)
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
         return (stat := look("mem_identity", fd)).st_dev, stat.st_ino
@@ -319,30 +330,35 @@ class HostDriver:
         if self._books.late:
             catch_up(self._books, self._ballast)
 
-    def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind) -> Memory:
-        """Make memory that nobody uses yet."""
+    # Both take the first use of the memory: until that has begun an interrupt finds memory that is nobody's.
+
+    def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
+        """Make memory, and return what its first use does; memory that nobody uses then is given back."""
         check_location(location)
         check_kinds(kinds)
         check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
-        return Memory.of(self._memfds.make(nbytes), nbytes, kinds, None)
+        fd, memory = self._memfds.make(nbytes), None
+        try:
+            memory = Memory(fd, nbytes, kinds, None)
+            return use(memory)
+        except BaseException:
+            _give_back(fd, memory)
+            raise
 
-    def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> Memory:
-        """Open memory that nobody uses yet: the first `nbytes` of it."""
+    def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
+        """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
         check_kinds(kind)
         if kind != HandleKind.POSIX_FD:
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
-        return Memory.of(duplicate(fd), nbytes, kind, identity, is_sealed=(seals & _READ_ONLY) != 0)
-
-    def _map_only(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
-        """Map memory that nobody else uses, or give it back."""
+        kept, memory = duplicate(fd), None
         try:
-            check_access(call, access)
-            self._map(call, address, memory, access, private=private)
+            memory = Memory(kept, nbytes, kind, identity, is_sealed=(seals & _READ_ONLY) != 0)
+            return use(memory)
         except BaseException:
-            memory.drop(None)
+            _give_back(kept, memory)
             raise
 
     def _map(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
@@ -373,6 +389,13 @@ class HostDriver:
             ticket.is_over = True
             mapping.leave(ticket)
             self._catch_up()
+
+
+def _give_back(fd: int, memory: Memory | None) -> None:
+    if memory is None:
+        os.close(fd)
+    else:
+        memory.drop(None)
 
 
 def _refused(call: str, fd: int, access: Access, code: int) -> Exception:

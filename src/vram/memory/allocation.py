@@ -214,8 +214,12 @@ class PhysicalAllocation(Owned):
                 using = handle.claim("export")  # another thread may close this object while the driver works
                 try:
                     with _exported(memory, kind) as (fd, owner):
-                        handle.depend(owner)
-                        memory.exported[kind] = fd
+                        try:
+                            handle.depend(owner)
+                            memory.exported[kind] = fd
+                        except BaseException:  # an interrupt: it is kept and known, or neither
+                            handle.forgo(owner)
+                            raise
                 finally:
                     using.release()
             return fd
