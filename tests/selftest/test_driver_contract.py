@@ -173,9 +173,8 @@ class TestTakesTheDescriptorItMaps(Mutant):
 
 class TestForgetsTheMemoryItCannotMap(Mutant):
     class kind(HostDriver):
-        def _map_only(self, call, address, memory, access, *, private):
-            check_access(call, access)
-            self._map(call, address, memory, access, private=private)
+        def _create(self, call, nbytes, location, kinds, use):
+            return use(Memory(self._memfds.make(nbytes), nbytes, kinds, None))
 
 
 class TestSharesWhatIsPrivate(Mutant):
