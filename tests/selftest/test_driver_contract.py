@@ -14,7 +14,6 @@ MUTANTS = '''
 import fcntl, gc, os, threading
 import pytest
 from vram.driver import libc
-from vram.driver.arguments import check_access
 from vram.driver.host import HostDriver
 from vram.errors import UsageError
 from vram.spec import HOST, Access, HandleKind
