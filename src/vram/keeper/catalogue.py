@@ -62,7 +62,7 @@ from .records import (
     Version,
     Waiter,
 )
-from .rules import MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_host, clip_label
+from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label
 
 __all__ = ["Catalogue"]
 
@@ -171,7 +171,7 @@ class Catalogue:
         Raises
         ------
         UsageError
-            For a name, meta or ttl that cannot be, or a claim that is not this session's on this name.
+            For a name, meta, ttl or number of bytes that cannot be, or a claim that is not this session's on this name.
         AccessDeniedError
             If the name is somebody else's, or this user may own nothing.
         CapacityError
@@ -180,6 +180,7 @@ class Catalogue:
         check_name(name)
         meta = check_meta(meta or {})
         ttl = check_ttl(ttl)
+        check_size(nbytes)
         if not least <= handles <= MAX_SEGMENTS + 1:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
@@ -222,7 +223,7 @@ class Catalogue:
             raise UsageError("this publication is over")
         self.abandon(publication)
         self._may_publish(session, name)
-        nbytes = publication.nbytes if nbytes is None else nbytes
+        nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         known = self._names.get(name)
         previous = known.current if known is not None else None
         self.accounts.admit(session.uid, nbytes, int(previous is None), publication.handles, previous)

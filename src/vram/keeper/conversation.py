@@ -305,16 +305,32 @@ class Conversation:
             raise self._fail() from None
         except DescriptorsLostError as error:  # a matter of one call, not of the connection
             payload, fds, lost = error.payload, [], error
-        except (PeerGoneError, ProtocolError) as error:
+        except PeerGoneError as error:
             raise self._fail(error) from None
+        except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
+            self._unreadable(error)
+            return
         try:
             reply = m.decode_reply(payload)
         except BaseException as error:
             close_fds(fds)
             if isinstance(error, ProtocolError):
-                raise self._fail(error) from None
+                self._unreadable(error)
+                return
             raise
         self._deliver(reply, fds, lost)
+
+    def _unreadable(self, error: ProtocolError) -> None:
+        """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
+
+        The connection goes on: with it would go every lease of this process, for one number in one reply.
+        """
+        whose, lease = getattr(error, "call", None), getattr(error, "lease", 0)
+        if lease:
+            self.release_later(lease)
+        for number in list(self._expected) if whose is None else [whose]:
+            if number in self._expected:
+                self._deliver(m.Error(number, ProtocolError.__name__, str(error)[:4000]), [], None)
 
     def _deliver(self, reply: m.Reply, fds: list[int], lost: DescriptorsLostError | None) -> None:
         number = reply.call if not isinstance(reply, m.Welcome) else 0

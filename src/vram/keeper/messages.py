@@ -16,6 +16,7 @@ Protocol versions
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Final, get_args
 
 import msgspec
@@ -27,17 +28,20 @@ __all__ = [
     "OLDEST",
     "PROTOCOL",
     "MistakenRequestError",
+    "UnreadableReplyError",
     "decode_hello",
     "decode_reply",
     "decode_request",
     "decode_succession",
     "encode",
     "negotiate",
+    "saturated",
 ]
 
 PROTOCOL: Final = 1
 OLDEST: Final = 1
 
+_LARGEST: Final = 2**63 - 1
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Name = Annotated[str, Meta(max_length=256)]
@@ -578,13 +582,39 @@ def _call_of(payload: bytes) -> int:
         return 0
 
 
+class UnreadableReplyError(errors.ProtocolError):
+    """A reply with something in it that the protocol does not allow: costs its call, not the connection's leases.
+
+    Attributes
+    ----------
+    call : int or None
+        Whose answer it was; 0 if it was nobody's, None if it does not say.
+    lease : int
+        The lease that it grants all the same; 0 if it grants none.
+    """
+
+    call: int | None = None
+    lease: int = 0
+
+
 def decode_reply(payload: bytes) -> Reply:
-    """Read what a keeper said. Raises :class:`ProtocolError` for anything the protocol does not allow."""
+    """Read what a keeper said. Raises :class:`UnreadableReplyError` for anything the protocol does not allow."""
     try:
         reply: Reply = _replies.decode(payload)
     except _UNREADABLE as error:
-        raise errors.ProtocolError(f"not an answer of a keeper: {error}") from None
+        unreadable = UnreadableReplyError(f"not an answer of a keeper: {error}")
+        with contextlib.suppress(*_UNREADABLE, ValueError):
+            tag, call, *rest = _items.decode(payload)
+            unreadable.call = _number.decode(call)
+            if _word.decode(tag) == Attached.__struct_config__.tag and rest:
+                unreadable.lease = _number.decode(rest[0])
+        raise unreadable from None
     return reply
+
+
+def saturated(nbytes: int) -> int:
+    """Return a sum of bytes as a message can carry it: at most 2**63 - 1, which then reads as "no less than"."""
+    return min(nbytes, _LARGEST)
 
 
 def decode_succession(payload: bytes) -> Succession:

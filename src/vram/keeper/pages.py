@@ -31,12 +31,13 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
         room -= 100 + len(version.name) + _weight(version.meta)
         if room < 0 and rows:
             break
+        leases, held = catalogue.held(version.name)
         rows.append(
             m.EntryRow(
                 version.name,
                 version.number,
                 version.owner,
-                version.nbytes,
+                m.saturated(version.nbytes),
                 version.handles,
                 version.writable,
                 len(version.leases),
@@ -44,7 +45,8 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
                 now - version.published,
                 None if version.expires is None else version.expires - now,
                 version.meta,
-                *catalogue.held(version.name),
+                leases,
+                m.saturated(held),
             )
         )
     return m.Listing(request.call, rows, room < 0)
@@ -73,7 +75,7 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
         version.owner,
         catalogue.is_current(version),
         version.writable,
-        version.nbytes,
+        m.saturated(version.nbytes),
         [piece.size for piece in entry.segments],
         entry.devices,
         len(version.leases),
@@ -124,7 +126,7 @@ def _holders(call: int, asked: list[Lease], now: float) -> m.HolderList:
                 who.label,
                 lease.access,
                 now - lease.since,
-                version.nbytes,
+                m.saturated(version.nbytes),
                 version.name,
                 who.host,
             )
@@ -136,6 +138,7 @@ def statistics(server: KeeperServer, request: m.Statistics) -> m.KeeperStatistic
     """Return what a keeper holds."""
     books = server.catalogue
     total, quotas = books.accounts.total, books.accounts.quotas
+    ceilings = (quotas.max_bytes, quotas.max_entries, quotas.max_handles)
     return m.KeeperStatistics(
         request.call,
         server.pid,
@@ -145,11 +148,9 @@ def statistics(server: KeeperServer, request: m.Statistics) -> m.KeeperStatistic
         len(books.leases),
         len(server.connections),
         books.waiting,
-        total.nbytes,
+        m.saturated(total.nbytes),
         total.handles,
-        quotas.max_bytes,
-        quotas.max_entries,
-        quotas.max_handles,
+        *(None if most is None else m.saturated(most) for most in ceilings),
     )
 
 

@@ -8,10 +8,11 @@ import re
 from collections.abc import Mapping
 
 from ..errors import NotFoundError, UsageError
-from ..sharing.descriptor import MAX_SEGMENTS
+from ..sharing.descriptor import MAX_ADDRESSES, MAX_SEGMENTS
 
 __all__ = [
     "LENT",
+    "MAX_BYTES",
     "MAX_KEYS",
     "MAX_LABEL",
     "MAX_MANIFEST",
@@ -21,6 +22,7 @@ __all__ = [
     "check_meta",
     "check_name",
     "check_prefix",
+    "check_size",
     "check_ttl",
     "check_version",
     "clip_host",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 LENT = "lent"  # the name of the one entry of a lender
+MAX_BYTES = MAX_ADDRESSES  # of one version: what nobody could map is no memory, and would only spoil sums
 MAX_NAME = 200
 MAX_META = 4096  # bytes of all keys and values together
 MAX_KEYS = 512
@@ -120,6 +123,21 @@ def check_version(version: int) -> int:
     if number > MAX_VERSION:
         raise NotFoundError(f"a version above {MAX_VERSION} was never there")
     return number
+
+
+def check_size(nbytes: int) -> int:
+    """Return `nbytes` if one version may have so many.
+
+    Raises
+    ------
+    UsageError
+        If it is below 0 or above 2**47, all the addresses that a process has.
+    """
+    if not 0 <= nbytes <= MAX_BYTES:
+        raise UsageError(
+            f"a version of {nbytes} bytes; {MAX_BYTES} (128 TiB) is the most that a process could map. Publish several"
+        )
+    return nbytes
 
 
 def check_ttl(ttl: float | None) -> float | None:

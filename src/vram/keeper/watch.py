@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from ..errors import PeerGoneError, ProtocolError, WaitTimeoutError
@@ -59,7 +60,8 @@ class Watch:
                 self.reason = "gone"
                 break
             close_fds(fds)
-            self._note(m.decode_reply(payload))
+            with contextlib.suppress(ProtocolError):  # what cannot be read is no news
+                self._note(m.decode_reply(payload))
         return self.reason is not None
 
     def close(self) -> None:
