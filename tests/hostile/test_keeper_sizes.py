@@ -6,8 +6,11 @@ Where it matters who does it, another user does it, with the real system calls.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +18,22 @@ from typing import Any
 import pytest
 from msgspec import Raw
 from tests.hostile.test_keeper_client_hostile import impostor
-from tests.hostile.test_keeper_hostile import PIECE, running
+from tests.hostile.test_keeper_hostile import PIECE, Peer, running
 from tests.processes.other_users import OTHER, as_user
 
-from vram.errors import ProtocolError, UsageError, VramError
+from vram.errors import CapacityError, ProtocolError, VramError
 from vram.keeper import messages as m
-from vram.keeper import pages
+from vram.keeper import pages, strangers
 from vram.keeper.accounts import Quotas
+from vram.keeper.admission import admit, trim
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.server import KeeperServer
 from vram.keeper.snapshot import restore, save
+from vram.keeper.strangers import StrangersCloser
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import SOON, make_memfd, memfds
+from vram.testing.keeper import READ_ONLY, SOON, WRITABLE, WRITE, make_memfd, memfds, until
 
 MIB = 1 << 20
 HUGE = 2**63 - 4096
@@ -76,7 +82,7 @@ def test_s7_memory_of_a_size_that_no_machine_has_is_not_taken_and_costs_nobody_a
         held = good.attach("good")
         close_fds(held.fds)
         said = told(lambda: publish_sparse(keeper.path, "a", "b", "c"))
-        assert [text.partition(":")[0] for text in said] == ["UsageError"] * 3, said
+        assert [text.partition(":")[0] for text in said] == ["CapacityError"] * 3, said
         assert "140737488355328" in said[0], "the ceiling is said"
         found = good.statistics()
         assert (found.entries, found.nbytes) == (1, 4096)
@@ -86,10 +92,10 @@ def test_s7_memory_of_a_size_that_no_machine_has_is_not_taken_and_costs_nobody_a
 def test_s7_a_version_that_is_stated_larger_than_any_machine_is_refused_before_anything_is_sent() -> None:
     """Also memory of a GPU, whose size is only what its sender says."""
     with open_keeper() as keeper, KeeperClient.connect(keeper.path) as good:
-        with pytest.raises(UsageError, match="140737488355328"):
+        with pytest.raises(CapacityError, match="140737488355328"):
             good.offer("w", 2**47 + 1)
         good.offer("w", 2**47)
-        with memfds(2) as fds, pytest.raises(UsageError, match="140737488355328"):
+        with memfds(2) as fds, pytest.raises(CapacityError, match="140737488355328"):
             good.publish("w", [Segment(2**46), Segment(2**46 + 1)], fds)
 
 
@@ -214,3 +220,197 @@ def test_a_reply_that_says_nothing_at_all_is_heard_by_everybody_who_waits() -> N
             thread.join(SOON)
         assert ended == ["ProtocolError"] * 2
         assert client.list() == []
+
+
+# -- what is behind a descriptor --------------------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE, <linux/falloc.h>
+
+
+def allocate(fd: int, start: int, nbytes: int) -> None:
+    """Give a file pages without changing its size."""
+    if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_long(start), ctypes.c_long(nbytes)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@contextlib.contextmanager
+def loaded(nbytes: int, behind: int, seals: int = READ_ONLY) -> Iterator[int]:
+    """A sealed memfd of holes only, with pages behind its end."""
+    fd = make_memfd(nbytes, seals=0)
+    try:
+        allocate(fd, nbytes, behind)
+        fcntl.fcntl(fd, 1033, seals)  # F_ADD_SEALS
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def blocks(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+@pytest.mark.parametrize("seals", [WRITABLE, READ_ONLY, WRITABLE | WRITE], ids=["writable", "read-only", "frozen"])
+def test_what_a_sealed_memfd_can_still_grow_to(seals: int) -> None:
+    """The facts that the keeper's counting stands on: nothing gets behind the end, its holes can be filled by anyone
+    who reads them, and truncating to the size that it has frees what was behind before."""
+    with loaded(MIB, 4 * MIB, seals) as fd:
+        assert blocks(fd) == 4 * MIB
+        with pytest.raises(PermissionError):
+            allocate(fd, MIB, MIB)
+        with pytest.raises(PermissionError):
+            allocate(fd, 0, 2 * MIB)
+        trim([fd])
+        assert blocks(fd) == 0
+        allocate(fd, 0, MIB)
+        assert blocks(fd) == MIB
+        trim([fd])
+        assert (blocks(fd), os.fstat(fd).st_size) == (MIB, MIB)
+
+
+def publish_loaded(path: str, name: str, nbytes: int, behind: int) -> tuple[str, int]:
+    """Publish such memory; return the error, and what is left of it at last."""
+    with KeeperClient.connect(path) as client, loaded(nbytes, behind) as fd:
+        try:
+            client.publish(name, [Segment(nbytes)], [fd])
+        except VramError as error:
+            return f"{type(error).__name__}: {error}", blocks(fd)
+        until(lambda: blocks(fd) == 0, what="the end of what nobody can see")
+        return "", blocks(fd)
+
+
+@needs_root
+def test_memory_behind_the_end_of_a_file_counts() -> None:
+    with open_keeper("--max-bytes", "16MiB") as keeper, KeeperClient.connect(keeper.path) as good:
+        error, _ = told(lambda: publish_loaded(keeper.path, "w", 4096, 32 * MIB))
+        assert error.startswith("CapacityError"), error
+        assert (good.statistics().entries, good.statistics().nbytes) == (0, 0)
+        assert told(lambda: publish_loaded(keeper.path, "w", 4096, 12 * MIB)) == ("", 0)
+        assert good.statistics().nbytes == 12 * MIB
+
+
+@needs_root
+def test_memory_behind_the_end_of_a_file_goes_before_its_holes_are_filled() -> None:
+    """Or one file could take its blocks now and its size later: twice what counted."""
+    with open_keeper("--max-bytes", "16MiB") as keeper, KeeperClient.connect(keeper.path) as good:
+        assert told(lambda: publish_loaded(keeper.path, "big", 8 * MIB, 8 * MIB)) == ("", 0)
+        assert told(lambda: publish_loaded(keeper.path, "small", 32 * 1024, 32 * 1024)) == ("", 0)
+        assert good.statistics().nbytes == 8 * MIB + 32 * 1024
+
+
+def test_memory_that_cannot_be_trimmed_counts_twice() -> None:
+    with loaded(MIB, MIB) as fd:
+        reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            counted = [
+                admit(one, MIB, kind=1, device=device, writable=False, what="it")
+                for one in (fd, reader)
+                for device in ("host", "GPU-0")
+            ]
+        finally:
+            os.close(reader)
+    assert counted == [MIB, MIB, 2 * MIB, 2 * MIB]
+
+
+def test_a_page_counts_whole() -> None:
+    with memfds(1, 1) as (fd,):
+        assert admit(fd, 1, kind=1, device="host", writable=False, what="it") == 4096
+
+
+def send_half(path: str, nbytes: int) -> list[m.Reply | None]:
+    """Publish two pieces, stated as 8 bytes each, and send only the first; say what is counted, then wait."""
+    peer = Peer(path)
+    with memfds(1, nbytes) as fds:
+        request = m.Publish(1, "half", [m.Piece(8, 1), m.Piece(8, 1)], ["host"])
+        said = [peer.ask(m.encode(request), fds)]
+    said.append(peer.ask(m.encode(m.Statistics(2))))
+
+    def is_over() -> bool:
+        said.append(peer.ask(m.encode(m.Statistics(3))))
+        return isinstance(said[-1], m.KeeperStatistics) and not said[-1].nbytes
+
+    until(is_over, what="the end of a publication of which nothing more comes")
+    with memfds(1) as fds:
+        said = [*said[:2], peer.ask(m.encode(m.Part(4, 1, 1)), fds), peer.ask(m.encode(m.Statistics(5)))]
+    peer.close()
+    return said
+
+
+@needs_root
+def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
+    with open_keeper("--max-bytes", "16MiB", "--patience", "1") as keeper:
+        refused = told(lambda: send_half(keeper.path, 32 * MIB))[0]
+        assert isinstance(refused, m.Error)
+        assert refused.kind == "CapacityError"
+        begun, counted, late, after = told(lambda: send_half(keeper.path, 8 * MIB))
+        assert begun == m.Continue(1, 1)
+        assert counted.nbytes == 8 * MIB
+        assert (late.kind, "for 1 s" in late.text) == ("NotFoundError", True)
+        assert (after.nbytes, after.descriptors, after.connections) == (0, 0, 1)
+
+
+def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
+    with open_keeper("--patience", "2") as keeper, memfds(4) as fds:
+        peer = Peer(keeper.path)
+        reply = peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 4, ["host"])), fds[:1])
+        for index in range(1, 4):
+            assert reply == m.Continue(max(1, index), index)
+            time.sleep(0.8)  # together longer than the keeper's patience
+            reply = peer.ask(m.encode(m.Part(index + 1, 1, index)), fds[index : index + 1])
+        assert reply == m.Published(4, 1)
+        peer.close()
+
+
+def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
+    with open_keeper("--patience", "1") as keeper, memfds(1, MIB) as fds:
+        peer = Peer(keeper.path)
+        assert peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 2, ["host"])), fds) == m.Continue(1, 1)
+        with running(keeper.path, "--mode", "0666", "--patience", "1", "--takeover"):
+            with KeeperClient.connect(keeper.path) as good:
+                assert good.statistics().nbytes == MIB
+                until(lambda: not good.statistics().nbytes, what="the end of the publication")
+        peer.close()
+
+
+def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None:
+    with open_keeper("--max-bytes", "100KiB") as keeper, KeeperClient.connect(keeper.path) as good, memfds(1) as fds:
+        for number in range(3):
+            good.publish(f"w{number}", [KIB4], fds, manifest=bytes(32 * 1024))
+        with pytest.raises(CapacityError, match="100 KiB"):
+            good.publish("w3", [KIB4], fds, manifest=bytes(32 * 1024))
+        for number in range(3):
+            good.remove(f"w{number}")
+        assert good.statistics().nbytes == 0
+        good.publish("w", [KIB4], fds, manifest=bytes(3_000), meta={"key": "value"})
+        assert good.statistics().nbytes == 4096
+
+
+# -- memory that takes long to close ----------------------------------------------------------------------------------
+
+
+def test_memory_is_closed_elsewhere_by_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing 512 MiB behind a file of 4 KiB takes 0.1 s, in which nobody else would be served."""
+    monkeypatch.setattr(strangers, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
+    closer = StrangersCloser(100)
+    with loaded(4096, MIB) as big, memfds(1) as (small,):
+        numbers = [os.dup(big), os.dup(small)]
+        closer.close_fds(numbers, OTHER)
+        assert closer._waiting == {OTHER: 1}
+        assert blocks(numbers[0]) == MIB
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(numbers[1])
+        os.close(numbers[0])
+
+
+def test_entries_are_closed_elsewhere_by_what_was_counted() -> None:
+    with short_directory() as place:
+        server = KeeperServer(f"{place}/k", raises_limit=False)
+        server._closer_thread = threading.Thread()  # never started, so that what waits for it can be seen
+        with loaded(4096, MIB) as big, memfds(1) as (small,):
+            for fd in (big, small):
+                counted = admit(fd, 4096, kind=1, device="host", writable=False, what="it")
+                server.dispose([os.dup(fd)], counted)
+        assert server._closer.qsize() == 1
+        what = server._closer.get()
+        assert what is not None
+        what()

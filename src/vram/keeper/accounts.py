@@ -95,7 +95,7 @@ class Accounts:
         """Raise CapacityError unless this much more fits. What a commit would free at once counts as free."""
         freed_bytes = freed_handles = 0
         if replaced is not None and not replaced.leases:
-            freed_bytes, freed_handles = replaced.nbytes, replaced.handles
+            freed_bytes, freed_handles = replaced.charge, replaced.handles
         quotas, used = self.quotas, self.total
         limits = [
             (quotas.max_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", "the keeper"),

@@ -154,28 +154,31 @@ class Catalogue:
         claim: int = 0,
         body: Any = None,
         least: int = 1,
+        record: int = 0,
     ) -> Publication:
         """Reserve room for a version.
 
         Parameters
         ----------
         nbytes : int
-            Bytes of memory, as stated; :meth:`commit` hears the real number.
+            Bytes of memory, as stated; :meth:`arrived` and :meth:`commit` hear the real number.
         handles : int
             Descriptors that the version will hold.
         body : object
             Whatever readers are to be told; not looked at.
         least : int
             The fewest descriptors there may be.
+        record : int
+            Bytes that count as well, for what the keeper itself has to remember of it.
 
         Raises
         ------
         UsageError
-            For a name, meta, ttl or number of bytes that cannot be, or a claim that is not this session's on this name.
+            For a name, meta or ttl that cannot be, or a claim that is not this session's on this name.
         AccessDeniedError
             If the name is somebody else's, or this user may own nothing.
         CapacityError
-            If there is no room under the quotas.
+            If there is no room under the quotas, or no process could map so much.
         """
         check_name(name)
         meta = check_meta(meta or {})
@@ -193,13 +196,28 @@ class Catalogue:
         known = self._names.get(name)
         current = known.current if known is not None else None
         entries = int(current is None)
-        self.accounts.admit(session.uid, nbytes, entries, handles, current)
+        self.accounts.admit(session.uid, nbytes + record, entries, handles, current)
         publication = Publication(
-            next(self._ids), session, name, nbytes, handles, entries, writable, meta, body, ttl, claim
+            next(self._ids), session, name, nbytes, handles, entries, writable, meta, body, ttl, claim, record
         )
         session.publications[publication.id] = publication
-        self.accounts.add(session.uid, nbytes, entries, handles)
+        self.accounts.add(session.uid, publication.charge, entries, handles)
         return publication
+
+    def arrived(self, publication: Publication, nbytes: int) -> None:
+        """Count what has really come of a publication, where it is more than was stated.
+
+        Raises
+        ------
+        CapacityError
+            If there is no room for it; the publication is as it was.
+        """
+        more = check_size(nbytes) - publication.nbytes
+        if more > 0:
+            uid = publication.session.uid
+            self.accounts.admit(uid, more, 0, 0, self._current(publication.name))
+            self.accounts.add(uid, more, 0, 0)
+            publication.nbytes = nbytes
 
     def commit(
         self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
@@ -226,7 +244,8 @@ class Catalogue:
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         known = self._names.get(name)
         previous = known.current if known is not None else None
-        self.accounts.admit(session.uid, nbytes, int(previous is None), publication.handles, previous)
+        charge = nbytes + publication.record
+        self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous)
         if known is None:
             known = self._names[name] = Name()
             self._last[name] = self._numbers.pop(name, self._floor)
@@ -246,6 +265,7 @@ class Catalogue:
             publisher_pid=session.pid,
             publisher_label=session.label,
             publisher_host=session.host,
+            record=publication.record,
         )
         effects: list[Effect] = []
         if previous is not None:
@@ -260,7 +280,7 @@ class Catalogue:
             insort(self._sorted, name)
         known.current = version
         self.versions += 1
-        self.accounts.add(version.owner, nbytes, 1, version.handles)
+        self.accounts.add(version.owner, charge, 1, version.handles)
         if version.expires is not None:
             self._schedule(version.expires, version)
         claim = session.claims.get(publication.claim)
@@ -272,7 +292,7 @@ class Catalogue:
     def abandon(self, publication: Publication) -> None:
         """Give up a publication: its room is free again. Idempotent."""
         if publication.session.publications.pop(publication.id, None) is not None:
-            self.accounts.add(publication.session.uid, -publication.nbytes, -publication.entries, -publication.handles)
+            self.accounts.add(publication.session.uid, -publication.charge, -publication.entries, -publication.handles)
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(
@@ -659,7 +679,7 @@ class Catalogue:
 
     def _free(self, version: Version) -> Free:
         self.versions -= 1
-        self.accounts.add(version.owner, -version.nbytes, 0, -version.handles)
+        self.accounts.add(version.owner, -version.charge, 0, -version.handles)
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1

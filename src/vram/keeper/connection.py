@@ -61,13 +61,22 @@ class Held:
 
 
 class Partial:
-    """A publication whose descriptors have not all come."""
+    """A publication whose descriptors have not all come.
 
-    __slots__ = ("fds", "nbytes", "publication", "request")
+    Attributes
+    ----------
+    nbytes : int
+        What is behind those that have, as it is counted.
+    since : float
+        When the last of them came.
+    """
 
-    def __init__(self, publication: Publication, request: object) -> None:
+    __slots__ = ("fds", "nbytes", "publication", "request", "since")
+
+    def __init__(self, publication: Publication, request: object, since: float) -> None:
         self.publication = publication
         self.request = request
+        self.since = since
         self.fds: list[int] = []
         self.nbytes = 0
 

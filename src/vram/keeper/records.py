@@ -58,7 +58,10 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """One version of a name. `handles` counts descriptors; `pieces` and `manifest` are carried, not read."""
+    """One version of a name. `handles` counts descriptors; `body` is carried, not read.
+
+    `record` is how many bytes count that the keeper itself needs for it.
+    """
 
     name: str
     number: int
@@ -73,11 +76,17 @@ class Version:
     expires: float | None
     publisher_pid: int
     publisher_label: str
+    record: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     watchers: dict[int, Session] = field(default_factory=dict)
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
+
+    @property
+    def charge(self) -> int:
+        """Bytes that count against the ceilings."""
+        return self.nbytes + self.record
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +115,12 @@ class Publication:
     body: Any
     ttl: float | None
     claim: int
+    record: int = 0
+
+    @property
+    def charge(self) -> int:
+        """Bytes that count against the ceilings."""
+        return self.nbytes + self.record
 
 
 @dataclass(slots=True, eq=False)

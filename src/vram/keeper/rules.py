@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Mapping
 
-from ..errors import NotFoundError, UsageError
+from ..errors import CapacityError, NotFoundError, UsageError
 from ..sharing.descriptor import MAX_ADDRESSES, MAX_SEGMENTS
 
 __all__ = [
@@ -130,11 +130,11 @@ def check_size(nbytes: int) -> int:
 
     Raises
     ------
-    UsageError
+    CapacityError
         If it is below 0 or above 2**47, all the addresses that a process has.
     """
     if not 0 <= nbytes <= MAX_BYTES:
-        raise UsageError(
+        raise CapacityError(
             f"a version of {nbytes} bytes; {MAX_BYTES} (128 TiB) is the most that a process could map. Publish several"
         )
     return nbytes

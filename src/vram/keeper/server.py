@@ -18,11 +18,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ..errors import CapacityError
 from ..sharing.channel import MAX_FDS, close_fds, peer_credentials, transmit
 from . import messages as m
 from .accounts import Quotas
+from .admission import trim
 from .catalogue import Catalogue
 from .connection import Connection
 from .failures import failure
@@ -30,7 +32,7 @@ from .listener import Listener
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .strangers import StrangersCloser
+from .strangers import INLINE, StrangersCloser
 
 __all__ = ["PATIENCE", "KeeperServer"]
 
@@ -39,7 +41,6 @@ _MAX_CONNECTIONS = 8_192
 _SPARE = 64  # descriptors kept back from everybody: for accepting, refusing, handing over
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
-_INLINE = 1 << 20  # bytes of memory up to which closing it is cheaper here than in another thread
 
 
 class KeeperServer:
@@ -121,7 +122,7 @@ class KeeperServer:
         self._ticking = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        self._closer: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._closer: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closer_thread: threading.Thread | None = None
         self._spare_fd = -1
 
@@ -180,7 +181,7 @@ class KeeperServer:
                 connection.writable()
             else:
                 connection.resume()
-            if not connection.closed and connection.waiting_since is not None:
+            if not connection.closed and (connection.waiting_since is not None or connection.partials):
                 self.watch_over(connection)
         self.schedule()
 
@@ -329,7 +330,7 @@ class KeeperServer:
             self.schedule()
 
     def watch_over(self, connection: Connection) -> None:
-        """Disconnect this peer if it goes on owing something."""
+        """Disconnect this peer if it goes on owing something; end publications of which nothing more comes."""
         self._watched[connection] = None
         if not self._ticking:
             self._ticking = True
@@ -343,7 +344,10 @@ class KeeperServer:
         for connection in list(self._watched):
             if connection.overdue(now, self.patience):
                 connection.close()
-            elif connection.waiting_since is None:
+                continue
+            for late in [one for one in connection.partials.values() if now - one.since > self.patience]:
+                self.service.give_up(connection, late)
+            if connection.waiting_since is None and not connection.partials:
                 self._watched.pop(connection, None)
         if self._watched:
             self._ticking = True
@@ -351,18 +355,32 @@ class KeeperServer:
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def dispose(self, fds: list[int], nbytes: int) -> None:
-        """Close descriptors that are not used any more, big ones in another thread."""
-        if nbytes <= _INLINE:
-            close_fds(fds)
+        """Close descriptors that are not used any more, big ones in another thread.
+
+        Parameters
+        ----------
+        nbytes : int
+            What is behind them, as it was counted: never less than what there is to free.
+        """
+        self._work(partial(close_fds, fds), nbytes)
+
+    def trim(self, fds: list[int], nbytes: int) -> None:
+        """Free what lies behind the end of memory that was taken in; see :mod:`.admission`."""
+        self._work(partial(trim, tuple(fds)), nbytes)
+
+    def _work(self, what: Callable[[], None], nbytes: int) -> None:
+        """Do something that takes as long as there is memory to free: for much of it in one other thread, in order."""
+        if nbytes <= INLINE:
+            what()
             return
         if self._closer_thread is None:
-            self._closer_thread = threading.Thread(target=self._close_in_background, name="closer", daemon=True)
+            self._closer_thread = threading.Thread(target=self._work_in_background, name="closer", daemon=True)
             self._closer_thread.start()
-        self._closer.put(fds)
+        self._closer.put(what)
 
-    def _close_in_background(self) -> None:
-        while (fds := self._closer.get()) is not None:
-            close_fds(fds)
+    def _work_in_background(self) -> None:
+        while (what := self._closer.get()) is not None:
+            what()
 
 
 def _ending() -> tuple[signal.Signals, ...]:

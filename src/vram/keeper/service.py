@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Service"]
 
+# Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
+# needs, and so the number of entries bounds it.
+_FREE = 4096
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
 
@@ -154,8 +157,9 @@ class Service:
             meta=request.meta,
             ttl=request.ttl,
             claim=request.claim,
+            record=_record(request),
         )
-        partial = connection.partials[request.call] = Partial(publication, request)
+        partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
@@ -174,7 +178,10 @@ class Service:
     def _part(self, connection: Connection, session: Session, request: m.Part, fds: list[int]) -> None:
         partial = connection.partials.get(request.publish)
         if partial is None:
-            raise errors.NotFoundError(f"no publication {request.publish} is under way on this connection")
+            raise errors.NotFoundError(
+                f"no publication {request.publish} is under way on this connection: it is over, or no part of it came "
+                f"for {self.server.patience:g} s; publish again"
+            )
         self._take(connection, partial, request.call, request.offset, fds)
 
     def _take(self, connection: Connection, partial: Partial, call: int, offset: int, fds: list[int]) -> None:
@@ -203,15 +210,17 @@ class Service:
                         writable=request.writable,
                         what=f"segment {index}",
                     )
+            # What is here counts from now on, or who never sends the rest would hold it for nothing.
+            self.catalogue.arrived(publication, partial.nbytes + nbytes)
         except errors.VramError:
-            del connection.partials[request.call]
-            self.catalogue.abandon(publication)
-            self.server.dispose(partial.fds, partial.nbytes)
+            self.give_up(connection, partial)
             raise
         partial.nbytes += nbytes
         partial.fds += fds
         fds.clear()
         if len(partial.fds) < total:
+            partial.since = self.server.now()
+            self.server.watch_over(connection)
             connection.send(m.encode(m.Continue(call, len(partial.fds))))
             return
         del connection.partials[request.call]
@@ -221,6 +230,7 @@ class Service:
         except BaseException:
             held.drop()
             raise
+        self.server.trim(held.fds, held.nbytes)
         version.body = msgspec.Raw(
             m.encode(
                 m.Entry(
@@ -239,6 +249,13 @@ class Service:
         connection.send(m.encode(m.Published(call, version.number)))
         self.carry_out(effects)
         self.server.schedule()
+
+    def give_up(self, connection: Connection, partial: Partial) -> None:
+        """End a publication that will not be completed, and let go of what has come of it."""
+        request: m.Publish = partial.request  # type: ignore[assignment]
+        del connection.partials[request.call]
+        self.catalogue.abandon(partial.publication)
+        self.server.dispose(partial.fds, partial.nbytes)
 
     def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
         self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()))
@@ -329,3 +346,10 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
+
+
+def _record(request: m.Publish) -> int:
+    """How many bytes of the keeper's own a publication takes, as far as they count."""
+    words = len(request.manifest) + 16 * len(request.segments) + sum(map(len, request.devices))
+    words += sum(len(key) + len(value) for key, value in request.meta.items())
+    return max(0, words - _FREE)

@@ -50,6 +50,7 @@ class VersionRow(Struct, array_like=True):
     watchers: list[int]  # sessions
     revoked: bool = False
     publisher_host: str = ""
+    record: int = 0
 
 
 class PublicationRow(Struct, array_like=True):
@@ -65,6 +66,7 @@ class PublicationRow(Struct, array_like=True):
     meta: dict[str, str]
     ttl: float | None
     claim: int
+    record: int = 0
 
 
 class WaiterRow(Struct, array_like=True):
@@ -131,6 +133,7 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
                 list(one.watchers),
                 one.revoked,
                 one.publisher_host,
+                one.record,
             )
             for one in catalogue.all_versions()
         ],
@@ -146,6 +149,7 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
                 one.meta,
                 one.ttl,
                 one.claim,
+                one.record,
             )
             for session in sessions
             for one in session.publications.values()
@@ -212,9 +216,10 @@ def restore(
             None,
             entry.ttl,
             entry.claim,
+            entry.record,
         )
         publications[entry.id] = session.publications[entry.id] = publication
-        made.accounts.add(session.uid, entry.nbytes, entry.entries, entry.handles)
+        made.accounts.add(session.uid, publication.charge, entry.entries, entry.handles)
     for wait in books.waiters:
         session = made.sessions[wait.session]
         waiter = Waiter(
@@ -256,6 +261,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         row.expires,
         row.publisher_pid,
         row.publisher_label,
+        row.record,
         withdrawn=row.withdrawn,
         revoked=row.revoked,
         publisher_host=row.publisher_host,
@@ -267,7 +273,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
     else:
         known.older[row.number] = version
     made.versions += 1
-    made.accounts.add(row.owner, row.nbytes, int(row.current), row.handles)
+    made.accounts.add(row.owner, version.charge, int(row.current), row.handles)
     if row.expires is not None:
         made._schedule(row.expires, version)
     for number, owner, access, since in row.leases:

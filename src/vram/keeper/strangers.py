@@ -1,7 +1,8 @@
 """Closing what strangers sent, where it may take as long as they please.
 
 Closing the last reference to a file can block: a TCP socket with SO_LINGER and unsent data for the time it says, a file
-of a FUSE mount until its server answers. Both come as descriptors, taken off a socket or unread in its queue.
+of a FUSE mount until its server answers, a memfd until its pages are freed (0.1 s for 512 MiB). All come as
+descriptors, taken off a socket or unread in its queue.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["StrangersCloser"]
+__all__ = ["INLINE", "StrangersCloser"]
+
+# Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
+# can name, some thousands, while everybody else waits: so it is little.
+INLINE = 1 << 16
 
 _MAX_THREADS = 64
 _F_GET_SEALS = 1034  # <linux/fcntl.h>
@@ -55,12 +60,16 @@ class StrangersCloser:
         return self._waiting.get(uid, 0) > self.room // 2
 
     def close_fds(self, fds: Sequence[int], uid: int) -> None:
-        """Close descriptors that came from a user. Memory closes here, anything else elsewhere."""
+        """Close descriptors that came from a user. A little memory closes here, anything else elsewhere."""
         slow: list[int | socket.socket] = []
         for fd in fds:
             try:
                 fcntl.fcntl(fd, _F_GET_SEALS)  # asks no file system, as fstat would
+                taken = os.fstat(fd).st_blocks * 512  # of what can be sealed, which is no file of anybody's server
             except OSError:
+                slow.append(fd)
+                continue
+            if taken > INLINE:
                 slow.append(fd)
             else:
                 os.close(fd)

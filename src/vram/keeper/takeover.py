@@ -380,7 +380,7 @@ def _unpack(server: KeeperServer, state: State, fds: list[int], quotas: Quotas) 
             connection.queue.append((payload, token(index) if index >= 0 else None, start, stop))
             connection.queued += len(payload)
         for part in row.partials:
-            partial = Partial(publications[part.publication], m.decode_request(part.request))
+            partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
             partial.fds, rest = rest[: part.descriptors], rest[part.descriptors :]
             partial.nbytes = part.nbytes
             connection.partials[part.call] = partial
