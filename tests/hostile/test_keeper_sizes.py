@@ -9,8 +9,10 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +23,14 @@ from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_hostile import PIECE, Peer, running
 from tests.processes.other_users import OTHER, as_user
 
+import vram
 from vram.errors import CapacityError, ProtocolError, VramError
 from vram.keeper import messages as m
 from vram.keeper import pages, strangers
 from vram.keeper.accounts import Quotas
 from vram.keeper.admission import admit, trim
 from vram.keeper.catalogue import Catalogue
-from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.client import KeeperClient, Segment, close_clients
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.snapshot import restore, save
@@ -383,6 +386,41 @@ def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None
         assert good.statistics().nbytes == 0
         good.publish("w", [KIB4], fds, manifest=bytes(3_000), meta={"key": "value"})
         assert good.statistics().nbytes == 4096
+
+
+# -- what describes an entry ------------------------------------------------------------------------------------------
+
+
+def publish_bombs(path: str, bombs: dict[str, bytes]) -> int:
+    """Publish a page under each name, with that as what describes it."""
+    with KeeperClient.connect(path) as client:
+        for name, data in bombs.items():
+            content = struct.pack("<Q", len(data)) + data
+            manifest = make_memfd(-(-len(content) // (2 * MIB)) * 2 * MIB, content=content)
+            with memfds(1) as fds:
+                client.publish(name, [KIB4], fds, manifest_fd=manifest)
+            os.close(manifest)
+    return len(bombs)
+
+
+@needs_root
+def test_s7_a_manifest_costs_its_readers_no_more_than_its_entry_can_need() -> None:
+    """128 MiB of maps cost whoever attached or looked 9.9 GiB and 100 s."""
+    maps = b"\x81\xa7version\xdd" + (4 * MIB).to_bytes(4, "big") + b"\x80" * (4 * MIB)
+    long = bytes(17 * MIB)
+    with open_keeper() as keeper:
+        assert told(lambda: publish_bombs(keeper.path, {"maps": maps, "long": long})) == 2
+        for name, most in (("maps", 16 * MIB), ("long", 4 * MIB)):  # with what is imported on the way
+            tracemalloc.start()
+            try:
+                with pytest.raises(ProtocolError, match="manifest"):
+                    vram.attach(name, keeper=keeper.path)
+                assert vram.show(name, keeper=keeper.path).arrays is None
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert peak < most
+        close_clients()
 
 
 # -- memory that takes long to close ----------------------------------------------------------------------------------

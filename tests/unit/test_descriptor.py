@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from vram.sharing.descriptor import (
     check_array_name,
     decode_manifest,
     encode_manifest,
+    most_arrays,
+    most_manifest,
 )
 
 MIB = 1 << 20
@@ -201,3 +204,64 @@ def test_what_is_too_long_is_neither_written_nor_read(monkeypatch: pytest.Monkey
 def test_more_arrays_than_the_format_knows_are_not_read() -> None:
     arrays = {str(number): [0, 0, 0, "int8", []] for number in range(module.MAX_ARRAYS + 1)}
     refused(raw() | {"arrays": arrays}, "manifest")
+
+
+# -- what reading costs -----------------------------------------------------------------------------------------------
+
+_HEAD = encode({"version": 1, "memories": [MEMORY]})[1:]  # without the count of the fields
+
+
+def many(count: int) -> bytes:
+    """The head of a map or an array, to follow, of so many items."""
+    return count.to_bytes(4, "big")
+
+
+ARRAY = encode([0, 0, 0, "int8", []])
+BOMBS = {
+    "a version that is a million maps": b"\x81\xa7version\xdd" + many(4_000_000) + b"\x80" * 4_000_000,
+    "what nobody knows, before the version": b"\x82\xa1x\xdd" + many(4_000_000) + b"\x80" * 4_000_000 + b"\xa7version",
+    "more arrays than there can be": (
+        b"\x83" + _HEAD + b"\xa6arrays\xdf" + many(300_000) + b"".join(b"\xa6%06d" % n + ARRAY for n in range(300_000))
+    ),
+    "segments in every memory": (
+        b"\x83\xa7version\x01\xa8memories\xdc\x04\x00"
+        + (b"\x95\xa4host\xdc\x04\x00" + b"\x92\x01\x01" * 1024 + b"\x00\x00\x00") * 1024
+        + b"\xa6arrays\x80"
+    ),
+    "arrays that are none": b"\x83" + _HEAD + b"\xa6arrays" + b"\xc4" * 4_000_000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=list(BOMBS))
+def test_s7_what_a_bad_manifest_costs_its_reader_goes_by_its_length(bomb: bytes) -> None:
+    """A map of one byte becomes 64 in memory, an array of eleven becomes hundreds: nothing is built to say what is
+    wrong, and nothing before it was counted."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError) as caught:
+            decode_manifest(bomb, 1 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(bomb) + (1 << 20)
+    assert len(str(caught.value)) < 500
+
+
+def test_how_much_a_manifest_may_say_goes_by_the_memory_of_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (most_arrays(0), most_manifest(0)) == (65_536, 16 << 20)
+    assert (most_arrays(64 << 20), most_manifest(2**47)) == (module.MAX_ARRAYS, 256 * module.MAX_ARRAYS)
+    monkeypatch.setattr(module, "LEAST_ARRAYS", 2)
+    written = encode_manifest(MANIFEST)
+    assert decode_manifest(written, 64) == MANIFEST  # three arrays, and 768 bytes
+    monkeypatch.setattr(module, "WORDS_PER_ARRAY", 32)
+    assert decode_manifest(written) == MANIFEST
+    with pytest.raises(ProtocolError, match=f"{len(written)} bytes; at most 96 are read"):
+        decode_manifest(written, 64)
+    few = MemoryDescriptor("host", (SegmentEntry(64, 1),), 0, 0, 64)
+    arrays = {str(number): ArrayEntry(0, 0, 0, "int8", ()) for number in range(4)}
+    with pytest.raises(UsageError, match="4 arrays in one version of 64 bytes; at most 3 can be"):
+        encode_manifest(Manifest(MANIFEST_VERSION, (few,), arrays))
+    del arrays["0"], arrays["1"]
+    long = Manifest(MANIFEST_VERSION, (few,), {"x" * 100: arrays["2"]})
+    with pytest.raises(UsageError, match="at most 96 are read"):
+        encode_manifest(long)

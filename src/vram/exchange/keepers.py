@@ -13,8 +13,7 @@ from ..arrays.numpy_on_use import np
 from ..errors import CapacityError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
 from ..sharing.channel import close_fds
-from ..sharing.descriptor import decode_manifest
-from .mapping import read_sealed
+from .mapping import read_manifest
 
 if TYPE_CHECKING:
     from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
@@ -166,8 +165,7 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
     try:
         lease = client.attach(name, version=version)
         try:
-            inline = lease.manifest_fd is None
-            manifest = decode_manifest(lease.manifest if inline else read_sealed(lease.fds[0]))
+            manifest = read_manifest(lease)
         finally:
             close_fds(lease.fds)
             client.release([lease.lease_id])

@@ -16,11 +16,11 @@ from ..keeper.client import Attachment, KeeperClient, Listening, Watch
 from ..lifetime import Owned, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
-from ..sharing.descriptor import Manifest, decode_manifest
+from ..sharing.descriptor import Manifest
 from ..sharing.lease import LeaseReturn
 from ..spec import Location
 from .keepers import check_seconds, wait_for_keeper
-from .mapping import map_memory, read_sealed
+from .mapping import map_memory, read_manifest
 from .provenance import Provenance
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Lease(Owned, Mapping[str, Array]):
         fds = attachment.fds
         regions: list[Region] = []
         try:
-            self.manifest = _read_manifest(attachment)
+            self.manifest = read_manifest(attachment)
             at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
             if at + self.manifest.descriptors != len(fds):
                 raise ProtocolError(
@@ -418,8 +418,3 @@ def wire_access(access: str) -> str:
 def _some(names: tuple[str, ...]) -> str:
     shown = ", ".join(repr(name) for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _read_manifest(attachment: Attachment) -> Manifest:
-    inline = attachment.manifest_fd is None
-    return decode_manifest(attachment.manifest if inline else read_sealed(attachment.fds[0]))

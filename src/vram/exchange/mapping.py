@@ -8,9 +8,18 @@ from collections.abc import Sequence
 
 from .. import driver as drivers
 from ..errors import ProtocolError, UnsupportedError, UsageError
+from ..keeper.client import Attachment
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
-from ..sharing.descriptor import MAX_MANIFEST, MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
+from ..sharing.descriptor import (
+    MAX_MANIFEST,
+    MAX_SEGMENTS,
+    Manifest,
+    MemoryDescriptor,
+    SegmentEntry,
+    decode_manifest,
+    most_manifest,
+)
 from ..spec import HOST, Access, HandleKind, Location, round_up
 
 __all__ = [
@@ -21,6 +30,7 @@ __all__ = [
     "extend_memory",
     "location_of",
     "map_memory",
+    "read_manifest",
     "read_sealed",
     "sealed_copy",
     "sealed_size",
@@ -171,21 +181,41 @@ def sealed_size(data: bytes) -> int:
     return round_up(_LENGTH.size + len(data), granule)
 
 
-def read_sealed(fd: int) -> bytes:
-    """Return what :func:`sealed_copy` stored, in another process. Nothing it says is believed; `fd` is lent."""
+def read_manifest(attachment: Attachment) -> Manifest:
+    """Read what describes the arrays of a lease, whose descriptors it lends.
+
+    Raises
+    ------
+    ProtocolError
+        If it is no manifest, or more than the memory of the lease can need.
+    """
+    nbytes = sum(segment.size for segment in attachment.segments)
+    if attachment.manifest_fd is None:
+        return decode_manifest(attachment.manifest, nbytes)
+    return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)
+
+
+def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:
+    """Return what :func:`sealed_copy` stored, in another process, if it is at most `longest` bytes.
+
+    Nothing it says is believed; `fd` is lent.
+    """
     driver = drivers.get(HOST)
     granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
-    most = round_up(_LENGTH.size + MAX_MANIFEST, granule)
+    most = round_up(_LENGTH.size + longest, granule)
     nbytes = min(max(os.fstat(fd).st_size // granule, 1) * granule, most)
     with Region.from_allocations(driver, [Received(fd, nbytes)], managed=True) as region:
         head = bytearray(_LENGTH.size)
         driver.copy_out(memoryview(head), region.address)
         (size,) = _LENGTH.unpack(head)
-        if size > min(region.nbytes - _LENGTH.size, MAX_MANIFEST):
-            raise ProtocolError(f"a manifest of {size} bytes is said to be in {region.nbytes} bytes of memory")
+        if size > min(region.nbytes - _LENGTH.size, longest):
+            raise ProtocolError(
+                f"a manifest of {size} bytes is said to be in {region.nbytes} bytes of memory; at most {longest} are "
+                f"read of such an entry"
+            )
         data = bytearray(size)
         driver.copy_out(memoryview(data), region.address + _LENGTH.size)
-        return bytes(data)
+        return data
 
 
 def visible(location: Location) -> Location:

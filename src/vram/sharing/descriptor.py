@@ -11,7 +11,7 @@ accepts is consistent in itself; whether the file descriptors are what it says i
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -33,6 +33,8 @@ __all__ = [
     "check_array_name",
     "decode_manifest",
     "encode_manifest",
+    "most_arrays",
+    "most_manifest",
 ]
 
 MANIFEST_VERSION = 1
@@ -40,6 +42,11 @@ MAX_SEGMENTS = 1024
 MAX_ARRAYS = 1_000_000
 MAX_MANIFEST = 256 << 20
 MAX_EVENTS = 64
+# How many arrays an entry can have, by its memory: any may have that many, empty ones or parts of each other; beyond
+# them one for so many bytes. And how long a manifest of so many can be, their names included.
+LEAST_ARRAYS = 65_536
+BYTES_PER_ARRAY = 64
+WORDS_PER_ARRAY = 256
 HANDLE_BYTES = 64  # of a legacy IPC handle, a pool's pointer, an event
 MAX_NAME = 1024  # characters of an array's name
 MAX_ADDRESSES = 2**47  # bytes: what a process has on the machines there are
@@ -140,7 +147,31 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
-_version_decoder = msgspec.msgpack.Decoder(dict[str, Any])
+_SMALL = 64 << 10  # bytes of a manifest that cannot hold enough of anything to hurt
+
+
+class _Version(Struct):
+    """What any manifest says, of whatever version. Whatever else there is, is skipped and not built."""
+
+    version: int
+
+
+class _MemoryOutline(Struct, array_like=True):
+    """A memory whose segments are counted before they are built."""
+
+    device: msgspec.Raw
+    segments: msgspec.Raw
+
+
+class _Outline(Struct):
+    """A manifest whose arrays and segments are counted before they are built."""
+
+    memories: Annotated[tuple[_MemoryOutline, ...], Meta(max_length=MAX_SEGMENTS)] = ()
+    arrays: msgspec.Raw = msgspec.Raw(b"\x80")
+
+
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+_outline_decoder = msgspec.msgpack.Decoder(_Outline)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
 
 
@@ -163,8 +194,20 @@ def check_array_name(name: object) -> str:
     return name
 
 
+def most_arrays(nbytes: int) -> int:
+    """Return how many arrays an entry of `nbytes` bytes of memory may have."""
+    return min(MAX_ARRAYS, LEAST_ARRAYS + nbytes // BYTES_PER_ARRAY)
+
+
+def most_manifest(nbytes: int) -> int:
+    """Return how many bytes the manifest of an entry of `nbytes` bytes of memory may have."""
+    return min(MAX_MANIFEST, WORDS_PER_ARRAY * most_arrays(nbytes))
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's bytes, which :func:`decode_manifest` will accept.
+
+    Memory that no descriptor stands for does not count: a reader does not know how much there really is.
 
     Raises
     ------
@@ -174,34 +217,54 @@ def encode_manifest(manifest: Manifest) -> bytes:
     segments = sum(len(memory.segments) for memory in manifest.memories)
     if segments > MAX_SEGMENTS:
         raise UsageError(f"{segments} segments in one version; at most {MAX_SEGMENTS} can be shared together")
-    if len(manifest.arrays) > MAX_ARRAYS:
-        raise UsageError(f"{len(manifest.arrays)} arrays in one version; at most {MAX_ARRAYS} can be: publish several")
+    opened = {entry.memory for entry in manifest.handles}
+    nbytes = sum(
+        segment.nbytes
+        for number, memory in enumerate(manifest.memories)
+        if number not in opened
+        for segment in memory.segments
+    )
+    if len(manifest.arrays) > most_arrays(nbytes):
+        raise UsageError(
+            f"{len(manifest.arrays)} arrays in one version of {nbytes} bytes; at most {most_arrays(nbytes)} can be: "
+            f"publish several"
+        )
     for name in manifest.arrays:
         check_array_name(name)
     data = _encoder.encode(manifest)
-    if len(data) > MAX_MANIFEST:
-        raise UsageError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST} are read: publish several versions")
+    if len(data) > most_manifest(nbytes):
+        raise UsageError(
+            f"a manifest of {len(data)} bytes for {nbytes} bytes of memory; at most {most_manifest(nbytes)} are read: "
+            f"publish several versions, or give shorter names"
+        )
     return data
 
 
-def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
+def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = None) -> Manifest:
     """Parse and check a manifest that somebody else wrote.
+
+    Parameters
+    ----------
+    nbytes : int, optional
+        Bytes of memory that came with it: what it may say, and so what reading it costs, goes by that.
 
     Raises
     ------
     ProtocolError
         If it is not one, speaks of another version, or contradicts itself.
     """
-    if len(data) > MAX_MANIFEST:
-        raise ProtocolError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST} are read")
+    longest = MAX_MANIFEST if nbytes is None else most_manifest(nbytes)
+    if len(data) > longest:
+        raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read")
     try:
+        if len(data) > _SMALL:
+            _count(_outline_decoder.decode(data), MAX_ARRAYS if nbytes is None else most_arrays(nbytes))
         manifest = _decoder.decode(data)
     except _UNREADABLE as error:
         raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error!s:.200}") from None
     if manifest.version != MANIFEST_VERSION:
         raise ProtocolError(f"manifest version {manifest.version}; this library reads {MANIFEST_VERSION}")
-    if sum(len(memory.segments) for memory in manifest.memories) > MAX_SEGMENTS:
-        raise ProtocolError(f"manifest names more than {MAX_SEGMENTS} segments")
+    _check_segments(sum(len(memory.segments) for memory in manifest.memories))
     for memory in manifest.memories:
         memory.check()
     _check_handles(manifest)
@@ -214,6 +277,28 @@ def decode_manifest(data: bytes | bytearray | memoryview) -> Manifest:
                 f"array {name!r} names bytes {entry.offset} to {entry.offset + entry.nbytes} of a memory of {room}"
             )
     return manifest
+
+
+def _count(outline: _Outline, most: int) -> None:
+    """Refuse more than there can be before it is built: an array of eleven bytes becomes hundreds."""
+    _check_segments(sum(_length(memory.segments) for memory in outline.memories))
+    arrays = _length(outline.arrays)
+    if arrays > most:
+        raise ProtocolError(f"manifest names {arrays} arrays; at most {most} can be on the memory that came with it")
+
+
+def _check_segments(count: int) -> None:
+    if count > MAX_SEGMENTS:
+        raise ProtocolError(f"manifest names more than {MAX_SEGMENTS} segments")
+
+
+def _length(raw: msgspec.Raw) -> int:
+    """Return how many items an array or a map of msgpack announces; 0 for anything else, which is refused later."""
+    head = bytes(memoryview(raw)[:5])
+    if 0x80 <= head[0] <= 0x9F:
+        return head[0] & 0x0F
+    wide = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(head[0], 0)
+    return int.from_bytes(head[1 : 1 + wide], "big")
 
 
 def _check_handles(manifest: Manifest) -> None:
@@ -238,6 +323,8 @@ def _check_handles(manifest: Manifest) -> None:
 
 def _version_of(data: bytes | bytearray | memoryview) -> str:
     try:
-        return f"it says version {_version_decoder.decode(data).get('version')!r:.40}"
+        return f"it says version {_version_decoder.decode(data).version!r:.40}"
+    except msgspec.ValidationError:
+        return "it says no version"
     except _UNREADABLE:
         return "it is not msgpack"
