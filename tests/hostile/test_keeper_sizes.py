@@ -10,6 +10,8 @@ import ctypes
 import fcntl
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -421,6 +423,103 @@ def test_s7_a_manifest_costs_its_readers_no_more_than_its_entry_can_need() -> No
                 tracemalloc.stop()
             assert peak < most
         close_clients()
+
+
+# -- what the keeper itself needs --------------------------------------------------------------------------------------
+
+TALKATIVE = {
+    f"{number:04x}": "word" for number in range(512)
+}  # all that an entry may say, in as small pieces as can be
+
+
+@contextlib.contextmanager
+def keeper_here() -> Iterator[KeeperServer]:
+    """A keeper in a thread of this process, for a look at its memory."""
+    with short_directory() as place:
+        server = KeeperServer(f"{place}/k", raises_limit=False)
+        ready = threading.Event()
+        thread = threading.Thread(target=server.serve, args=(ready.set,), kwargs={"signals": False})
+        thread.start()
+        try:
+            assert ready.wait(SOON)
+            yield server
+        finally:
+            server.loop.call_soon_threadsafe(server.stop)
+            thread.join(SOON)
+
+
+def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
+    """512 notes of eight bytes took 90 KB, and were counted as the page that they were about."""
+    count = 200
+    with keeper_here() as server, KeeperClient.connect(server.path) as client, memfds(2) as fds:
+        client.publish("first", [KIB4], fds[:1], meta=TALKATIVE)
+        with contextlib.closing(Peer(server.path)) as peer:
+            tracemalloc.start()
+            try:
+                for number in range(count):
+                    client.publish(f"w{number}", [KIB4], fds[:1], meta=TALKATIVE)
+                published, _ = tracemalloc.get_traced_memory()
+                for number in range(16):  # half a publication, and one who waits, remember as much
+                    half = m.Publish(2 * number + 1, f"h{number}", [PIECE] * 2, ["host"], meta=TALKATIVE)
+                    assert isinstance(peer.ask(m.encode(half), fds[:1]), m.Continue)
+                    peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
+                until(lambda: client.statistics().waiting == 16)
+                waiting, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert published / count < 8_000
+            assert (waiting - published) / 32 < 8_000
+        assert client.show("w1").meta == TALKATIVE
+        got = client.attach("w1", expect=TALKATIVE)
+        close_fds(got.fds)
+        assert got.meta == TALKATIVE
+        client.remove("w1")
+
+
+@pytest.mark.parametrize(
+    ("count", "seconds"), [(1_500, 6.0), pytest.param(10_000, 2.0, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_a_listing_of_many_entries_that_say_much_is_quick(count: int, seconds: float) -> None:
+    """5,883 entries of one user took `vram ls` 44 s, whoever asked."""
+    with open_keeper() as keeper, KeeperClient.connect(keeper.path) as good:
+        with memfds(1) as fds:
+            for number in range(count):
+                good.publish(f"w{number:05}", [KIB4], fds, meta=TALKATIVE)
+        started = time.monotonic()
+        command = [sys.executable, "-P", "-c", "from vram.cli import main; main()", "ls", "--socket", keeper.path]
+        done = subprocess.run(command, capture_output=True, check=True, timeout=SOON * 10)
+        assert time.monotonic() - started < seconds
+        lines = done.stdout.decode().splitlines()
+        assert len(lines) == count + 1
+        assert lines[1].startswith("w00000")
+        assert lines[-1].endswith("(5.0 KiB: see vram show)")
+        assert good.list("w00000")[0].meta == TALKATIVE
+        assert (good.list("w00000", most_meta=100)[0].meta, good.list("w00000", most_meta=100)[0].left_out) == (
+            {},
+            5123,
+        )
+
+
+def hold_versions(path: str) -> int:
+    """Publish versions that say much about devices, each held; return how many there are for others to see."""
+    devices = ["host", *(f"{number:02}" + "\N{GRINNING FACE}" * 60 for number in range(63))]
+    peer = Peer(path)
+    with memfds(1) as fds:
+        for number in range(20):
+            request = m.Publish(2 * number + 1, "wide", [m.Piece(4096, 1)], devices)
+            peer.ask(m.encode(request), fds)
+            peer.ask(m.encode(m.Attach(2 * number + 2, "wide")))
+    with KeeperClient.connect(path) as client:
+        found = len(client.show("wide").versions)
+    peer.close()
+    return found
+
+
+@needs_root
+def test_s7_a_page_is_never_longer_than_a_message() -> None:
+    """Devices were not counted: whoever looked at such an entry was disconnected, with all leases."""
+    with open_keeper() as keeper:
+        assert told(lambda: hold_versions(keeper.path)) == 20
 
 
 # -- memory that takes long to close ----------------------------------------------------------------------------------

@@ -153,13 +153,12 @@ def list_(
 
         show_table(holder_table(held))
         return
-    entries = keepers.list_entries(prefix, keeper=socket)
     if as_json:
-        _print(entries, True, "")
+        _print(keepers.list_entries(prefix, keeper=socket), True, "")
         return
-    from .tables import entry_table, show_table
+    from .tables import MOST_META, entry_table, show_table
 
-    show_table(entry_table(entries))
+    show_table(entry_table(keepers.list_entries(prefix, keeper=socket, most_meta=MOST_META)))
 
 
 @app.command()

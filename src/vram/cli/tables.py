@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,12 @@ from ..spec import format_size
 if TYPE_CHECKING:
     from ..transports import Selection
 
-__all__ = ["bench_tables", "detail_tables", "entry_table", "holder_table", "printer", "route_table", "show_table"]
+__all__ = [
+    "MOST_META", "bench_tables", "detail_tables", "entry_table", "holder_table", "printer", "route_table", "show_table",
+]  # fmt: skip
+
+MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
+_FEW = 500  # rows that rich may make beautiful
 
 
 def printer() -> Console:
@@ -32,7 +38,18 @@ def printer() -> Console:
 
 def show_table(table: Table) -> None:
     """Print a table."""
+    if table.row_count > _FEW:  # rich takes 2 ms for each
+        sys.stdout.writelines(_lines(table))
+        return
     printer().print(table)
+
+
+def _lines(table: Table) -> Iterator[str]:
+    """The rows of a long table, each on one line, however wide that is."""
+    columns = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    widths = [max(map(len, cells)) for cells in columns]
+    for row in zip(*columns, strict=True):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n"
 
 
 def entry_table(entries: Sequence[EntryInfo]) -> Table:
@@ -52,7 +69,7 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
             str(entry.owner),
             _seconds(entry.age),
-            _pairs(entry.meta),
+            f"({format_size(entry.left_out)}: see vram show)" if entry.left_out else _pairs(entry.meta),
         )
     return table
 

@@ -137,9 +137,18 @@ def check_flag(value: object, what: str) -> bool:
     raise UsageError(f"{what} must be True or False, not {value!r:.40}")
 
 
-def list_entries(prefix: str = "", *, keeper: Keeper | str | None = None) -> list[EntryInfo]:
-    """Return what is published under names that begin with `prefix`, sorted by name."""
-    return connect(keeper).list(prefix)
+def list_entries(
+    prefix: str = "", *, keeper: Keeper | str | None = None, most_meta: int | None = None
+) -> list[EntryInfo]:
+    """Return what is published under names that begin with `prefix`, sorted by name.
+
+    Parameters
+    ----------
+    most_meta : int, optional
+        Bytes of `meta` that an entry may come with; one that says more comes without, which is quicker where there are
+        many. By default everything comes.
+    """
+    return connect(keeper).list(prefix, most_meta=most_meta)
 
 
 def show(name: str, *, keeper: Keeper | str | None = None) -> EntryInfo:

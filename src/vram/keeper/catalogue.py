@@ -61,6 +61,7 @@ from .records import (
     Session,
     Version,
     Waiter,
+    packed,
 )
 from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label
 
@@ -198,7 +199,7 @@ class Catalogue:
         entries = int(current is None)
         self.accounts.admit(session.uid, nbytes + record, entries, handles, current)
         publication = Publication(
-            next(self._ids), session, name, nbytes, handles, entries, writable, meta, body, ttl, claim, record
+            next(self._ids), session, name, nbytes, handles, entries, writable, packed(meta), body, ttl, claim, record
         )
         session.publications[publication.id] = publication
         self.accounts.add(session.uid, publication.charge, entries, handles)
@@ -258,7 +259,7 @@ class Catalogue:
             nbytes=nbytes,
             handles=publication.handles,
             writable=publication.writable,
-            meta=publication.meta,
+            notes=publication.notes,
             body=publication.body,
             published=now,
             expires=None if publication.ttl is None else now + publication.ttl,
@@ -342,7 +343,7 @@ class Catalogue:
             raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
         waiter = Waiter(0, session, call, name, version, access, None, claim, None)
         if expect is not None:
-            waiter.expect = check_meta(expect, what="expect")
+            waiter.expected = packed(check_meta(expect, what="expect"))
         result = self._try(waiter, now)
         if not isinstance(result, Waiter):
             return result
@@ -569,8 +570,8 @@ class Catalogue:
                 return waiter
             version = older
         if version is not None:
-            found = version.meta
             expect = waiter.expect
+            found = version.meta if expect else {}
             if not expect or all(found.get(key) == value for key, value in expect.items()):
                 return self._lease(waiter.session, version, waiter.access, now)
             if not waiter.claims:

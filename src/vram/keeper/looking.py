@@ -26,16 +26,23 @@ __all__ = ["Looking"]
 class Looking(Conversation):
     """The questions of :class:`~vram.keeper.client.KeeperClient` that change nothing."""
 
-    def list(self, prefix: str = "") -> list[EntryInfo]:
-        """Return the entries whose names begin with `prefix`, in order."""
+    def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
+        """Return the entries whose names begin with `prefix`, in order.
+
+        Parameters
+        ----------
+        most_meta : int, optional
+            Bytes of meta, as it is sent; an entry that says more comes without any, and with how much it was.
+        """
         from .reports import entry_info
 
         check_prefix(prefix)
+        most = m.saturated(2**63 if most_meta is None else most_meta)
         found: list[EntryInfo] = []
         after, more = "", True
         while more:
             call = next(self._calls)
-            page = self._be(m.Listing, self._ask(m.List(call, prefix, after), call))
+            page = self._be(m.Listing, self._ask(m.List(call, prefix, after, most), call))
             found += [entry_info(row) for row in page.rows]
             more = page.more and bool(page.rows)
             after = found[-1].name if found else ""

@@ -190,11 +190,15 @@ class Watch(Struct, frozen=True, array_like=True, tag="watch"):
 
 
 class List(Struct, frozen=True, array_like=True, tag="list"):
-    """The entries whose names begin with `prefix` and come behind `after`, as many as one message takes."""
+    """The entries whose names begin with `prefix` and come behind `after`, as many as one message takes.
+
+    What an entry's meta takes beyond `most_meta` bytes is left out: for who only shows its beginning.
+    """
 
     call: Number
     prefix: Name = ""
     after: Name = ""
+    most_meta: Size = 2**63 - 1
 
 
 class Versions(Struct, frozen=True, array_like=True, tag="versions"):
@@ -356,6 +360,7 @@ class EntryRow(Struct, frozen=True, array_like=True):
     """One name: its current version, and how many older ones are still held.
 
     `leases` counts those on all its versions, and `held` the bytes of the versions that they are on, each once.
+    `left_out` is how many bytes its meta has if that was left out.
     """
 
     name: Name
@@ -371,6 +376,7 @@ class EntryRow(Struct, frozen=True, array_like=True):
     meta: Notes
     leases: Number = 0
     held: Size = 0
+    left_out: Size = 0
 
 
 class VersionRow(Struct, frozen=True, array_like=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["entries", "holders", "leases", "statistics", "versions"]
 
-_PAGE = 40 * 1024  # bytes of rows, as an upper estimate
+_PAGE = 40 * 1024  # bytes of rows; one alone may have more, and never as many as a message
 _ROWS = _PAGE // 80  # of leases, at most
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
@@ -25,47 +25,62 @@ _entry = msgspec.msgpack.Decoder(m.Entry)
 def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
     """Return the names behind ``request.after``, as many as fit."""
     check_prefix(request.prefix)
-    rows: list[m.EntryRow] = []
+    rows: list[Any] = []
     room = _PAGE
     for version, older in catalogue.current(request.prefix, request.after):
-        room -= 100 + len(version.name) + _weight(version.meta)
-        if room < 0 and rows:
-            break
         leases, held = catalogue.held(version.name)
-        rows.append(
-            m.EntryRow(
-                version.name,
-                version.number,
-                version.owner,
-                m.saturated(version.nbytes),
-                version.handles,
-                version.writable,
-                len(version.leases),
-                older,
-                now - version.published,
-                None if version.expires is None else version.expires - now,
-                version.meta,
-                leases,
-                m.saturated(held),
-            )
+        size = len(version.notes)
+        left_out = size if size > request.most_meta else 0
+        row = m.EntryRow(
+            version.name,
+            version.number,
+            version.owner,
+            m.saturated(version.nbytes),
+            version.handles,
+            version.writable,
+            len(version.leases),
+            older,
+            now - version.published,
+            None if version.expires is None else version.expires - now,
+            {} if left_out else _packed(version),
+            leases,
+            m.saturated(held),
+            left_out,
         )
+        room -= _add(rows, row, room)
+        if room < 0:
+            break
     return m.Listing(request.call, rows, room < 0)
 
 
 def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.VersionList:
     """Return the versions of a name above ``request.after``, as many as fit."""
-    rows: list[m.VersionRow] = []
+    rows: list[Any] = []
     room = _PAGE
     for version in catalogue.versions_of(request.name):
         if version.number <= request.after:
             continue
-        row = _version(catalogue, version, now)
-        room -= 200 + 10 * version.handles + _weight(version.meta) + sum(map(len, row.devices)) + 2 * len(row.devices)
-        room -= 4 * (len(version.publisher_label) + len(version.publisher_host))
-        if room < 0 and rows:
+        room -= _add(rows, _version(catalogue, version, now), room)
+        if room < 0:
             break
-        rows.append(row)
     return m.VersionList(request.call, rows, room < 0)
+
+
+def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
+    """Add a row, encoded, if there is room for it or none before it; return what it takes.
+
+    Measured, not estimated: a row longer than was thought would make a page that no message carries, and the end of
+    whoever asked.
+    """
+    encoded = m.encode(row)
+    if len(encoded) <= room or not rows:
+        rows.append(msgspec.Raw(encoded))
+    return len(encoded)
+
+
+def _packed(version: Version) -> Any:
+    """The meta of a version as it is kept, which is as it is sent."""
+    return msgspec.Raw(version.notes)
 
 
 def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow:
@@ -83,7 +98,7 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
         None if version.expires is None else version.expires - now,
         version.publisher_pid,
         version.publisher_label,
-        version.meta,
+        _packed(version),
         version.revoked,
         version.publisher_host,
     )
@@ -152,8 +167,3 @@ def statistics(server: KeeperServer, request: m.Statistics) -> m.KeeperStatistic
         total.handles,
         *(None if most is None else m.saturated(most) for most in ceilings),
     )
-
-
-def _weight(meta: dict[str, str]) -> int:
-    """At most how many bytes the meta of an entry takes in a message."""
-    return sum(4 * (len(key) + len(value)) + 10 for key, value in meta.items()) if meta else 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..errors import VramError
 from .rules import describe_process
 
@@ -23,7 +25,12 @@ __all__ = [
     "Tally",
     "Version",
     "Waiter",
+    "packed",
 ]
+
+packed = msgspec.msgpack.Encoder().encode  # notes, as the books keep them: a dict of 512 small ones takes 90 KB
+_unpack = msgspec.msgpack.Decoder(dict[str, str]).decode
+_LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of what they are part of
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -60,7 +67,7 @@ class Session:
 class Version:
     """One version of a name. `handles` counts descriptors; `body` is carried, not read.
 
-    `record` is how many bytes count that the keeper itself needs for it.
+    `record` is how many bytes count that the keeper itself needs for it, and `notes` its meta, packed.
     """
 
     name: str
@@ -70,7 +77,7 @@ class Version:
     nbytes: int
     handles: int
     writable: bool
-    meta: dict[str, str]
+    notes: bytes | memoryview
     body: Any
     published: float
     expires: float | None
@@ -87,6 +94,18 @@ class Version:
     def charge(self) -> int:
         """Bytes that count against the ceilings."""
         return self.nbytes + self.record
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """What its publisher said of it."""
+        return _unpack(self.notes)
+
+    def settle(self, body: bytes) -> None:
+        """Keep what readers are told, encoded, and the notes no second time if it ends with them."""
+        body = bytes(memoryview(body))  # of its own size: an encoder leaves room behind what it made
+        if len(self.notes) > _LITTLE and body.endswith(self.notes):
+            self.notes = memoryview(body)[-len(self.notes) :]
+        self.body = msgspec.Raw(body)
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +130,7 @@ class Publication:
     handles: int
     entries: int
     writable: bool
-    meta: dict[str, str]
+    notes: bytes
     body: Any
     ttl: float | None
     claim: int
@@ -121,6 +140,11 @@ class Publication:
     def charge(self) -> int:
         """Bytes that count against the ceilings."""
         return self.nbytes + self.record
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """What its publisher says of it."""
+        return _unpack(self.notes)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,9 +166,14 @@ class Waiter:
     name: str
     wants: int
     access: str
-    expect: dict[str, str] | None
+    expected: bytes | None
     claims: bool
     deadline: float | None
+
+    @property
+    def expect(self) -> dict[str, str] | None:
+        """What the meta of a version has to say."""
+        return None if self.expected is None else _unpack(self.expected)
 
 
 @dataclass(frozen=True, slots=True)

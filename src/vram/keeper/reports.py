@@ -126,6 +126,8 @@ class EntryInfo:
         Leases on all its versions together; `readers` are those on the version that is shown.
     held_bytes : int
         Bytes of the versions that somebody holds, each once, since readers share them.
+    left_out : int
+        Bytes of `meta` where it was too long for who asked, and is empty here.
     """
 
     name: str
@@ -143,6 +145,7 @@ class EntryInfo:
     arrays: tuple[ArrayInfo, ...] | None = None
     leases: int = 0
     held_bytes: int = 0
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)

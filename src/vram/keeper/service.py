@@ -219,6 +219,8 @@ class Service:
         partial.fds += fds
         fds.clear()
         if len(partial.fds) < total:
+            if request.meta:  # the catalogue has it, in less room
+                partial.request = msgspec.structs.replace(request, meta={})
             partial.since = self.server.now()
             self.server.watch_over(connection)
             connection.send(m.encode(m.Continue(call, len(partial.fds))))
@@ -231,7 +233,8 @@ class Service:
             held.drop()
             raise
         self.server.trim(held.fds, held.nbytes)
-        version.body = msgspec.Raw(
+        notes: Any = msgspec.Raw(version.notes)
+        version.settle(
             m.encode(
                 m.Entry(
                     version.name,
@@ -242,7 +245,7 @@ class Service:
                     request.devices,
                     request.manifest,
                     request.manifest_fd,
-                    version.meta,
+                    notes,
                 )
             )
         )

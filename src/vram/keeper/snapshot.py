@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 
 from .accounts import Quotas
 from .catalogue import Catalogue
-from .records import Claim, Lease, Name, Publication, Session, Version, Waiter
+from .records import Claim, Lease, Name, Publication, Session, Version, Waiter, packed
 
 __all__ = ["Books", "restore", "save"]
 
@@ -212,7 +212,7 @@ def restore(
             entry.handles,
             entry.entries,
             entry.writable,
-            entry.meta,
+            packed(entry.meta),
             None,
             entry.ttl,
             entry.claim,
@@ -229,7 +229,7 @@ def restore(
             wait.name,
             wait.wants,
             wait.access,
-            wait.expect,
+            None if wait.expect is None else packed(wait.expect),
             wait.claims,
             wait.deadline,
         )
@@ -255,8 +255,8 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         row.nbytes,
         row.handles,
         row.writable,
-        row.meta,
-        Raw(row.body),
+        packed(row.meta),
+        Raw(),
         row.published,
         row.expires,
         row.publisher_pid,
@@ -266,6 +266,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         revoked=row.revoked,
         publisher_host=row.publisher_host,
     )
+    version.settle(row.body)
     known = made._names.setdefault(row.name, Name())
     if row.current:
         known.current = version
