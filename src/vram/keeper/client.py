@@ -18,7 +18,7 @@ from .leases import Attachment, PublishClaim, Segment, attachment
 from .listening import Listening, listen
 from .looking import Looking
 from .paths import find_path
-from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_ttl, clip_label
+from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_label
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class KeeperClient(Looking):
             raise UsageError(
                 f"a manifest of {len(manifest)} bytes; {MAX_MANIFEST} is the most inside a message: pass manifest_fd"
             )
+        check_size(sum(segment.size for segment in segments))
         devices = list(dict.fromkeys(segment.device for segment in segments))
         index = {device: position for position, device in enumerate(devices)}
         pieces = [m.Piece(segment.size, int(segment.kind), index[segment.device]) for segment in segments]
@@ -138,6 +139,7 @@ class KeeperClient(Looking):
         For publishers who have to do something first that cannot be undone, such as sealing their memory.
         """
         check_name(name)
+        check_size(nbytes)
         call = next(self._calls)
         request = m.Offer(call, name, nbytes, handles, check_meta(meta or {}), check_ttl(ttl), _number(claim))
         self._be(m.Done, self._ask(request, call))

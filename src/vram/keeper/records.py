@@ -28,9 +28,19 @@ __all__ = [
     "packed",
 ]
 
-packed = msgspec.msgpack.Encoder().encode  # notes, as the books keep them: a dict of 512 small ones takes 90 KB
+_encode = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(dict[str, str]).decode
 _LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of what they are part of
+
+
+def packed(notes: dict[str, str]) -> bytes:
+    """Return notes as the books keep them: as a dict 512 small ones would take 90 KB."""
+    return _exact(_encode(notes))
+
+
+def _exact(encoded: bytes) -> bytes:
+    """Return the same in memory of its own size: an encoder leaves room behind what it made, up to half as much."""
+    return bytes(memoryview(encoded))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -102,7 +112,7 @@ class Version:
 
     def settle(self, body: bytes) -> None:
         """Keep what readers are told, encoded, and the notes no second time if it ends with them."""
-        body = bytes(memoryview(body))  # of its own size: an encoder leaves room behind what it made
+        body = _exact(body)
         if len(self.notes) > _LITTLE and body.endswith(self.notes):
             self.notes = memoryview(body)[-len(self.notes) :]
         self.body = msgspec.Raw(body)
