@@ -16,6 +16,7 @@ LONG = {
     "vram/keeper/client.py": "everything that can be said to a keeper; half of it is what each call promises",
     "vram/keeper/conversation.py": "how threads share one connection: who reads, who waits, who was interrupted",
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
+    "vram/keeper/server.py": "one loop and all that it owns: which of it is bounded by what is seen in one place",
     "vram/keeper/takeover.py": "both sides of one protocol and its diagram: each step answers one of the other",
     "vram/sharing/channel.py": "the two places where descriptors meet a socket, and the class that both sides use",
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",

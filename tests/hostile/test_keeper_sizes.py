@@ -441,10 +441,10 @@ TALKATIVE = {
 
 
 @contextlib.contextmanager
-def keeper_here() -> Iterator[KeeperServer]:
+def keeper_here(**options: Any) -> Iterator[KeeperServer]:
     """A keeper in a thread of this process, for a look at its memory."""
     with short_directory() as place:
-        server = KeeperServer(f"{place}/k", raises_limit=False)
+        server = KeeperServer(f"{place}/k", raises_limit=False, **options)
         ready = threading.Event()
         thread = threading.Thread(target=server.serve, args=(ready.set,), kwargs={"signals": False})
         thread.start()
@@ -563,3 +563,28 @@ def test_entries_are_closed_elsewhere_by_what_was_counted() -> None:
         what = server._closer.get()
         assert what is not None
         what()
+
+
+def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
+    """What waits to be closed counts no more: without end, it would be memory beyond any ceiling."""
+    busy = threading.Event()
+    with keeper_here(max_bytes=16 * MIB) as server, KeeperClient.connect(server.path) as client:
+        server._work(lambda: assert_set(busy), 2 * strangers.INLINE)
+        try:
+            with memfds(1, 8 * MIB) as fds:
+                for _ in range(3):
+                    client.publish("w", [Segment(8 * MIB)], fds)
+                    client.remove("w")
+                with pytest.raises(CapacityError, match=r"24 MiB that uid \d+ had here are still being freed"):
+                    client.publish("w", [Segment(8 * MIB)], fds)
+                with pytest.raises(CapacityError, match="still being freed"):
+                    client.offer("w", 1)
+                busy.set()
+                until(lambda: not server.freeing, what="the end of what was removed")
+                client.publish("w", [Segment(8 * MIB)], fds)
+        finally:
+            busy.set()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(SOON)

@@ -275,7 +275,7 @@ class Connection:
                 held.drop()
         self.queue.clear()
         for partial in self.partials.values():
-            self.server.dispose(partial.fds, partial.nbytes)
+            self.server.dispose(partial.fds, partial.nbytes, uid=self.credentials.uid)
         self.partials.clear()
         self.server.gone(self)
 

@@ -22,6 +22,7 @@ from functools import partial
 
 from ..errors import CapacityError
 from ..sharing.channel import MAX_FDS, close_fds, peer_credentials, transmit
+from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
 from .admission import trim
@@ -124,6 +125,7 @@ class KeeperServer:
         self._timer_at = float("inf")
         self._closer: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closer_thread: threading.Thread | None = None
+        self.freeing: dict[int, int] = {}  # bytes by user that the closer's thread has not freed yet
         self._spare_fd = -1
 
     # -- from start to end ----------------------------------------------------------------------------------------
@@ -354,15 +356,47 @@ class KeeperServer:
             self.loop.call_later(min(1.0, self.patience / 4), self._tick)
 
     # -- memory ---------------------------------------------------------------------------------------------------
-    def dispose(self, fds: list[int], nbytes: int) -> None:
+    def dispose(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
         """Close descriptors that are not used any more, big ones in another thread.
 
         Parameters
         ----------
         nbytes : int
             What is behind them, as it was counted: never less than what there is to free.
+        uid : int, optional
+            Whose it was: until it is freed, it is in :attr:`freeing`.
         """
-        self._work(partial(close_fds, fds), nbytes)
+        close = partial(close_fds, fds)
+        if uid is None or nbytes <= INLINE:
+            self._work(close, nbytes)
+            return
+        self.freeing[uid] = self.freeing.get(uid, 0) + nbytes
+        self._work(partial(self._close_and_tell, close, uid, nbytes), nbytes)
+
+    def _close_and_tell(self, close: Callable[[], None], uid: int, nbytes: int) -> None:
+        close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody publishes any more
+            self.loop.call_soon_threadsafe(self._is_freed, uid, nbytes)
+
+    def _is_freed(self, uid: int, nbytes: int) -> None:
+        self.freeing[uid] -= nbytes
+        if not self.freeing[uid]:
+            del self.freeing[uid]
+
+    def check_freeing(self, uid: int) -> None:
+        """Raise CapacityError while more of what a user took out waits to be freed than that user may have.
+
+        It counts no more, but who publishes and removes faster than one thread frees would hold any amount.
+        """
+        quotas = self.catalogue.accounts.quotas
+        ceilings = [quotas.max_bytes, None if uid == self.catalogue.accounts.keeper_uid else quotas.user_bytes]
+        waits = self.freeing.get(uid, 0)
+        for most in ceilings:
+            if most is not None and waits > most:
+                raise CapacityError(
+                    f"{format_size(waits)} that uid {uid} had here are still being freed, more than the "
+                    f"{format_size(most)} that it may have; try again when they are"
+                )
 
     def trim(self, fds: list[int], nbytes: int) -> None:
         """Free what lies behind the end of memory that was taken in; see :mod:`.admission`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections import deque
@@ -147,6 +148,7 @@ class Service:
             raise errors.ProtocolError("a segment names a device that is not in the list")
         if request.call in connection.partials or not request.call:
             raise errors.ProtocolError(f"call {request.call} cannot begin a publication")
+        self.server.check_freeing(session.uid)
         total = len(request.segments) + request.manifest_fd
         publication = self.catalogue.begin(
             session,
@@ -163,6 +165,7 @@ class Service:
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
+        self.server.check_freeing(session.uid)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -226,7 +229,7 @@ class Service:
             connection.send(m.encode(m.Continue(call, len(partial.fds))))
             return
         del connection.partials[request.call]
-        held = Held(partial.fds, partial.nbytes, self.server.dispose)
+        held = Held(partial.fds, partial.nbytes, functools.partial(self.server.dispose, uid=publication.session.uid))
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
         except BaseException:
@@ -258,7 +261,7 @@ class Service:
         request: m.Publish = partial.request  # type: ignore[assignment]
         del connection.partials[request.call]
         self.catalogue.abandon(partial.publication)
-        self.server.dispose(partial.fds, partial.nbytes)
+        self.server.dispose(partial.fds, partial.nbytes, uid=partial.publication.session.uid)
 
     def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
         self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()))
