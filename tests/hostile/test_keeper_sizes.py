@@ -28,7 +28,11 @@ from tests.processes.other_users import OTHER, as_user
 import vram
 from vram.errors import CapacityError, ProtocolError, VramError
 from vram.keeper import messages as m
-from vram.keeper import pages, strangers
+from vram.keeper import (
+    pages,
+    reports,  # noqa: F401  (what becomes another user may not be able to read it then)
+    strangers,
+)
 from vram.keeper.accounts import Quotas
 from vram.keeper.admission import admit, trim
 from vram.keeper.catalogue import Catalogue

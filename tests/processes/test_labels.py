@@ -143,8 +143,10 @@ def test_s7_pages_of_long_labels_fit_into_messages(devices: int) -> None:
         books.attach(reader, "n", 0.0)
     seen, more = 0, True
     while more:
-        page = versions(books, m.Versions(1, "n", seen), 0.0)
-        assert len(m.encode(page)) <= MAX_MESSAGE
+        sent = m.encode(versions(books, m.Versions(1, "n", seen), 0.0))
+        assert len(sent) <= MAX_MESSAGE
+        page = m.decode_reply(sent)
+        assert isinstance(page, m.VersionList)
         assert page.rows
         seen, more = page.rows[-1].version, page.more
     assert seen == 1000

@@ -200,6 +200,7 @@ def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:
 
     Nothing it says is believed; `fd` is lent.
     """
+    longest = min(longest, MAX_MANIFEST)
     driver = drivers.get(HOST)
     granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
     most = round_up(_LENGTH.size + longest, granule)
