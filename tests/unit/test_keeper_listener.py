@@ -79,8 +79,8 @@ def test_of_two_that_start_at_once_one_waits_for_the_other(path: str, monkeypatc
     clear = module.clear_path
     refused: list[BaseException] = []
 
-    def meanwhile(where: str) -> None:
-        clear(where)
+    def meanwhile(where: str, directory: int) -> None:
+        clear(where, directory)
         monkeypatch.setattr(module, "clear_path", clear)
         try:
             Listener(path).sock.close()
@@ -134,22 +134,36 @@ def test_a_server_that_is_busy_or_of_another_kind_is_left_alone(path: str) -> No
     os.unlink(path)
 
 
-def test_the_permissions_are_there_before_anybody_can_connect(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lent", [False, True], ids=["linked", "in a locked directory"])
+def test_the_permissions_are_there_before_anybody_can_connect(
+    path: str, lent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     modes: list[int] = []
-    bind = socket.socket.bind
+    there: list[list[str]] = []
+    place = os.path.dirname(path)
 
     class Watched(socket.socket):
         def bind(self, address: object) -> None:
-            bind(self, address)  # type: ignore[arg-type]
-            modes.append(os.lstat(path).st_mode & 0o777)
+            super().bind(address)  # type: ignore[arg-type]
+            there.append(os.listdir(place))
 
+        def listen(self, backlog: int) -> None:  # type: ignore[override]
+            modes.append(os.lstat(self.getsockname()).st_mode & 0o777)
+            super().listen(backlog)
+
+    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY) if lent else -1
     monkeypatch.setattr(module.socket, "socket", Watched)
     before = os.umask(0)
     try:
-        made = Listener(path, mode=0o640)
+        made = Listener(path, mode=0o640, directory_fd=directory)
         assert os.umask(0) == 0, "the umask of the process is as it was"
     finally:
         os.umask(before)
+        if lent:
+            os.close(directory)
     assert modes == [0o640]
+    # Whoever sweeps the directory of a private keeper removes what has nothing but its socket in it.
+    assert there == [["k"]] if lent else there == [[f".k.{os.geteuid()}"]]
+    assert os.listdir(place) == ["k"]
     made.unlink()
     made.sock.close()

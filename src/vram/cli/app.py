@@ -68,7 +68,9 @@ def _one_line(text: str) -> str:
 @app.command()
 def keep(
     socket: Socket = None,
-    mode: Annotated[str, typer.Option(help="Permissions of the socket, octal.")] = "0600",
+    mode: Annotated[
+        str | None, typer.Option(help="Permissions of the socket, octal [default: 0600; a takeover keeps them].")
+    ] = None,
     group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB", or "none".')] = None,
     max_entries: Annotated[str | None, typer.Option(help='Most names to keep, or "none".')] = None,
@@ -84,10 +86,12 @@ def keep(
     """
     from ..keeper.__main__ import parse_limit
 
-    if not re.fullmatch(r"0?[0-7]{1,3}", mode):
+    if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
     # -P: what lies in the current directory is no part of the library
-    command = [sys.executable, "-P", "-m", "vram.keeper", "--mode", mode]
+    command = [sys.executable, "-P", "-m", "vram.keeper"]
+    if mode is not None:
+        command += ["--mode", mode]
     if socket is not None:
         command += ["--socket", socket]
     if group is not None:

@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m vram.keeper", description="Keep shared memory alive when its maker is gone."
     )
     parser.add_argument("--socket", metavar="PATH", help="where to listen (default: VRAM_KEEPER, or this user's)")
-    parser.add_argument("--mode", default="0600", help="permissions of the socket, octal: who may connect may attach")
+    parser.add_argument(
+        "--mode", help="permissions of the socket, octal: who may connect may attach (default: 0600, or kept)"
+    )
     parser.add_argument("--group", help="group of the socket")
     parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"; "none" lifts it')
     parser.add_argument("--max-entries", metavar="N", help='most names to keep; "none" lifts it')
@@ -56,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        mode = int(given.mode, 8)
+        mode = None if given.mode is None else int(given.mode, 8)
     except ValueError:
         mode = -1
-    if not 0 <= mode <= 0o777:
+    if mode is not None and not 0 <= mode <= 0o777:
         parser.error(f"--mode {given.mode!r} is not an octal mode such as 0660")
 
     succession: Succession | None = None

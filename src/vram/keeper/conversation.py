@@ -434,12 +434,18 @@ def _take(tray: deque[_Answer]) -> _Answer | None:
         return None
 
 
-def open_channel(path: str, chosen: bool, timeout: float) -> Channel:
-    """Connect to whoever listens at `path`, and make sure that they are to be trusted."""
+def open_channel(path: str, chosen: bool, timeout: float, *, through: str | None = None) -> Channel:
+    """Connect to whoever listens at `path`, and make sure that they are to be trusted.
+
+    Parameters
+    ----------
+    through : str, optional
+        Another path to the socket that was found there, such as one of a descriptor of it.
+    """
     if not chosen:
         check_directory(os.path.dirname(path))
     try:
-        channel = Channel.connect(path, timeout)
+        channel = Channel.connect(through or path, timeout)
     except PeerGoneError as error:
         raise PeerGoneError(f"no keeper: {error}; start one with `vram keep --socket {path}`") from None
     try:

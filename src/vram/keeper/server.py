@@ -29,7 +29,7 @@ from .admission import trim
 from .catalogue import Catalogue
 from .connection import Connection
 from .failures import failure
-from .listener import Listener
+from .listener import Listener, group_id
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
@@ -51,10 +51,11 @@ class KeeperServer:
     ----------
     socket_path : str or None
         Where to listen; None is the default path of this user.
-    mode : int
-        Permissions of the socket: who may connect may attach.
+    mode : int or None
+        Permissions of the socket: who may connect may attach. None is 0600 for a new one; one that is taken over from
+        another keeper stays as it is.
     group : str or None
-        Group of the socket, by name or number.
+        Group of the socket, by name or number; None leaves it, too.
     max_bytes, max_entries : int or None
         Ceilings for what is kept; None is none.
     max_bytes_per_user, max_entries_per_user : int or None
@@ -73,7 +74,7 @@ class KeeperServer:
         self,
         socket_path: str | None = None,
         *,
-        mode: int = 0o600,
+        mode: int | None = None,
         group: str | None = None,
         max_bytes: int | None = None,
         max_entries: int | None = None,
@@ -86,6 +87,7 @@ class KeeperServer:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
+        self.gid = None if group is None else group_id(group)  # or UsageError, before anything is taken over
         self._directory_fd = directory_fd
         self.patience = patience
         self.pid = os.getpid()
@@ -132,7 +134,8 @@ class KeeperServer:
     def listen(self) -> None:
         """Bind the socket; :meth:`serve` does it otherwise. Raises what :class:`Listener` raises."""
         prepare_directory(self.path, self._chosen)
-        self.listen_on(Listener(self.path, mode=self.mode, group=self.group, directory_fd=self._directory_fd))
+        mode = 0o600 if self.mode is None else self.mode
+        self.listen_on(Listener(self.path, mode=mode, group=self.group, directory_fd=self._directory_fd))
 
     def listen_on(self, listener: Listener) -> None:
         """Serve on a socket that is there already."""

@@ -50,6 +50,7 @@ from msgspec import Struct
 from ..errors import (
     AccessDeniedError,
     BusyError,
+    NotFoundError,
     PeerError,
     PeerGoneError,
     ProtocolError,
@@ -62,7 +63,7 @@ from .accounts import Quotas
 from .connection import Connection, Held, Partial
 from .conversation import greet, open_channel
 from .failures import raised
-from .listener import Listener
+from .listener import Listener, Permissions
 from .snapshot import Books, restore, save
 
 if TYPE_CHECKING:
@@ -268,11 +269,14 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
     PeerGoneError
         If it died before everything was here: what it held is lost.
     """
-    try:
-        channel = open_channel(server.path, server.is_chosen, PATIENCE)
-    except PeerGoneError:
-        return None
-    with channel:
+    with contextlib.ExitStack() as stack:
+        chosen = (server.mode, server.gid) != (None, None)
+        try:
+            permissions = stack.enter_context(contextlib.closing(Permissions(server.path))) if chosen else None
+            through = permissions.through if permissions else None
+            channel = stack.enter_context(open_channel(server.path, server.is_chosen, PATIENCE, through=through))
+        except (PeerGoneError, NotFoundError):
+            return None
         who = channel.peer()
         if who.uid != os.geteuid():
             raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
@@ -288,9 +292,11 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             close_fds(fds)
             raise
         try:
+            if permissions:
+                permissions.change(server.mode, server.gid)
             _commit(channel)
         except BaseException:
-            _drop(server, sockets)
+            _drop(server, sockets, permissions)
             raise
         _settle_in(server, sockets[0])
         with contextlib.suppress(PeerError):  # it died just now; it had let go
@@ -413,8 +419,10 @@ def _settle_in(server: KeeperServer, listener: socket.socket) -> None:
     server.listen_on(Listener.adopt(server.path, listener))
 
 
-def _drop(server: KeeperServer, sockets: list[socket.socket]) -> None:
-    """The old keeper serves on: close our copies and say nothing to anybody."""
+def _drop(server: KeeperServer, sockets: list[socket.socket], permissions: Permissions | None) -> None:
+    """The old keeper serves on: close our copies, leave the socket as it was, and say nothing to anybody."""
+    if permissions:
+        permissions.restore()
     server.close_everything()
     sockets[0].close()
 
