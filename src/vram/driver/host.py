@@ -244,7 +244,7 @@ class HostDriver:
         return self._import("mem_import", fd, kind, nbytes, self._books.new_handle)
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
-        return (stat := look("mem_identity", fd)).st_dev, stat.st_ino
+        return (stat := look("mem_identity", fd)[0]).st_dev, stat.st_ino
 
     def mem_seal(self, handle: int) -> None:
         memory = self._books.memory("mem_seal", handle)

@@ -61,11 +61,8 @@ class Memfds:
         UsageError
             If the descriptor is not open.
         """
-        stat = look(call, fd)
-        try:
-            seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)
-        except OSError:
-            raise ProtocolError(f"{call}({fd}): this is no shared memory (memfd)") from None
+        # The seals before the size: a peer that truncates it in between would have a reader killed by SIGBUS.
+        stat, seals = look(call, fd)
         if seals & _BOUND != _BOUND:
             raise ProtocolError(
                 f"{call}({fd}): its size could change under a reader (its seals are {seals:#x}); "
@@ -87,9 +84,22 @@ class Memfds:
         return (device, stat.st_ino), seals
 
 
-def look(call: str, fd: int) -> os.stat_result:
-    """Return what an open descriptor stands for, or raise :class:`~vram.errors.UsageError`."""
+def look(call: str, fd: int) -> tuple[os.stat_result, int]:
+    """Return what ``fstat`` says of a memfd, and the seals that it had before.
+
+    Raises
+    ------
+    ProtocolError
+        If it is none. Its file system is not asked then: one in user space may never answer.
+    UsageError
+        If the descriptor is not open.
+    """
     try:
-        return os.fstat(fd)
-    except (OSError, OverflowError):
+        fcntl.fcntl(fd, fcntl.F_GETFD)
+    except (OSError, OverflowError, ValueError, TypeError):
         raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
+    try:
+        seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)
+        return os.fstat(fd), seals
+    except OSError:
+        raise ProtocolError(f"{call}({fd}): this is no shared memory (memfd)") from None

@@ -11,6 +11,7 @@ from ..errors import ProtocolError, UnsupportedError, UsageError
 from ..keeper.client import Attachment
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
+from ..open_files import is_memory
 from ..sharing.descriptor import (
     MAX_MANIFEST,
     MAX_SEGMENTS,
@@ -200,6 +201,8 @@ def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:
 
     Nothing it says is believed; `fd` is lent.
     """
+    if not is_memory(fd):  # nothing else is asked for its size: a file system in user space may never answer
+        raise ProtocolError("a manifest came as a descriptor of something that is no shared memory (memfd)")
     longest = min(longest, MAX_MANIFEST)
     driver = drivers.get(HOST)
     granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum

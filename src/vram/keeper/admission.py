@@ -12,6 +12,7 @@ import stat
 from collections.abc import Sequence
 
 from ..errors import ProtocolError, UnsupportedError
+from ..open_files import attributes
 from ..spec import HandleKind, round_up
 
 __all__ = ["InadmissibleError", "admit", "trim"]
@@ -128,12 +129,11 @@ def _admit_gpu(fd: int, size: int, what: str) -> int:
         if found.st_size < size:
             raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
         return _taken(found, fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
-    # The name first, which asks no file system: fstat does, and one in user space may never answer.
+    # Not by its name: a file of a file system in user space, which may never answer fstat, can be called the same.
     try:
-        name = os.readlink(f"/proc/self/fd/{fd}")
-        is_nvidia = os.path.basename(name).startswith("nvidia") and os.major(os.fstat(fd).st_rdev) == _NVIDIA_MAJOR
+        device = attributes(fd)
     except OSError:
-        is_nvidia = False
-    if not is_nvidia or not stat.S_ISCHR(os.fstat(fd).st_mode):
+        device = None
+    if device is None or not stat.S_ISCHR(device.st_mode) or os.major(device.st_rdev) != _NVIDIA_MAJOR:
         raise InadmissibleError(f"{what} is no memory of a GPU: it is not a descriptor of NVIDIA's driver")
     return size

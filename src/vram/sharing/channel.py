@@ -35,6 +35,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
+from ..open_files import close_all as close_fds
 
 __all__ = [
     "MAX_FDS",
@@ -108,15 +109,6 @@ def peer_credentials(sock: socket.socket) -> Credentials:
     """Return who connected, or who listened, on the other side of a unix socket (``SO_PEERCRED``, see unix(7))."""
     pid, uid, gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return Credentials(pid or None, uid, gid)
-
-
-def close_fds(fds: Sequence[int]) -> None:
-    """Close descriptors that the caller owns; one that is closed already does not keep the others open."""
-    for fd in fds:
-        try:  # noqa: SIM105  (contextlib.suppress costs more than the close)
-            os.close(fd)
-        except OSError:
-            pass
 
 
 def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), flags: int = 0) -> None:

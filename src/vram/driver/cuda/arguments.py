@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ...errors import UnsupportedError
+from ...errors import ProtocolError, UnsupportedError, UsageError
+from ...open_files import attributes
 from ...spec import HandleKind
 from .bindings import version_text
 
-__all__ = ["check_kinds"]
+__all__ = ["check_descriptor", "check_kinds"]
 
 _FABRIC_SINCE = 12030  # of the driver: before it, it knows no such kind (INVALID_VALUE)
 _SHAREABLE = HandleKind.POSIX_FD | HandleKind.FABRIC
@@ -30,3 +31,13 @@ def check_kinds(call: str, kinds: HandleKind, driver_version: int) -> None:
             version_text(driver_version),
             "Upgrade the NVIDIA driver, or ask for HandleKind.POSIX_FD, which works within one machine",
         )  # fmt: skip
+
+
+def check_descriptor(call: str, fd: int) -> None:
+    """Refuse descriptors that the driver cannot have exported: it would ask their file systems, and wait for them."""
+    try:
+        found = attributes(fd)
+    except (OSError, OverflowError, ValueError, TypeError):  # the driver's word for it would be that of other mistakes
+        raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
+    if found is None:
+        raise ProtocolError(f"{call}({fd}): this is nothing that the driver exported (a file, a directory or a pipe)")

@@ -21,7 +21,7 @@ from ...spec import Access, HandleKind, Location
 from ..arguments import check_size
 from ..books import duplicate
 from ..protocol import Granularity, LiveObjects, MemoryProperties
-from .arguments import check_kinds
+from .arguments import check_descriptor, check_kinds
 from .bindings import UINT32, UINT64, Bindings, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
@@ -107,10 +107,7 @@ class MulticastCalls(PoolCalls):
             check_kinds("multicast_import", kind, self._call.driver_version)
             raise UsageError("multicast_import: kind must be POSIX_FD")
         check_size("multicast_import", nbytes, self.multicast_granularity(num_devices, nbytes, kind).minimum)
-        try:
-            os.fstat(fd)
-        except (OSError, OverflowError):
-            raise UsageError(f"multicast_import({fd}): this is no open file descriptor") from None
+        check_descriptor("multicast_import", fd)
         kept = duplicate(fd)
         raws: list[int] = []
         try:

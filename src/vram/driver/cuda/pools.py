@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from ...errors import DriverError, OutOfMemoryError, ProtocolError, UnsupportedE
 from ...spec import Access, HandleKind, Location
 from ..foreign import MAX_POOL_ALLOCATION
 from ..protocol import LiveObjects
-from .arguments import check_kinds
+from .arguments import check_descriptor, check_kinds
 from .bindings import UINT32, Bindings, write
 from .devices import DEVICE, Devices
 from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
@@ -88,10 +87,7 @@ class PoolCalls(ForeignCalls):
             check_kinds("pool_import", kind, self._call.driver_version)
             raise UsageError("pool_import: kind must be POSIX_FD")
         device = self._devices.device(location)
-        try:
-            fcntl.fcntl(fd, fcntl.F_GETFD)  # the driver's word for it would be that of any other mistake
-        except (OSError, OverflowError, ValueError):
-            raise UsageError(f"pool_import({fd}): this is no open file descriptor") from None
+        check_descriptor("pool_import", fd)
         call: tuple[Any, ...] = ("cuMemPoolImportFromShareableHandle", fd, self._handle_type(kind), 0)
         try:
             return self._made(self._pools, device, "cuMemPoolDestroy", *call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from typing import Any
 
@@ -11,7 +10,7 @@ from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
 from ..arguments import check_access, check_size
 from ..books import duplicate
-from .arguments import check_kinds
+from .arguments import check_descriptor, check_kinds
 from .bindings import UINT64, read
 from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
 from .memory import MemoryCalls
@@ -78,12 +77,8 @@ class SharingCalls(MemoryCalls):
             check_kinds(call, kind, self._call.driver_version)
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes, self._granule())
-        try:
-            kept = duplicate(fd)
-        except (DriverError, OverflowError, ValueError) as error:
-            if isinstance(error, DriverError) and error.code != errno.EBADF:
-                raise
-            raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
+        check_descriptor(call, fd)
+        kept = duplicate(fd)
         try:
             raw = int(self._call("cuMemImportFromShareableHandle", kept, self._handle_type(kind)))
         except BaseException as error:

@@ -1,0 +1,140 @@
+"""What an open file is, found out and closed without waiting for whoever serves it.
+
+A descriptor that another process sent may be a file of a FUSE mount whose server never answers. Whatever asks that
+server waits for as long as it pleases, and cannot be interrupted: ``fstat``, ``fstatfs``, ``poll``, an ``ioctl``, and
+even ``close``, which sends it a FLUSH. So what a descriptor stands for is asked of the kernel first, in ways that it
+answers from what it holds in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+__all__ = ["attributes", "close_all", "is_memory"]
+
+_F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034  # <linux/fcntl.h>; Python names them in some versions only
+_NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
+_MAX_THREADS = 8
+_MOMENT = 0.1  # seconds in which whatever is well served is closed
+
+_slow: deque[tuple[Sequence[int], threading.Event]] = deque()
+_threads: list[threading.Thread] = []
+
+
+def is_memory(fd: int) -> bool:
+    """Whether a descriptor stands for memory that can be sealed: a memfd, or a file of a tmpfs.
+
+    Raises
+    ------
+    OSError
+        ``EBADF``: it is not open.
+    """
+    import fcntl  # not there on Windows
+
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            fcntl.fcntl(fd, fcntl.F_GETFD)  # raises, unless it stands for no more than a path (O_PATH)
+        return False
+    return True
+
+
+def attributes(fd: int) -> os.stat_result | None:
+    """Return what ``fstat`` says of memory, of a device or a socket; None for what is not to be asked.
+
+    That is a file or directory, a path of one, or a named pipe: whoever mounted its file system answers, or does not.
+    (A device in it is the same. But only root can mount one whose devices can be opened.)
+
+    Raises
+    ------
+    OSError
+        ``EBADF``, as :func:`is_memory`.
+    """
+    if not is_memory(fd) and not _is_special(fd):
+        return None
+    return os.fstat(fd)
+
+
+def _is_special(fd: int) -> bool:
+    """Whether it is neither a regular file nor a directory nor a pipe."""
+    import fcntl
+
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, _F_GETPIPE_SZ)
+        return False
+    try:
+        scratch = os.memfd_create("vram-nothing", os.MFD_CLOEXEC)
+    except OSError:  # no room: then it is not known
+        return False
+    try:
+        # Nothing is copied. The kernel looks at the type first, and refuses what is no regular file in this way.
+        os.copy_file_range(fd, scratch, 0, 0, 0)
+    except OSError as error:
+        # ENOSYS: no Linux, but something that plays it, and none of its file systems is served by another process.
+        return error.errno in (errno.EINVAL, errno.ENOSYS)
+    finally:
+        os.close(scratch)
+    return False
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors that the caller owns; one that is closed already does not keep the others open.
+
+    Memory and NVIDIA's devices are closed when this returns. Everything else is closed in another thread, since it may
+    block: this waits a moment for it, 0.1 s in all, and leaves it to that thread. A process with such a file open can
+    end no sooner than it is closed: that is the kernel's doing.
+    """
+    slow: list[int] = []
+    for fd in fds:
+        try:
+            if is_memory(fd) or _is_gpu(fd):
+                os.close(fd)
+            else:
+                slow.append(fd)
+        except (OSError, ValueError):  # not open
+            pass
+    if slow:
+        _close_elsewhere(slow)
+
+
+def _is_gpu(fd: int) -> bool:
+    found = attributes(fd)
+    return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
+
+
+def _close_elsewhere(fds: Sequence[int]) -> None:
+    closed = threading.Event()
+    _slow.append((fds, closed))
+    _threads[:] = [thread for thread in tuple(_threads) if thread.is_alive()]
+    if len(_threads) < _MAX_THREADS:
+        thread = threading.Thread(target=_close_slowly, name="vram: closing", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
+            thread.start()
+            _threads.append(thread)
+    closed.wait(_MOMENT)
+
+
+def _close_slowly() -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            fds, closed = _slow.popleft()
+            for fd in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            closed.set()
+
+
+def _after_fork_in_child() -> None:
+    """The threads are the parent's; what they had to close, this process has as well."""
+    _threads.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
