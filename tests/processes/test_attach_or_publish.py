@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,9 +193,14 @@ def test_waiting_for_a_loader_ends_in_time() -> None:
     outcome: list[BaseException] = []
 
     def load() -> dict[str, Any]:
-        with pytest.raises(WaitTimeoutError, match="model") as caught:
-            vram.attach_or_publish("model", dict, timeout=0.05)
-        outcome.append(caught.value)
+        def wait() -> None:  # in a thread of its own: in this one it would be for itself, which is another error
+            with pytest.raises(WaitTimeoutError, match="model") as caught:
+                vram.attach_or_publish("model", dict, timeout=0.05)
+            outcome.append(caught.value)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
         return {"w": np.arange(3)}
 
     assert total(vram.attach_or_publish("model", load)) == 3
@@ -308,3 +315,38 @@ def test_losing_the_keeper_while_loading_is_said() -> None:
             vram.keeper.client.close_client(path)
             for keeper in keepers:
                 keeper.stop()
+
+
+def test_the_same_name_inside_its_own_load_is_an_error_and_not_a_wait_for_itself(kept: vram.Keeper) -> None:
+    caught: list[BaseException] = []
+
+    def load() -> dict[str, object]:
+        try:
+            vram.attach_or_publish("recursive", load, timeout=5.0)
+        except vram.VramError as error:
+            caught.append(error)
+        with vram.attach_or_publish("another", lambda: {"x": np.arange(3)}) as other:  # which waits for nobody
+            return {"x": other["x"].numpy().copy()}
+
+    with vram.attach_or_publish("recursive", load) as lease:
+        assert lease["x"].numpy().tolist() == [0, 1, 2]
+    assert [type(error) for error in caught] == [vram.BusyError]
+    assert "would wait for itself" in str(caught[0])
+    with (
+        pytest.raises(vram.BusyError),
+        vram.attach_or_publish("second", lambda: vram.attach_or_publish("second", dict)),
+    ):
+        pass
+    with vram.attach_or_publish("second", lambda: {"x": np.arange(2)}) as lease:  # the claim was given up
+        assert len(lease) == 1
+
+
+def test_what_a_load_starts_elsewhere_in_its_own_context_is_known_as_well(kept: vram.Keeper) -> None:
+    def load() -> dict[str, object]:
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(vram.BusyError):
+                pool.submit(context.run, vram.attach_or_publish, "n", dict).result()
+        return {"x": np.arange(3)}
+
+    vram.attach_or_publish("n", load).close()

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -154,6 +155,7 @@ def test_another_process_unpickles_it(tmp_path: Path) -> None:
             stored.write_bytes(pickle.dumps({"a": a, "part": a[5:], "x": lease["x"]}))
     code = f"""
 import pickle
+import socket
 found = pickle.load(open({str(stored)!r}, "rb"))
 print(found["a"].numpy().sum(), found["part"].numpy()[0, 0], found["x"].numpy().tolist(), found["a"].readonly)
 """
@@ -224,3 +226,58 @@ def test_a_slice_that_lies_outside_is_refused() -> None:
         rebuild(path, name, version, entry, "rw", 0, (3,))
     gc.collect()
     until(lambda: vram.statistics().leases == 0)
+
+
+# -- what is no pickle of ours --------------------------------------------------------------------------------------
+
+ODD = [None, -1, 2**62, 2**70, "x", 1.5, (), (2**62,), (1, 2, 3), b"", (-1, 4), ("a",), ([1],), [1], True]
+
+
+def test_a_pickle_that_cannot_be_read_keeps_no_lease_while_its_error_is_kept() -> None:
+    """I4, and typed errors: whatever stands in the place of one of its arguments."""
+    kept: list[BaseException] = []
+    with rows() as a:
+        vram.publish("n", {"a": a})
+        attach_array, arguments, *_ = a.__reduce_ex__(4)
+        assert not isinstance(attach_array, str)
+        for index in range(1, len(arguments)):
+            for odd in ODD:
+                given = (*arguments[:index], odd, *arguments[index + 1 :])
+                if given == arguments or (index == 2 and odd is True):
+                    continue
+                try:
+                    attach_array(*given).close()
+                except vram.VramError as error:
+                    kept.append(error)
+        assert len(kept) > 80
+        gc.collect()
+        assert vram.statistics().leases == 0
+        with again(a) as found:
+            assert (found.numpy() == a.numpy()).all()
+
+
+def test_a_channel_that_is_no_socket_leaves_no_descriptor() -> None:
+    class Sent:
+        def __init__(self, fd: int) -> None:
+            self.fd = fd
+
+        def detach(self) -> int:
+            return self.fd
+
+    from vram.exchange.reducers import _rebuild_channel
+
+    kept: list[BaseException] = []
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    reader, writer = os.pipe()
+    try:
+        for fd in (reader, stream.fileno()):
+            sent = os.dup(fd)
+            with pytest.raises(vram.VramError) as caught:
+                _rebuild_channel(Sent(sent))
+            kept.append(caught.value)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(sent)
+    finally:
+        stream.close()
+        os.close(reader)
+        os.close(writer)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from .. import driver as drivers
-from ..errors import NotFoundError, UsageError, VramError
+from ..errors import BusyError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..spec import HOST, Location
 from .keepers import as_notes, check_flag, check_seconds, check_version, wait_for_keeper
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
 _ACCESS = ("r", "rw", "cow")
+# What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
+_loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
 
 def attach(
@@ -122,6 +125,8 @@ def attach_or_publish(
         If another process was still loading after `timeout` seconds.
     PeerGoneError
         If there is no keeper, or none came within `timeout`; or if it went away meanwhile.
+    BusyError
+        If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
     check_access(access)
     writable = check_flag(writable, "writable")
@@ -133,16 +138,25 @@ def attach_or_publish(
     seconds = check_seconds(timeout)
     user = user_of(device)
     client, left = wait_for_keeper(keeper, seconds)
+    key = (client.path, name)
+    if key in _loading.get():
+        raise BusyError(
+            f"attach_or_publish({name!r}) inside the load() of {name!r} would wait for itself: load it there, or "
+            f"attach another name"
+        )
     while True:
         got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left)
         if isinstance(got, Attachment):
             return Lease(client, got, access, user=user)
+        before = _loading.set(_loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, ttl, got)
         except BaseException:
             with contextlib.suppress(VramError):
                 client.abandon(got)
             raise
+        finally:
+            _loading.reset(before)
         with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
             again = client.attach(name, version=version, access=wire_access(access))
             return Lease(client, again, access, user=user)

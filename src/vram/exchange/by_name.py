@@ -9,12 +9,13 @@ import weakref
 from dataclasses import dataclass, field
 
 from ..arrays import Array
-from ..errors import ClosedError
+from ..errors import ClosedError, NotFoundError, ProtocolError
 from ..keeper.client import KeeperClient
 from ..memory import Region
 from ..sharing.descriptor import Manifest
 from .keepers import connect
 from .lease import Lease, array_on, wire_access
+from .mapping import ACCESS
 from .provenance import Provenance
 
 __all__ = ["attach_array"]
@@ -57,7 +58,10 @@ def attach_array(
         If the version is gone.
     PeerGoneError
         If the keeper is.
+    ProtocolError
+        If that is nothing that an array is pickled as.
     """
+    _check(name, version, array, access, start, shape)
     client = connect(path)
     where = Provenance(client.path, name, version, array, access, 0, 0)
     # A private copy is each array's own; everything else is the same memory for all.
@@ -66,7 +70,26 @@ def attach_array(
         whole = _attach(client, where)
     if (start, shape) == (0, whole.shape):
         return whole
-    return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
+    try:
+        return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
+    finally:
+        whole.close()  # now, and not once the traceback of an error is gone: it has the lease
+
+
+def _check(name: object, version: object, array: object, access: object, start: object, shape: object) -> None:
+    """Raise for what no array was pickled as: bytes from elsewhere, or of another release."""
+    fine = (
+        all(isinstance(one, str) for one in (name, array, access))
+        and access in ACCESS
+        and all(type(one) is int and abs(one) < 2**63 for one in (version, start))
+        and isinstance(shape, tuple)
+        and all(type(one) is int and one >= 0 for one in shape)
+    )
+    if not fine:
+        raise ProtocolError(
+            f"no array is pickled as name {name!r:.40}, version {version!r:.40}, array {array!r:.40}, access "
+            f"{access!r:.40}, start {start!r:.40} and shape {shape!r:.40}"
+        )
 
 
 def _again(client: KeeperClient, where: Provenance) -> Array | None:
@@ -87,6 +110,8 @@ def _attach(client: KeeperClient, where: Provenance) -> Array:
     attachment = client.attach(where.name, version=where.version, access=wire_access(where.access))
     lease = Lease(client, attachment, where.access)
     try:
+        if where.entry not in lease:
+            raise NotFoundError(f"{where.name!r} version {where.version} has no array {where.entry!r:.80}")
         array = lease.keep_only(where.entry)
     except BaseException:
         lease.close()

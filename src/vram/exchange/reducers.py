@@ -104,9 +104,21 @@ def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel],
 def _rebuild_channel(descriptor: Any) -> ArrayChannel:
     import socket
 
+    from ..errors import ProtocolError
+    from ..sharing.channel import close_fds
     from .array_channel import ArrayChannel
 
-    return ArrayChannel(socket.socket(fileno=descriptor.detach()))
+    fd = descriptor.detach()
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as error:
+        close_fds([fd])
+        raise ProtocolError(f"a channel was pickled, and what came is no socket: {error.strerror}") from None
+    try:
+        return ArrayChannel(sock)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _rebuild(*reference: Any) -> Array:
