@@ -791,3 +791,25 @@ def test_i2_a_mapping_that_fails_keeps_nothing_that_its_callers_held() -> None:
         gc.enable()
         os.close(fd)
         driver.address_free(address, G)
+
+
+def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
+    """2**64 cut to the 64 bits of a size is 0, and what is then unmapped as surplus is memory of others (I11).
+
+    In a process of its own, which would end by a signal.
+    """
+    code = (
+        "from vram import driver as drivers; from vram.errors import AddressSpaceError; from vram.spec import HOST\n"
+        "driver = drivers.get(HOST)\n"
+        "for alignment in (1 << 62, 1 << 63, 1 << 64, 1 << 100):\n"
+        "    for _ in range(20):\n"  # the first mapping may happen to be aligned well enough
+        "        try:\n"
+        "            driver.address_reserve(2 << 20, alignment=alignment)\n"
+        "        except AddressSpaceError:\n"
+        "            pass\n"
+        "        else:\n"
+        "            raise SystemExit('reserved, and no AddressSpaceError')\n"
+        "print('fine')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr

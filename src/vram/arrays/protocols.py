@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..errors import AccessDeniedError, UsageError
+from ..errors import AccessDeniedError, UsageError, VramError
 from ..spec import Access, Location
 from . import cuda
 from .dtypes import DLPACK_CPU, DLPACK_CUDA, carrier, is_plain
@@ -270,19 +270,25 @@ class Viewable:
         """Write through numpy, with all its indexing. On a GPU: whole rows, by a row's number or a slice of them."""
         self._check_writable()
         home = self._here()
-        if home.addressable:
-            self.numpy()[key] = value
-        else:
-            cuda.assign(self, key, value)
+        try:
+            if home.addressable:
+                self.numpy()[key] = value
+            else:
+                cuda.assign(self, key, value)
+        except OverflowError as error:
+            raise _unfit(value, self, error) from None
 
     def fill(self, value: object) -> None:
         """Set every element to `value`, as numpy would convert it."""
         self._check_writable()
         home = self._here()
-        if home.addressable:
-            self.numpy().fill(value)
-        else:
-            cuda.assign(self, slice(None) if self._shape else ..., value)
+        try:
+            if home.addressable:
+                self.numpy().fill(value)
+            else:
+                cuda.assign(self, slice(None) if self._shape else ..., value)
+        except (OverflowError, ValueError) as error:
+            raise _unfit(value, self, error) from None
 
     def copy(self) -> NDArray:
         """Return a copy as a numpy array of the host."""
@@ -318,3 +324,9 @@ class Viewable:
 
 if sys.version_info < (3, 12):
     del Viewable.__buffer__  # the interpreter would not look at it
+
+
+def _unfit(value: object, array: Viewable, error: Exception) -> Exception:
+    if isinstance(error, VramError):
+        return error
+    return UsageError(f"{value!r:.40} cannot be put into an array of {array._dtype}: {error}")

@@ -71,6 +71,9 @@ class Ballast:
 
 def reserve(nbytes: int, alignment: int, wish: int) -> int:
     """Return the base of a new range, at `wish` if that is free; -1 with errno set if there is none."""
+    if nbytes + alignment >= 1 << 63:  # ctypes would cut it to 64 bits, and what is unmapped below be others' memory
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
     # Recent kernels align large mappings on their own: one call, most of the time.
     base: int = uninterrupted(libc.mmap, wish, nbytes, 0, RESERVED, -1, 0)
     if base == -1 or base % alignment == 0:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .. import driver as drivers
 from ..errors import BusyError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
+from ..keeper.rules import check_name
 from ..spec import HOST, Location
 from .keepers import as_notes, check_flag, check_seconds, check_version, wait_for_keeper
 from .lease import Lease, wire_access
@@ -138,7 +139,7 @@ def attach_or_publish(
     seconds = check_seconds(timeout)
     user = user_of(device)
     client, left = wait_for_keeper(keeper, seconds)
-    key = (client.path, name)
+    key = (client.path, check_name(name))
     if key in _loading.get():
         raise BusyError(
             f"attach_or_publish({name!r}) inside the load() of {name!r} would wait for itself: load it there, or "

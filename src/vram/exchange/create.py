@@ -12,6 +12,7 @@ from ..arrays.dtypes import as_dtype
 from ..arrays.numpy_on_use import np
 from ..arrays.sources import CudaSource, as_source
 from ..errors import UsageError, VramError
+from ..memory import checks
 from ..spec import Location
 from .mapping import visible
 
@@ -121,7 +122,7 @@ def asarray(
         and capacity is None
         and chunk is None
     ):
-        if populate:
+        if checks.flag(populate, "populate"):
             source.region.populate()
         return source
     given = _given(source, kind)

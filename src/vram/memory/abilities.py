@@ -40,7 +40,8 @@ def interprocess(driver: Driver) -> InterprocessEvents:
 
 def _able(driver: Driver, capability: Any, what: str, remedy: str = "Copy it: vram.copy_in()") -> Driver:
     if not _has(type(driver), capability):
-        raise UnsupportedError(what, "a driver of GPUs", f"the {driver.name} driver, which has none", remedy)
+        name = getattr(driver, "name", None) or f"{driver!r:.40} for a"
+        raise UnsupportedError(what, "a driver of GPUs", f"the {name} driver, which has none", remedy)
     return driver
 
 

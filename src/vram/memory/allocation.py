@@ -133,7 +133,7 @@ class PhysicalAllocation(Owned):
         """
         place = checks.place(driver, location)
         kinds = checks.kinds(handle_kinds)
-        granularity = driver.mem_granularity(place, kinds).minimum
+        granularity = checks.driver_of(driver).mem_granularity(place, kinds).minimum
         size = checks.positive(nbytes, "nbytes", granularity)
         return cls(*create_memory(driver, size, place, kinds))
 
@@ -300,7 +300,7 @@ def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) 
     """Open memory that was exported, and return it with the first claim on it; see PhysicalAllocation.import_."""
     checks.descriptor(fd)
     checks.kinds(kind)
-    granularity = driver.mem_granularity(Location(driver.name), kind).minimum
+    granularity = checks.driver_of(driver).mem_granularity(Location(driver.name), kind).minimum
     size = checks.positive(nbytes, "nbytes", granularity)
     return _open(Release(driver, size), partial(driver.mem_import, fd, kind, size))
 

@@ -9,7 +9,9 @@ from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
 from ..spec import Access, HandleKind, Location, parse_size
 
-__all__ = ["access", "aligned", "descriptor", "kinds", "not_exported", "place", "positive", "size"]
+__all__ = [
+    "access", "aligned", "descriptor", "driver_of", "flag", "kinds", "not_exported", "place", "positive", "size",
+]  # fmt: skip
 
 
 def size(value: int | str, what: str) -> int:
@@ -39,8 +41,10 @@ def aligned(value: int, what: str, granularity: int) -> int:
 def place(driver: Driver, location: Location | str) -> Location:
     """Return a location that `driver` serves."""
     found = location if type(location) is Location else Location.parse(location)
-    if found.kind != driver.name:
-        raise UsageError(f"location {found} is not served by the {driver.name} driver; see vram.driver.get(location)")
+    name = getattr(driver, "name", None)
+    if found.kind != name:
+        which = f"the {name} driver" if isinstance(name, str) else f"{driver!r:.40}, which is no driver"
+        raise UsageError(f"location {found} is not served by {which}; see vram.driver.get(location)")
     # One name for one place: a GPU's UUID becomes its ordinal here, and "this thread's NUMA node" a certain one.
     return found if type(found.id) is int else driver.canonical(found)
 
@@ -73,4 +77,19 @@ def access(value: Access) -> Access:
     """Return an access right."""
     if type(value) is not Access:
         raise UsageError(f"access must be Access.NONE, READ or READ_WRITE, not {value!r}")
+    return value
+
+
+def flag(value: object, what: str) -> bool:
+    """Return a choice between two, for whatever Python takes for one: an array of several is none."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{what} must be True or False, not {value!r:.40}") from None
+
+
+def driver_of(value: Driver) -> Driver:
+    """Return a driver, if that is what it looks like."""
+    if not hasattr(value, "mem_granularity"):
+        raise UsageError(f"a driver is what vram.driver.get(location) returns, not {value!r:.40}")
     return value

@@ -98,7 +98,7 @@ class Region(MappedRegion):
             raise UsageError(f"chunk is 0; the least is one granule of {granularity} bytes")
         if first > ceiling:
             raise CapacityError(f"nbytes {first} is past the capacity of {ceiling} bytes; ask for more capacity")
-        if populate:
+        if checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
         whose = chunks.users(driver, users)
         where, claim = chunks.reserve(driver, ceiling, place, ())
@@ -110,7 +110,7 @@ class Region(MappedRegion):
             kinds=kinds,
             least=round_up(share, granularity),
             exact=chunk is not None,
-            managed=managed,
+            managed=checks.flag(managed, "managed"),
         )
         if first:
             try:

@@ -87,10 +87,10 @@ class AddressReservation(Owned):
         AddressSpaceError
             If no such range is left.
         """
-        granularity = driver.mem_granularity(Location(driver.name), HandleKind.NONE).minimum
+        granularity = checks.driver_of(driver).mem_granularity(Location(driver.name), HandleKind.NONE).minimum
         size = checks.positive(nbytes, "nbytes", granularity)
-        if type(alignment) is not int or alignment < 0 or alignment & (alignment - 1):
-            raise UsageError(f"alignment must be 0 or a power of two, not {alignment!r}")
+        if type(alignment) is not int or not 0 <= alignment < 1 << 63 or alignment & (alignment - 1):
+            raise UsageError(f"alignment must be 0 or a power of two below 2**63, not {alignment!r:.40}")
         if type(address) is not int or not 0 <= address < 1 << 64:
             raise UsageError(f"address must be 0 or where to put the range, not {address!r}")
         checks.aligned(address, "address", granularity)

@@ -1,0 +1,123 @@
+"""Every public verb with something odd in the place of each of its arguments: only typed errors come out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram.keeper.private import short_directory
+from vram.spec import HOST
+
+G = 2 << 20
+
+
+class TooLarge:
+    """What says that it is an integer, and is none that fits anywhere."""
+
+    def __index__(self) -> int:
+        return 2**80
+
+
+class NoMapping:
+    def __len__(self) -> int:
+        return 3
+
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 1, 1.5, math.nan, math.inf, 1j, 2**31, 2**62, 2**63, 2**64, 2**100, -(2**63), 10**400),
+    *("", "x", "\0", "\ud800", "x" * 5000, b"x", b"\xff", memoryview(b"ab"), ..., slice(None)),
+    *((), (1,), (-1,), (2**63,), ("a",), (None,), [], [1], [[1]], {}, {"a": 1}, {1: "a"}, {"x": None}, set(), range(3)),
+    *(object(), int, len, np.zeros(2), np.float64("nan"), np.int64(-1), np.array("x"), TooLarge(), NoMapping()),
+]
+# What waits is given no time to; a ceiling keeps the machine its memory.
+_WAITS = ("timeout", "patience")
+_TYPED = (vram.VramError, TypeError)
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[None]:
+    with vram.keeper():
+        vram.publish("a", {"x": np.ones(2)})
+        yield
+
+
+def array(*_: object) -> vram.Array:
+    return vram.zeros((2, 2), "int32", device="host")
+
+
+VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "empty": (vram.empty, lambda d: (((2,), "int32"), {"device": "host"})),
+    "zeros": (vram.zeros, lambda d: (((2,), "int32"), {"device": "host"})),
+    "asarray": (vram.asarray, lambda d: ((np.zeros(2),), {"device": "host"})),
+    "copy_in": (vram.copy_in, lambda d: ((np.zeros(2),), {"device": "host"})),
+    "share": (vram.share, lambda d: ((np.zeros(2),), {})),
+    "explain": (vram.explain, lambda d: ((np.zeros(2),), {})),
+    "publish": (vram.publish, lambda d: (("b", {"x": np.ones(1)}), {})),
+    "attach": (vram.attach, lambda d: (("a",), {"timeout": 0.01})),
+    "attach_or_publish": (
+        vram.attach_or_publish,
+        lambda d: (("c", lambda: {"x": np.ones(1)}), {"timeout": 0.01}),
+    ),
+    "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "patience": 0.01})),
+    "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {})),
+    "remove": (vram.remove, lambda d: (("none",), {})),
+    "revoke": (vram.revoke, lambda d: (("none",), {"timeout": 0.01})),
+    "list": (vram.list, lambda d: (("",), {})),
+    "holders": (vram.holders, lambda d: (("",), {})),
+    "show": (vram.show, lambda d: (("a",), {})),
+    "statistics": (vram.statistics, lambda d: ((), {})),
+    "put": (vram.put, lambda d: (("p", f"{d}/none"), {})),
+    "Location": (vram.Location, lambda d: (("cuda", 0), {})),
+    "Location.parse": (vram.Location.parse, lambda d: (("cuda:0",), {})),
+    "Region.create": (vram.Region.create, lambda d: ((drivers.get(HOST), HOST), {"capacity": G, "nbytes": G})),
+    "AddressReservation.reserve": (vram.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
+    "PhysicalAllocation.create": (vram.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),
+    "PhysicalAllocation.import_": (vram.PhysicalAllocation.import_, lambda d: ((drivers.get(HOST), 10**6, G), {})),
+    "Event.create": (vram.Event.create, lambda d: ((drivers.get(HOST), HOST), {})),
+    "Pool.create": (vram.Pool.create, lambda d: ((drivers.get(HOST), HOST), {})),
+    "Array.fill": (lambda value: array().fill(value), lambda d: ((1,), {})),
+    "Array.resize": (lambda rows: array().resize(rows), lambda d: ((1,), {})),
+    "Array.__getitem__": (lambda key: array()[key], lambda d: ((0,), {})),
+}
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("verb", VERBS)
+def test_something_odd_in_the_place_of_any_argument_is_a_typed_error(verb: str) -> None:
+    act, usual = VERBS[verb]
+    wrong: list[str] = []
+    with short_directory() as place:
+        given, options = usual(place)
+        keywords = [
+            one.name for one in inspect.signature(act).parameters.values() if one.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+        for odd in ODD:
+            calls = [((*given[:at], odd, *given[at + 1 :]), options) for at in range(len(given))]
+            for name in keywords:
+                if name in _WAITS and (odd is None or (isinstance(odd, (int, float)) and odd > 1)):
+                    continue
+                calls.append((given, {**options, name: odd}))
+            for arguments, named in calls:
+                try:
+                    made = act(*arguments, **named)
+                except _TYPED:
+                    continue
+                except Exception as error:
+                    changed = next((name for name in named if named[name] is odd), "an argument")
+                    wrong.append(f"{verb} with {odd!r:.30} as {changed}: {type(error).__name__}: {error}")
+                    continue
+                if hasattr(made, "close") and not isinstance(made, type):
+                    with contextlib.suppress(vram.VramError):
+                        made.close()
+    assert wrong == []
+    if verb not in ("statistics",):
+        with vram.attach("a") as lease:  # the connection serves on
+            assert lease["x"].numpy().tolist() == [1, 1]
