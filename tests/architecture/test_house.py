@@ -10,6 +10,7 @@ LONG = {
     "vram/cli/demo.py": "one story, act by act, with the children that play it and the props",
     "vram/exchange/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/driver/books.py": "one set of books for both drivers; why each step needs no lock is only seen in one place",
+    "vram/driver/host.py": "one driver: what each call leaves behind when it is refused or interrupted, seen side by side",
     "vram/driver/protocol.py": "the contract between house and drivers, more than half of it what each call promises",
     "vram/exchange/lease.py": "one lease from its mapping to its end; half of it is what each question promises",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
@@ -19,6 +20,7 @@ LONG = {
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
     "vram/keeper/server.py": "one loop and all that it owns: which of it is bounded by what is seen in one place",
     "vram/keeper/takeover.py": "both sides of one protocol and its diagram: each step answers one of the other",
+    "vram/memory/region.py": "everything that changes a size: each way in, and what it takes back when it fails",
     "vram/sharing/channel.py": "the two places where descriptors meet a socket, and the class that both sides use",
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
 }
