@@ -149,6 +149,16 @@ def test_the_suites_are_loaded_by_nobody() -> None:
 # Whoever loads multiprocessing, and whenever: what is pickled for it goes without a copy.
 PICKLED = """
 import subprocess, sys
+class Asks:
+    def find_spec(self, name, path=None, target=None):
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        return next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+class Old:
+    def find_module(self, name, path=None):
+        return None
+def anew():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vram"]:
+        del sys.modules[name]
 {first}
 from multiprocessing.reduction import ForkingPickler
 a = vram.zeros(4, "uint8", device="host")
@@ -172,6 +182,12 @@ print("passed")
         "import vram; vram.list; vram.attach; import multiprocessing.pool",
         # somebody only looks whether it is there
         "import importlib.util, vram; vram.list; importlib.util.find_spec('multiprocessing.reduction').has_location",
+        # a finder that asks all others in its turn
+        "import vram; vram.list; sys.meta_path.insert(0, Asks()); import multiprocessing",
+        # one of old, which Python passes over
+        "import vram; vram.list; sys.meta_path.insert(1, Old()); import multiprocessing",
+        # vram once more, as a test runner or a notebook that begins anew has it
+        "import vram; vram.list; anew(); import vram; vram.list; import multiprocessing",
     ],
 )
 def test_multiprocessing_is_taught_whenever_it_is_loaded(first: str) -> None:

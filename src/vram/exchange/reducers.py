@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +46,25 @@ def _teach() -> None:
 class _Finder:
     """Asked first whenever a module is looked for. Finds one: as others do, with a loader that teaches it."""
 
+    def __init__(self) -> None:
+        self._asking: set[int] = set()  # the threads that ask the other finders
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find the module that is waited for as the other finders do; no other."""
-        if name != _REDUCTION:
+        thread = threading.get_ident()
+        if name != _REDUCTION or thread in self._asking:  # a finder that is asked may ask all others in its turn
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
-                return spec
+        self._asking.add(thread)
+        try:
+            for finder in tuple(sys.meta_path):
+                find = getattr(finder, "find_spec", None)  # one of before Python 3.4 has none, and is passed over
+                spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                    return spec
+        finally:
+            self._asking.discard(thread)
         return None
 
 
