@@ -223,21 +223,29 @@ def test_one_that_does_not_start_leaves_nothing(place: str) -> None:
     assert "VRAM_KEEPER" not in os.environ
 
 
-@pytest.mark.parametrize(
-    "ceilings",
-    [{"max_bytes": -1}, {"max_bytes": "64 bananas"}, {"max_bytes": 1.5}, {"max_entries": -1}, {"max_entries": "9"}],
-    ids=repr,
-)
-def test_a_ceiling_that_is_none_is_refused_before_anything_starts(place: str, ceilings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(ceilings))):
-        vram.keeper(**ceilings)
-    assert os.listdir(place) == []
-    assert "VRAM_KEEPER" not in os.environ
-
-
 def test_its_ceiling_can_be_said_as_a_size(place: str) -> None:
     with vram.keeper(max_bytes="8MiB"):
         assert vram.statistics().max_bytes == 8 << 20
+
+
+@pytest.mark.parametrize("ceiling", [-1, 1.5, True, "many", 2**63, float("nan"), object()])
+@pytest.mark.parametrize("name", ["max_bytes", "max_entries"])
+def test_a_ceiling_that_is_none_is_refused_before_anything_is_started(place: str, name: str, ceiling: object) -> None:
+    with pytest.raises(UsageError, match=f"^{name} "):
+        vram.keeper(**{name: ceiling})  # type: ignore[arg-type]
+    assert os.listdir(place) == []
+
+
+def test_one_started_with_its_signals_blocked_ends_as_any_other(place: str) -> None:
+    """As in a thread of a program that takes its signals in another one."""
+    ending = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    try:
+        kept = PrivateKeeper()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    kept.stop()
+    assert kept._process.process.returncode == 0, "it had to be killed"
 
 
 def test_its_help_is_its_own() -> None:

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import PeerGoneError, UsageError, WaitTimeoutError
 from ..sharing.channel import MAX_PATH
+from ..spec import parse_size
 from .paths import check_platform
+from .rules import check_entries
 
 __all__ = ["KeeperProcess", "PrivateKeeper", "private_keeper", "short_directory"]
 
@@ -176,6 +178,8 @@ class PrivateKeeper:
 
     Raises
     ------
+    UsageError
+        If a ceiling is none.
     PeerGoneError, WaitTimeoutError
         If it does not start.
     """
@@ -190,9 +194,9 @@ class PrivateKeeper:
     ) -> None:
         arguments = [*options]
         if max_bytes is not None:
-            arguments += ["--max-bytes", str(max_bytes)]
+            arguments += ["--max-bytes", str(parse_size(max_bytes, what="max_bytes"))]
         if max_entries is not None:
-            arguments += ["--max-entries", str(max_entries)]
+            arguments += ["--max-entries", str(check_entries(max_entries))]
         check_platform()
         from .directory import SOCKET, make_locked, sweep  # what it stands on is on Linux only
 

@@ -163,6 +163,7 @@ class KeeperServer:
         try:
             for number in _ending() if signals else ():
                 self.loop.add_signal_handler(number, self.stop)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # our starter may have had it blocked, and so we
             if parent_fd >= 0:
                 self.loop.add_reader(parent_fd, self._parent_gone, parent_fd)
             self._start()
