@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import enum
 import gc
 import multiprocessing
@@ -33,6 +34,20 @@ from vram.testing.keeper import SOON, until
 GPU = Location("cuda", 0)
 Point = namedtuple("Point", "x y")
 resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
+
+
+class Word(str, enum.Enum):  # noqa: UP042  (a StrEnum prints its value)
+    ONE = "one"
+
+
+class Shouted(str):
+    def __str__(self) -> str:
+        return self.upper()
+
+
+class Endless(str):
+    def __str__(self) -> str:
+        return self
 
 
 class Kind(enum.IntEnum):
@@ -218,6 +233,38 @@ def test_what_cannot_be_sent_is_named_and_nothing_is_sent(
         for _ in range(MAX_DEPTH):
             (found,) = found
         assert looks(found) == ("array", 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ((1, {2}), r"\[1\] is a set$"),
+        ({"a": [(), datetime.date(2026, 1, 1)]}, r"\['a'\]\[1\] is a date$"),
+        (({(1, 2): 3},), r"\[0\] has a key that is a tuple$"),
+        (nested((), MAX_DEPTH), rf"is more than {MAX_DEPTH} containers deep"),
+        ([0] * 70_000 + [()], r"it has more than 65536 items"),
+    ],
+)
+def test_a_tuple_never_arrives_as_a_list(pair: tuple[ArrayChannel, ArrayChannel], value: Any, says: str) -> None:
+    """Also where msgpack has words for all that is in it."""
+    with pytest.raises(UsageError, match=says):
+        pair[0].send(value)
+
+
+def test_numbers_of_numpy_go_in_lists_and_dicts_as_they_do_in_tuples(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    for value in ([np.float64(0.5)], {"loss": np.float64(0.5)}, (np.float64(0.5),)):
+        pair[0].send(value)
+        found = pair[1].recv(timeout=SOON)
+        assert found == value
+        assert "np" not in repr(found)
+
+
+def test_what_a_class_prints_is_not_what_is_sent(pair: tuple[ArrayChannel, ArrayChannel]) -> None:
+    for value in ((Word.ONE,), [Word.ONE], {"a": (Word.ONE, 2)}, (Shouted("a"),), (Endless("b"),)):
+        pair[0].send(value)
+        found = pair[1].recv(timeout=SOON)
+        assert found == value
+        assert "Word" not in repr(found)
 
 
 def test_a_container_in_itself_is_refused(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

@@ -30,7 +30,7 @@ from ..lifetime import Owned
 from ..memory import Region
 from ..sharing.channel import MAX_MESSAGE, Channel, check_timeout, close_fds
 from .borrower import Borrower
-from .containers import Packed, named, pack, refuse, unpack
+from .containers import Packed, has_tuples, named, pack, refuse, unpack
 from .due import Due
 from .handover import Lender, nothing, refer
 from .keeping import Kept, unreturned
@@ -612,7 +612,10 @@ def _packed(value: object) -> Packed | None:
     try:
         packed = pack(value, _is_array)
     except UsageError:
-        return None  # what it refuses, such as a set or a date, msgpack may have words for; if not, it is refused there
+        # What it refuses, such as a set or a date, msgpack may have words for; if not, it is refused there.
+        if has_tuples(value):
+            raise
+        return None
     return None if packed.is_plain else packed
 
 

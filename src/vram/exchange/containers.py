@@ -7,17 +7,22 @@ All else stands for itself. So msgpack is enough, and what comes back is what wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 from ..errors import ProtocolError, UsageError
 from .wire import MAX_ARRAYS, encode
 
-__all__ = ["MAX_DEPTH", "Packed", "named", "pack", "refuse", "unpack"]
+__all__ = ["MAX_DEPTH", "Packed", "has_tuples", "named", "pack", "refuse", "unpack"]
 
 MAX_DEPTH = 32  # containers in one another
 _MAX_ITEMS = 1 << 16  # a message has no more bytes
 _LIST, _TUPLE, _ARRAY = 0, 1, 2
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes))
+# How the value itself is had of an object of a class derived from one of these, whatever that class makes of `str()`.
+_BARE: tuple[tuple[type, Callable[[Any], object]], ...] = (
+    (int, int.__int__), (float, float.__float__), (str, str.__str__), (bytes, lambda value: b"".join((value, b""))),
+)  # fmt: skip
 
 _Path = tuple[object, ...]
 
@@ -34,7 +39,8 @@ class Packed:
     arrays : list of (path, object)
         The arrays in it, each once, with where it was met first.
     is_plain : bool
-        Whether there is neither an array nor a tuple in it: then msgpack says it as it is.
+        Whether there is neither an array nor a tuple in it, nor a value of a class that msgpack does not know: then
+        that says it as it is.
     """
 
     __slots__ = ("_indexes", "_is_array", "_items", "_tests", "arrays", "is_plain", "tree", "value")
@@ -77,9 +83,10 @@ class Packed:
                 if index == MAX_ARRAYS:
                     raise _refused((), f"has more than {MAX_ARRAYS} arrays")
             return [_ARRAY, index]
-        for kind in (int, float, str, bytes):  # of a class of its own, such as numpy's float64 or an IntEnum
+        for kind, bare in _BARE:  # of a class of its own, such as numpy's float64 or an IntEnum
             if isinstance(value, kind):
-                return self._node(kind(value), path, depth)  # type: ignore[arg-type]
+                self.is_plain = self.is_plain and isinstance(value, Enum)  # others have no words in msgpack
+                return self._node(bare(value), path, depth)
         raise _refused(path, f"is {_one(value)}")
 
 
@@ -100,6 +107,22 @@ def pack(value: object, is_array: Callable[[object], bool]) -> Packed:
         For what has no place in a message, with the path to it.
     """
     return Packed(value, is_array)
+
+
+def has_tuples(value: object) -> bool:
+    """Whether there is a tuple in a container, of which msgpack alone would make a list; also if that is not known
+    after as many items as a message has."""
+    left, count = [value], 0
+    while left and count <= _MAX_ITEMS:
+        one = left.pop()
+        count += 1
+        if isinstance(one, tuple):
+            return True
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+    return bool(left)
 
 
 def refuse(value: object, is_array: Callable[[object], bool], error: Exception) -> UsageError:
