@@ -24,9 +24,9 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
 _ELSEWHERE = re.compile(r"(cpu|ram|host|cuda|gpu)(?::?(\d{1,4}))?", re.IGNORECASE)
-_DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36}|host|numa(?::\d{1,4})?)")
+_DEVICE = re.compile(r"cuda:(\d{1,4}|GPU-[0-9a-fA-F-]{36}|host|numa(?::\d{1,4})?)", re.ASCII)
 
 
 class Access(enum.IntEnum):

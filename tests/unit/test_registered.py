@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from vram import driver as drivers
 from vram.driver.host import HostDriver
 from vram.errors import UnsupportedError, UsageError
 from vram.spec import HOST, Location
-from vram.transports import Estimate, No, StagedTransport, Yes, register, select, selection
+from vram.transports import Estimate, LocalTransport, No, StagedTransport, Yes, register, select, selection
 
 MINE = Location("mine", 0)
 
@@ -101,6 +103,63 @@ def test_a_transport_of_ones_own_is_ranked_and_taken() -> None:
         transport.send(array)
         with transport.recv(timeout=0) as came:
             assert came.to_host().tolist() == [7] * 100
+
+
+def test_a_driver_is_made_once_whoever_asks_first() -> None:
+    """It keeps books: of two, each would know half of the memory."""
+    count, made, found = 4, [], []
+    together = threading.Barrier(count)
+
+    def make() -> MyDriver:
+        made.append(MyDriver())
+        time.sleep(0.1)  # long enough for the others to come by; none of them may get here, however long it is
+        return made[-1]
+
+    def ask() -> None:
+        together.wait()
+        found.append(drivers.get(MINE))
+
+    drivers.register("mine", make)  # type: ignore[arg-type]
+    try:
+        threads = [threading.Thread(target=ask) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(made) == 1
+        assert found == made * count
+    finally:
+        drivers._makers.pop("mine")
+        drivers._drivers.pop("mine", None)
+
+
+def test_what_makes_no_driver_is_named_at_its_first_use() -> None:
+    drivers.register("mine", lambda: None)  # type: ignore[arg-type, return-value]
+    try:
+        with pytest.raises(UnsupportedError, match="a driver with the name 'mine'; have None"):
+            vram.zeros(4, "uint8", device=MINE)
+        assert "mine" not in drivers._drivers
+    finally:
+        drivers._makers.pop("mine")
+
+
+def test_a_transport_that_could_not_be_taken_is_not_registered() -> None:
+    """Or it would fail every selection after that, of whoever asks."""
+
+    class Half(LocalTransport):
+        """Without its methods."""
+
+        kind = "half"
+
+    class Nameless(StagedTransport):
+        """Called by a number."""
+
+        kind = 5  # type: ignore[assignment]
+
+    for odd, says in ((Half, "Half has no _move, available"), (Nameless, "Nameless has no kind")):
+        with pytest.raises(UsageError, match=says):
+            register(odd)
+    assert selection._registered == []
 
 
 def test_what_cannot_be_registered_is_refused() -> None:

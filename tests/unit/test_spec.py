@@ -41,7 +41,7 @@ def test_places(text, location):
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "cpu", "cuda", "cuda:", "cuda:-1", "cuda:x", "host:0", " host", "cuda:GPU-1", 0, None]
+    "bad", ["", "cpu", "cuda", "cuda:", "cuda:-1", "cuda:\u0663", "cuda:x", "host:0", " host", "cuda:GPU-1", 0, None]
 )
 def test_no_places(bad):
     with pytest.raises(UsageError, match='is not one of "host", "cuda:0"'):

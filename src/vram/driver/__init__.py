@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ __all__ = ["get", "register"]
 _drivers: dict[str, Driver] = {}
 _makers: dict[str, Callable[[], Driver]] = {}
 _OURS = ("host", "cuda")
+_making = threading.RLock()  # a driver keeps books: there is one of each, whoever asks first
 
 
 def register(kind: str, make: Callable[[], Driver]) -> None:
@@ -53,11 +56,15 @@ def get(location: Location) -> Driver:
     Raises
     ------
     UnsupportedError
-        If the system has no such driver. There is never a silent fallback to another kind of memory.
+        If the system has no such driver, or what was registered for it makes none. There is never a silent fallback to
+        another kind of memory.
     """
     driver = _drivers.get(location.kind)
     if driver is None:
-        driver = _drivers.setdefault(location.kind, _load(location))
+        with _making:
+            driver = _drivers.get(location.kind)
+            if driver is None:
+                driver = _drivers.setdefault(location.kind, _load(location))
     return driver
 
 
@@ -73,8 +80,23 @@ def _load(location: Location) -> Driver:
 
         return CudaDriver()
     if location.kind in _makers:
-        return _makers[location.kind]()
+        made = _makers[location.kind]()
+        if getattr(made, "name", None) != location.kind:
+            raise UnsupportedError(
+                f"memory on {location}", f"a driver with the name {location.kind!r}", f"{made!r:.80}, which is none",
+                "It is what vram.driver.register() was given that made it",
+            )  # fmt: skip
+        return made
     have = ", ".join((*_OURS, *_makers))
     raise UnsupportedError(
         f"memory on {location}", "a driver for it", f"drivers for {have}", "Register one: vram.driver.register()"
     )
+
+
+def _after_fork_in_child() -> None:
+    global _making
+    _making = threading.RLock()  # the parent's thread that had it is not here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

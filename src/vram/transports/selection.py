@@ -41,12 +41,16 @@ def register(cls: type[LocalTransport | RemoteTransport]) -> None:
     Raises
     ------
     UsageError
-        If it is neither, or its kind is that of another transport.
+        If it is neither, lacks a method that it must have, has no kind, or one that is another transport's.
     """
     if not isinstance(cls, type) or not issubclass(cls, (LocalTransport, RemoteTransport)):
         raise UsageError(f"{cls!r:.80} is no subclass of LocalTransport or RemoteTransport")
     if cls in _registered:
         return
+    if lacking := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise UsageError(f"{cls.__name__} has no {', '.join(lacking)}, which a transport must have")
+    if not isinstance(getattr(cls, "kind", None), str) or not cls.kind:
+        raise UsageError(f"{cls.__name__} has no kind, the name of a transport in a ranking, such as kind = 'mine'")
     if any(cls.kind == other.kind for other in _all()):
         raise UsageError(f"a transport of kind {cls.kind!r} is known already: give {cls.__name__} a kind of its own")
     _registered.append(cls)
