@@ -37,7 +37,7 @@ def main(results: str, expected: str) -> int:
 
 def read(path: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
     """Return the outcomes of each suite of a JUnit file, and how many tests were skipped for each reason."""
-    suites: dict[str, Counter[str]] = {}
+    found: dict[tuple[str, str], tuple[str, str]] = {}
     skips: Counter[str] = Counter()
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         outcome = "passed"
@@ -48,7 +48,13 @@ def read(path: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
             outcome = "failed"  # also where its teardown failed after a skip
         # A module that was skipped whole has no class; its name is its path.
         place = (case.get("classname") or case.get("name") or "?").removeprefix("tests.")
-        suites.setdefault(place.partition(".")[0], Counter())[outcome] += 1
+        # A test that failed and whose teardown failed too, or that was run again, is there more than once: it is one.
+        test = (place, case.get("name") or "?")
+        if test not in found or outcome == "failed":
+            found[test] = place.partition(".")[0], outcome
+    suites: dict[str, Counter[str]] = {}
+    for suite, outcome in found.values():
+        suites.setdefault(suite, Counter())[outcome] += 1
     return suites, skips
 
 

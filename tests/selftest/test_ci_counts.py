@@ -24,7 +24,7 @@ unit = 1
 "could not import 'torch'.*" = ["main"]
 """
 PASSED = '<testcase classname="tests.{suite}.test_x" name="{name}"/>'
-SKIPPED = '<testcase classname="tests.{suite}.test_x" name="{name}"><skipped message="{why}"/></testcase>'
+SKIPPED = '<testcase classname="tests.{suite}.test_x" name="{name}_not"><skipped message="{why}"/></testcase>'
 MODULE = '<testcase classname="" name="tests.{suite}.test_x"><skipped message="{why}"/></testcase>'
 FAILED = '<testcase classname="tests.{suite}.test_x" name="{name}"><failure message="no"/></testcase>'
 
@@ -94,6 +94,26 @@ def test_failures_count_as_executed(tmp_path: Path) -> None:
     status, printed = counts(tmp_path, {**WHOLE, "torch": cases(FAILED, "unit")})
     assert status == 0
     assert "unit@torch: 0 passed, 1 failed, 0 skipped" in printed
+
+
+def test_a_test_that_is_there_twice_has_run_once(tmp_path: Path) -> None:
+    """One that failed and whose teardown failed too, or that was run again."""
+    twice = cases(PASSED, "unit") + cases(PASSED, "unit") + cases(PASSED, "processes")
+    status, printed = counts(tmp_path, {**WHOLE, "main": twice})
+    assert status == 1
+    assert "FAILED: unit@main: 1 tests executed, and it has at least 2" in printed
+    status, printed = counts(tmp_path, {**WHOLE, "main": WHOLE["main"] + cases(FAILED, "unit")})
+    assert "unit: 1 passed, 1 failed, 0 skipped" in printed
+
+
+def test_the_table_names_every_suite_of_the_main_environment() -> None:
+    """A suite that is not in it may vanish, and nobody sees it."""
+    table = tomllib.loads((ROOT / ".ci/expected.toml").read_text())
+    suites = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    elsewhere = {"gpu", "standin"}  # by hand, and in a process to itself
+    assert table["minimum"]["main"].keys() == suites - elsewhere
+    for suite, least in table["minimum"]["main"].items():
+        assert least >= len(list((ROOT / "tests" / suite).glob("test_*.py"))), suite
 
 
 def test_the_table_names_every_environment_that_ci_makes() -> None:
