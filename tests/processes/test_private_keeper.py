@@ -216,9 +216,10 @@ def test_one_that_runs_already_is_not_ended(place: str) -> None:
         close_client(path)
 
 
-def test_one_that_does_not_start_leaves_nothing(place: str) -> None:
-    with pytest.raises(PeerGoneError, match="--max-bytes"):
-        PrivateKeeper(max_bytes=-1)
+def test_one_that_does_not_start_leaves_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "bananas")  # which no interpreter starts with
+    with pytest.raises(PeerGoneError, match="PYTHONHASHSEED"):
+        vram.keeper()
     assert os.listdir(place) == []
     assert "VRAM_KEEPER" not in os.environ
 
