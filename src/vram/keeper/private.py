@@ -187,7 +187,7 @@ class PrivateKeeper:
     def __init__(
         self,
         *,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         max_entries: int | None = None,
         options: Sequence[str] = (),
         timeout: float = _START,
@@ -233,7 +233,7 @@ class PrivateKeeper:
 @contextlib.contextmanager
 def private_keeper(
     *,
-    max_bytes: int | None = None,
+    max_bytes: int | str | None = None,
     max_entries: int | None = None,
     options: Sequence[str] = (),
     timeout: float = _START,

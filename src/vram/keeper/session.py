@@ -7,9 +7,8 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ClosedError, UsageError
+from ..errors import ClosedError
 from ..lifetime import Owned, own
-from ..spec import parse_size
 from .client import close_client
 from .paths import ENVIRONMENT
 from .private import PrivateKeeper
@@ -100,12 +99,6 @@ class _Process(Owned):
 
 def start(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
     """Start a private keeper and make it the default; see :func:`vram.keeper`."""
-    if max_bytes is not None:
-        max_bytes = parse_size(max_bytes, what="max_bytes")
-    if max_entries is not None and (type(max_entries) is not int or max_entries < 0):
-        raise UsageError(
-            f"max_entries is a number of names, 0 or more, or None for no ceiling; not {max_entries!r:.80}"
-        )
     private = PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries)
     try:
         keeper = Keeper(private.path)
