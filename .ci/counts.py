@@ -8,6 +8,7 @@ that has become smaller, and a skip for any other reason each fail the run.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 import tomllib
@@ -43,7 +44,7 @@ def read(path: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
         outcome = "passed"
         if (skipped := case.find("skipped")) is not None:
             outcome = "skipped"
-            skips[skipped.get("message", "").removeprefix("Skipped: ")] += 1
+            skips[_reason(skipped)] += 1
         if case.find("failure") is not None or case.find("error") is not None:
             outcome = "failed"  # also where its teardown failed after a skip
         # A module that was skipped whole has no class; its name is its path.
@@ -56,6 +57,13 @@ def read(path: Path) -> tuple[dict[str, Counter[str]], Counter[str]]:
     for suite, outcome in found.values():
         suites.setdefault(suite, Counter())[outcome] += 1
     return suites, skips
+
+
+def _reason(skipped: ElementTree.Element) -> str:
+    reason = skipped.get("message", "")
+    if reason == "collection skipped":  # a module, skipped whole: the text is its path, line and reason
+        reason = str(ast.literal_eval(skipped.text or "('', 0, '')")[2])
+    return reason.removeprefix("Skipped: ")
 
 
 def unexpected(skips: Counter[str], allowed: dict[str, Any], environment: str) -> list[str]:

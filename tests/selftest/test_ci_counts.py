@@ -25,7 +25,10 @@ unit = 1
 """
 PASSED = '<testcase classname="tests.{suite}.test_x" name="{name}"/>'
 SKIPPED = '<testcase classname="tests.{suite}.test_x" name="{name}_not"><skipped message="{why}"/></testcase>'
-MODULE = '<testcase classname="" name="tests.{suite}.test_x"><skipped message="{why}"/></testcase>'
+MODULE = (
+    '<testcase classname="" name="tests.{suite}.test_x"><skipped message="collection skipped">'
+    "('/somewhere/tests/{suite}/test_x.py', 23, \"Skipped: {why}\")</skipped></testcase>"
+)
 FAILED = '<testcase classname="tests.{suite}.test_x" name="{name}"><failure message="no"/></testcase>'
 
 
