@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -123,6 +124,28 @@ def test_the_error_says_which_of_the_two_was_missing(place: str, looks: Looks) -
         with pytest.raises(WaitTimeoutError, match="'x' was not published in time"):
             vram.attach("x", timeout=0.05, keeper=place)
     finally:
+        close_client(place)
+        keeper.stop()
+
+
+def test_a_keeper_that_used_up_the_time_leaves_the_same_error(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine, where to connect takes longer than was to be waited for the name."""
+    connected, now = keepers.client, time.monotonic
+    late = [0.0]
+
+    def slow(path: str | None, **options: Any) -> KeeperClient:
+        found = connected(path, **options)
+        late[0] = 60.0
+        return found
+
+    keeper = KeeperProcess(place)
+    try:
+        monkeypatch.setattr(keepers, "client", slow)
+        monkeypatch.setattr(keepers.time, "monotonic", lambda: now() + late[0])
+        with pytest.raises(WaitTimeoutError, match="'x' was not published in time"):
+            vram.attach("x", timeout=0.05, keeper=place)
+    finally:
+        monkeypatch.undo()
         close_client(place)
         keeper.stop()
 

@@ -138,8 +138,13 @@ def test_a_run_past_its_limit_ends_with_what_was_running(tmp_path: Path, hang: s
             start(start_new_session=True)
             {hang}
     """
-    printed = Run(tmp_path, planted, *several, VRAM_TEST_LIMIT="5").end()
-    assert "it did not end: it took longer than 5 s (VRAM_TEST_LIMIT)" in printed, printed
+    for limit in ("5", "20", "80"):  # a busy machine may not have come to the test in the first of them
+        place = tmp_path / limit
+        place.mkdir()
+        printed = Run(place, planted, *several, VRAM_TEST_LIMIT=limit).end()
+        assert f"it did not end: it took longer than {limit} s (VRAM_TEST_LIMIT)" in printed, printed
+        if (place / "pids").exists():
+            break
     assert re.search(r"was running: test_a.py::test_planted, for \d+ s", printed), printed
     assert re.search(r"test_a.py\", line \d+ in test_planted", printed), printed
 

@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
+_LEAST = 0.001  # seconds that are left for the name, however long the keeper was waited for
 _QUIETLY = 3.0  # seconds to wait for one without a word, where nobody set an end
 
 
@@ -89,7 +90,8 @@ def wait_for_keeper(
                 warned = True
                 warnings.warn(f"{error}; waiting for it for ever (timeout=None)", RuntimeWarning, stacklevel=3)
         else:
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+            # Never 0 for somebody who waits: that would be to ask without waiting, which is refused in other words.
+            left = timeout and max(min(timeout, _LEAST), timeout - (time.monotonic() - begin))
             return found, left
         # Nobody tells when a path comes into being.
         time.sleep(pause if timeout is None else min(pause, max(0.0, timeout - waited)))
