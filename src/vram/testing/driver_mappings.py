@@ -86,7 +86,8 @@ class MappingRules(DriverSuite):
     def test_new_memory_is_zeroed(self, scene: Scene) -> None:
         for _ in range(2):  # also when it is given out again
             address, handle = scene.memory(2)
-            assert scene.read(address, 2 * scene.g) == bytes(2 * scene.g)
+            zeros = scene.read(address, 2 * scene.g).count(0)  # a report of 4 MiB that differ takes minutes
+            assert zeros == 2 * scene.g
             scene.driver.fill(address, 0xFF, 2 * scene.g)
             scene.unmap(address)
             scene.release(handle)
