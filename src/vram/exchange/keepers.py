@@ -149,7 +149,14 @@ def list_entries(
     most_meta : int, optional
         Bytes of `meta` that an entry may come with; one that says more comes without, which is quicker where there are
         many. By default everything comes.
+
+    Raises
+    ------
+    UsageError
+        If `most_meta` is no number of bytes.
     """
+    if most_meta is not None and (type(most_meta) is not int or most_meta < 0):
+        raise UsageError(f"most_meta must be a number of bytes, 0 or more, or None for all, not {most_meta!r:.40}")
     return connect(keeper).list(prefix, most_meta=most_meta)
 
 
