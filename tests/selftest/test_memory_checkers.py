@@ -40,7 +40,7 @@ def own(label, undo, *, depends=()):
 reservation.own = own  # a mapping that does not keep its addresses
 """
 LEAKED_FD = """
-allocation._close = lambda fds: None
+allocation.close_all = lambda fds: None
 """
 MISSED_RELEASE = """
 right, kept = chunks.create_memory, []
@@ -72,8 +72,8 @@ def init(self, *args):
 pin.Span.__init__ = init
 """
 CHUNK_TOO_MANY = """
-right = chunks.Chunks.cut
-chunks.Chunks.cut = lambda self, nbytes: right(self, max(nbytes - 1, 0))
+right = chunks.Chunks.beyond
+chunks.Chunks.beyond = lambda self, nbytes: right(self, max(nbytes - 1, 0))
 """
 STALE_CHUNK = """
 chunks.Chunks.unmap = lambda self, dropped: None  # shrunk, but the memory is kept

@@ -112,7 +112,7 @@ class ForeignRegion(Region):
         """Do nothing: whoever maps it here has the rights, and whoever maps it elsewhere takes its own."""
         self.handle  # noqa: B018  (the check)
 
-    def _change(self) -> NoReturn:
+    def _alone(self) -> NoReturn:
         raise UsageError(f"{self.handle.label} belongs to others, who alone can change it; copy it: vram.copy_in()")
 
 
