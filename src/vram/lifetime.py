@@ -139,9 +139,6 @@ class Handle:
             with _lock:
                 self.check()
                 self._claims[claim._serial] = (holder, tag)
-        except BaseException:
-            claim._serial = _RELEASED if claim._serial not in self._claims else claim._serial
-            raise
         finally:
             _settle()
         return claim

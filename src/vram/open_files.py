@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["attributes", "close_all", "is_memory"]
+__all__ = ["attributes", "close_fds", "is_gpu", "is_memory"]
 
 _F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034  # <linux/fcntl.h>; Python names them in some versions only
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
@@ -84,7 +84,7 @@ def _is_special(fd: int) -> bool:
     return False
 
 
-def close_all(fds: Sequence[int]) -> None:
+def close_fds(fds: Sequence[int]) -> None:
     """Close descriptors that the caller owns; one that is closed already does not keep the others open.
 
     Memory and NVIDIA's devices are closed when this returns. Everything else is closed in another thread, since it may
@@ -94,7 +94,7 @@ def close_all(fds: Sequence[int]) -> None:
     slow: list[int] = []
     for fd in fds:
         try:
-            if is_memory(fd) or _is_gpu(fd):
+            if is_memory(fd) or is_gpu(fd):
                 os.close(fd)
             else:
                 slow.append(fd)
@@ -104,7 +104,16 @@ def close_all(fds: Sequence[int]) -> None:
         _close_elsewhere(slow)
 
 
-def _is_gpu(fd: int) -> bool:
+def is_gpu(fd: int) -> bool:
+    """Whether a descriptor stands for a device of NVIDIA's, as memory of a GPU does that its driver exported.
+
+    Not by its name: a file of a file system in user space can be called the same.
+
+    Raises
+    ------
+    OSError
+        ``EBADF``, as :func:`is_memory`.
+    """
     found = attributes(fd)
     return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
 

@@ -9,6 +9,8 @@ import functools
 import inspect
 import json
 import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["PLUGIN", "Reason", "environment", "of", "require", "run_machine"]
+__all__ = ["PLUGIN", "Reason", "environment", "of", "passed", "require", "require_of", "run", "run_machine"]
 
 PLUGIN = ("-p", "reasons")
 _WORD = "REASON "
@@ -60,6 +62,28 @@ def require(failures: list[Reason], because: str) -> None:
         if because in str(failure) and (failure.kind in _ASSERTIONS or because.startswith(failure.kind + ": ")):
             return
     pytest.fail(f"not caught because of {because!r}, but: " + ("\n".join(map(str, failures)) or "not caught at all"))
+
+
+def run(folder: Path, chosen: list[str], base: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run tests that lie in a folder, with the plugin."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *PLUGIN, "-rA", "--rootdir", str(folder), *chosen],
+        capture_output=True, text=True, timeout=300, cwd=folder, check=False, env=environment(base),
+    )  # fmt: skip
+
+
+def require_of(ran: subprocess.CompletedProcess[str], test: str, because: str) -> None:
+    """:func:`require` of the failures of one test, by the end of its name."""
+    found = of(ran.stdout)
+    assert found, ran.stdout[-3000:] + ran.stderr[-2000:]
+    require([one for one in found if one.test.endswith(test)], because)
+
+
+def passed(ran: subprocess.CompletedProcess[str], prefix: str) -> set[str]:
+    """Return which tests passed in classes that are called so, without ``test_``; none of theirs may have failed."""
+    assert not [one for one in of(ran.stdout) if f"::{prefix}" in one.test]
+    lines = (line for line in ran.stdout.splitlines() if line.startswith("PASSED") and f"::{prefix}" in line)
+    return {line.rpartition("::test_")[2] for line in lines}
 
 
 def run_machine(machine: Any, examples: int, steps: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -252,35 +251,13 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     (folder / "test_mutants.py").write_text(MUTANTS)
     chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, (test, _) in CAUGHT_BY.items()]
     chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted({test for test, _ in CAUGHT_BY.values()})]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        *reasons.PLUGIN,
-        "-rA",
-        "--rootdir",
-        str(folder),
-    ]
-    return subprocess.run(
-        [*command, *chosen],
-        capture_output=True, text=True, timeout=300, cwd=folder, check=False, env=reasons.environment(),
-    )  # fmt: skip
+    return reasons.run(folder, chosen)
 
 
 @pytest.mark.parametrize(("mutant", "test", "because"), [(name, *why) for name, why in CAUGHT_BY.items()])
 def test_the_contract_catches(ran, mutant, test, because):
-    found = reasons.of(ran.stdout)
-    assert found, ran.stdout[-3000:] + ran.stderr[-2000:]
-    reasons.require([one for one in found if one.test.endswith(f"::Test{mutant}::test_{test}")], because)
+    reasons.require_of(ran, f"::Test{mutant}::test_{test}", because)
 
 
 def test_and_nothing_else(ran):
-    assert not [one for one in reasons.of(ran.stdout) if "::TestIsFine" in one.test]
-    passed = {
-        line.rpartition("::test_")[2]
-        for line in ran.stdout.splitlines()
-        if line.startswith("PASSED") and "::TestIsFine" in line
-    }
-    assert passed == {test for test, _ in CAUGHT_BY.values()}
+    assert reasons.passed(ran, "TestIsFine") == {test for test, _ in CAUGHT_BY.values()}

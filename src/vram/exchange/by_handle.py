@@ -20,7 +20,7 @@ from .. import driver as drivers
 from ..driver.foreign import LegacyIpc, Pools
 from ..driver.protocol import Driver
 from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
-from ..lifetime import Claim, Handle, own, unwinding
+from ..lifetime import Claim, Handle, close_all, own, unwinding
 from ..memory import Region
 from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
 from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
@@ -86,7 +86,7 @@ class PoolDescriptors:
     def __init__(self) -> None:
         self.fds: list[int] = []
         self._numbers: dict[int, int] = {}
-        self._claim = own("descriptors of pools that are lent", partial(_close, self.fds))
+        self._claim = own("descriptors of pools that are lent", partial(close_all, self.fds))
 
     def number(self, region: Region) -> int:
         """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
@@ -129,7 +129,7 @@ class LentPools:
             if not handle.is_open:
                 del self._known[old]
         fds: list[int] = []
-        claim = own("descriptor of a pool that is lent", partial(_close, fds))
+        claim = own("descriptor of a pool that is lent", partial(close_all, fds))
         try:
             fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
         except BaseException:
@@ -138,11 +138,6 @@ class LentPools:
         number = next(self._numbers)
         self._known[pool] = number, claim.handle, fds
         return number, claim, fds
-
-
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 class Imports:

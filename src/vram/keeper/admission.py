@@ -12,7 +12,7 @@ import stat
 from collections.abc import Sequence
 
 from ..errors import ProtocolError, UnsupportedError
-from ..open_files import attributes
+from ..open_files import is_gpu
 from ..spec import HandleKind, round_up
 
 __all__ = ["InadmissibleError", "admit", "trim"]
@@ -25,7 +25,6 @@ _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
 _BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 
 
 class InadmissibleError(ProtocolError):
@@ -129,11 +128,10 @@ def _admit_gpu(fd: int, size: int, what: str) -> int:
         if found.st_size < size:
             raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
         return _taken(found, fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
-    # Not by its name: a file of a file system in user space, which may never answer fstat, can be called the same.
     try:
-        device = attributes(fd)
-    except OSError:
-        device = None
-    if device is None or not stat.S_ISCHR(device.st_mode) or os.major(device.st_rdev) != _NVIDIA_MAJOR:
+        found_gpu = is_gpu(fd)
+    except OSError:  # a descriptor of a path only
+        found_gpu = False
+    if not found_gpu:
         raise InadmissibleError(f"{what} is no memory of a GPU: it is not a descriptor of NVIDIA's driver")
     return size

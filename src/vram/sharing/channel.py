@@ -35,7 +35,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import close_all as close_fds
+from ..open_files import close_fds
 
 __all__ = [
     "MAX_FDS",

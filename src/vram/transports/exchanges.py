@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..lifetime import Owned, own, unwinding
+from ..lifetime import Owned, close_all, own, unwinding
 from ..sharing.channel import MAX_MESSAGE, Channel, check_path
 
 if TYPE_CHECKING:
@@ -230,12 +230,6 @@ def closing_on_error(fds: list[int]) -> Iterator[None]:
         with unwinding(error):
             close_all(fds)
         raise
-
-
-def close_all(fds: list[int]) -> None:
-    """Close descriptors; each once."""
-    while fds:
-        os.close(fds.pop())
 
 
 def check_system(way: str) -> None:
