@@ -39,8 +39,20 @@ if WITHOUT_STANDIN is None:
 _left_out: Counter[str] = Counter()
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """Note which tests failed, for the ledger."""
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
 @pytest.fixture(autouse=True)
-def ledger() -> Iterator[Ledger]:
+def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     """Fail a test that leaves handles, fds, mappings, children, threads or objects of the driver behind."""
     objects = _driver_objects()
     before = Ledger.take()
@@ -49,12 +61,14 @@ def ledger() -> Iterator[Ledger]:
         sys.modules["vram.arrays.upload"].close_rings()  # pinned once and kept, by design
     # The driver first: the stand-in watches over exported memory with descriptors of its own until it is asked, and
     # another process, such as a keeper, may be late to close its own.
-    deadline = time.monotonic() + AT_ONCE
+    # What failed is kept by its own traceback, so there is nothing to wait for.
+    grace = 1.0 if request.node.stash.get(_FAILED, False) else AT_ONCE
+    deadline = time.monotonic() + grace
     while (more := _driver_objects() - objects) and time.monotonic() < deadline:
         time.sleep(0.01)
     # NVIDIA's libraries open devices, pipes and mappings as they please; on the stand-in nothing is left out.
     kinds = ("handles", "stuck", "objects", "children") if os.environ.get("VRAM_TEST_GPU") else None
-    extra = before.left_behind(kinds=kinds)
+    extra = before.left_behind(grace=grace, kinds=kinds)
     extra += [f"stand-in: {count} {kind}" for kind, count in sorted(more.items())]
     if WITHOUT_STANDIN is None and (crashes := standin.Standin().would_crash()):
         standin.Standin().clear()
