@@ -167,8 +167,18 @@ class Tree:
         if status is not None and report.exists():
             for case in ElementTree.parse(report).getroot().iter("testcase"):
                 # An error in the teardown counts: the ledger fails a test there.
-                failures += [child.get("message", "") for child in case if child.tag in ("failure", "error")]
+                failures += [_words(child) for child in case if child.tag in ("failure", "error")]
         return Outcome(status, failures, printed)
+
+
+def _words(failure: ElementTree.Element) -> str:
+    """Return what a failure says, without the source lines around it: they say the same of every failure.
+
+    Its attribute has the first line only in some releases of pytest. In the report itself these lines begin with E.
+    """
+    lines = (failure.text or "").splitlines()
+    said = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return "\n".join([failure.get("message", ""), *(said or lines)])  # no E at all: pytest.fail(pytrace=False)
 
 
 def verdict(mutant: Mutant, outcome: Outcome) -> str | None:
