@@ -21,10 +21,9 @@ import pytest
 import vram
 from vram.errors import MismatchError, NotFoundError, PeerGoneError, UsageError, WaitTimeoutError
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import until
+from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
-SOON = 120.0
 
 # Loads slowly and says so; ``die`` in its environment makes it wait for ever in the middle of that.
 LOADER = """

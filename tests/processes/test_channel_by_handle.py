@@ -26,10 +26,9 @@ from vram import lifetime
 from vram.errors import PeerGoneError, UnsupportedError
 from vram.exchange.keeping import unreturned
 from vram.spec import Location
-from vram.testing.keeper import AT_ONCE, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 pytestmark = pytest.mark.standin
-SOON = 120.0
 GPU = Location("cuda", 0)
 BY_HANDLE = ("legacy", "pool")
 SPAWN = multiprocessing.get_context("spawn")

@@ -20,9 +20,9 @@ from vram.bench import NAMES
 from vram.cli import demo, main
 from vram.keeper.client import own_label
 from vram.keeper.private import short_directory
+from vram.testing.keeper import SOON
 
 VRAM = Path(sys.executable).with_name("vram")
-SOON = 120.0
 
 
 def run(*arguments: object, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:

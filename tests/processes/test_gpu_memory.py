@@ -24,8 +24,8 @@ from vram.errors import AccessDeniedError, UnsupportedError
 from vram.keeper.private import short_directory
 from vram.memory import Region
 from vram.spec import Access, HandleKind, Location
+from vram.testing.keeper import SOON
 
-SOON = 120.0
 SPAWN = multiprocessing.get_context("spawn")
 ROWS = 4096
 GPU, OTHER = "cuda:0", "cuda:1"

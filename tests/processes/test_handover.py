@@ -40,9 +40,8 @@ from vram.errors import (
 )
 from vram.keeper.private import short_directory
 from vram.sharing.channel import MAX_FDS, Channel
-from vram.testing.keeper import AT_ONCE, READ_ONLY, WRITABLE, make_memfd
+from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd
 
-SOON = 120.0
 GRANULE = 2 << 20
 
 

@@ -27,10 +27,9 @@ from vram.exchange import endpoint as module
 from vram.exchange import fetching, flights
 from vram.exchange.endpoint import endpoint
 from vram.exchange.reducers import _rebuild
-from vram.testing.keeper import WRITABLE, make_memfd, until
+from vram.testing.keeper import SOON, WRITABLE, make_memfd, until
 
 pytestmark = pytest.mark.usefixtures("hand_over")
-SOON = 120.0
 GRANULE = 2 << 20
 SPAWN = multiprocessing.get_context("spawn")
 

@@ -17,8 +17,8 @@ from vram.errors import PeerGoneError, WaitTimeoutError
 from vram.exchange import keepers
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.testing.keeper import SOON
 
-SOON = 60.0
 X = {"w": np.arange(4)}
 
 

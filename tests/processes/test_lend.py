@@ -44,10 +44,9 @@ from vram.keeper.client import KeeperClient, Segment, client, close_clients
 from vram.keeper.lender import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location
-from vram.testing.keeper import AT_ONCE, READ_ONLY, make_memfd, until
+from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, make_memfd, until
 from vram.testing.other_process import OtherProcess
 
-SOON = 120.0
 GRANULE = 2 << 20
 GPU = Location("cuda", 0)
 BY_HANDLE = ("legacy", "pool")

@@ -25,11 +25,10 @@ from vram import driver as drivers  # noqa: E402
 from vram.errors import BusyError, PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError  # noqa: E402
 from vram.keeper.private import short_directory  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
-from vram.testing.keeper import AT_ONCE  # noqa: E402
+from vram.testing.keeper import AT_ONCE, SOON  # noqa: E402
 from vram.testing.transport import Ends, TransportContract  # noqa: E402
 from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport  # noqa: E402
 
-SOON = 120.0
 GPU = Location("cuda", 0)
 SPAWN = multiprocessing.get_context("spawn")
 resource_tracker.ensure_running()  # starts with the first child otherwise, and stays

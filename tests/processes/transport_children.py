@@ -16,10 +16,10 @@ from vram import driver as drivers
 from vram.arrays import Array
 from vram.memory.foreign import find_foreign
 from vram.spec import Location
+from vram.testing.keeper import SOON
 from vram.testing.transport import ARENA
 from vram.transports import IpcTransport, PipeExchange, SharedMemoryExchange, SocketExchange, VmmTransport
 
-SOON = 120.0
 WAYS: dict[str, Any] = {"socket": SocketExchange, "pipes": PipeExchange, "memory": SharedMemoryExchange}
 KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport}
 

@@ -12,10 +12,9 @@ import pytest
 
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper.private import short_directory
+from vram.testing.keeper import SOON
 from vram.transports import SharedMemoryExchange
 from vram.transports.memory_file import _COUNT, _HEAD, _SLOTS, _checksum
-
-SOON = 60.0
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from vram.errors import ProtocolError
 from vram.exchange.wire import MemoryPart, Part
 from vram.keeper.private import short_directory
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
+from vram.testing.keeper import SOON
 from vram.transports import SocketExchange, VmmTransport, remote
 from vram.transports.wire import WINDOW, Hello, Sent, encode
 
-SOON = 60.0
 GRANULE = 2 << 20
 BYTE = Sent(1, 0, 1, "uint8", (1,))
 

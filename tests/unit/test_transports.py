@@ -21,6 +21,7 @@ from vram import driver as drivers
 from vram import transports
 from vram.errors import ClosedError, ForkedError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.spec import HOST, Location
+from vram.testing.keeper import SOON
 from vram.transports import (
     Estimate,
     IpcTransport,
@@ -40,7 +41,6 @@ from vram.transports import (
 from vram.transports.remote import RemoteTransport
 
 GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
-SOON = 120.0
 
 
 def values(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
