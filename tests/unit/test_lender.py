@@ -13,6 +13,7 @@ import vram
 from vram.errors import WaitTimeoutError
 from vram.keeper import lender
 from vram.keeper.client import close_client
+from vram.testing.keeper import SOON
 
 
 def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
@@ -25,11 +26,11 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
 
     def block() -> None:
         busy.set()
-        go_on.wait(120)
+        go_on.wait(SOON)
 
     try:
         server.loop.call_soon_threadsafe(block)
-        assert busy.wait(120)
+        assert busy.wait(SOON)
         monkeypatch.setattr(lender, "_ANSWER", 0.05)
         with vram.zeros(4, "uint8", device="host") as array:
             (allocation,), _ = array.region.segments(0, 4)
@@ -65,7 +66,7 @@ def test_the_thread_may_be_asked_by_itself(tmp_path: Path) -> None:
         asked.set()
 
     server.loop.call_soon_threadsafe(ask)
-    assert asked.wait(120)
+    assert asked.wait(SOON)
     assert found == [[]]
     server.end(when_idle=False)
     server.join()
