@@ -21,7 +21,7 @@ from vram.keeper.catalogue import Catalogue
 from vram.keeper.records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Publication, Refused, Session
 from vram.keeper.snapshot import Books, restore, save
 
-KEEPER, ANN, NOBODY = 1, 2, 65_534
+KEEPER, ANN, BOB, NOBODY = 1, 2, 3, 65_534
 QUOTAS = Quotas(max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_handles=12)
 NAMES = st.sampled_from(["a", "b", "c/d", "e"])
 METAS = st.sampled_from([{}, {"k": "1"}, {"k": "2"}, {"k": "1", "l": "x"}])
@@ -73,14 +73,34 @@ class Model:
         assert len(found) <= 1
         return found[0] if found else None
 
+    def holds(self, uid: int, version: MVersion) -> bool:
+        return any(v is version and self.uids[s] == uid for s, v in self.leases)
+
+    def counts(self, version: MVersion, uid: int | None) -> bool:
+        """Whether a version counts against a user; None: against the keeper."""
+        if version.state == "freed" or uid is None:
+            return version.state != "freed"
+        return version.owner == uid if version.state == "current" else self.holds(uid, version)
+
     def used(self, uid: int | None) -> tuple[int, int, int]:
-        alive = [v for v in self.versions if v.state != "freed" and uid in (None, v.owner)]
+        alive = [v for v in self.versions if self.counts(v, uid)]
         under_way = [p for p in self.pending.values() if uid in (None, self.uids[p[0]])]
         return (
             sum(v.nbytes for v in alive) + sum(p[2] for p in under_way),
             sum(v.state == "current" for v in alive) + sum(p[4] for p in under_way),
             sum(v.handles for v in alive) + sum(p[3] for p in under_way),
         )
+
+    def may_lease(self, uid: int, version: MVersion) -> bool:
+        """Whether what a user holds of old versions, this one included, leaves it below its ceilings."""
+        comes = version.state != "current" and not self.holds(uid, version)
+        old = any(v.state in ("superseded", "withdrawn") and self.holds(uid, v) for v in self.versions)
+        if uid == KEEPER or not (comes or old):
+            return True
+        b, _, h = self.used(uid)
+        assert QUOTAS.user_bytes is not None
+        assert QUOTAS.user_handles is not None
+        return b + comes * version.nbytes <= QUOTAS.user_bytes and h + comes * version.handles <= QUOTAS.user_handles
 
     def fits(self, uid: int, name: str, nbytes: int, handles: int) -> bool:
         previous = self.current(name)
@@ -96,6 +116,9 @@ class Model:
         fine = ok(QUOTAS.max_bytes, b + nbytes - minus_bytes) and (not entries or ok(QUOTAS.max_entries, e + 1))
         if uid != KEEPER:
             b, e, h = self.used(uid)
+            minus_bytes = minus_handles = 0
+            if previous is not None and previous.owner == uid and not self.holds(uid, previous):
+                minus_bytes, minus_handles = previous.nbytes, previous.handles
             fine = fine and ok(QUOTAS.user_bytes, b + nbytes - minus_bytes)
             fine = fine and (not entries or ok(QUOTAS.user_entries, e + 1))
             fine = fine and ok(QUOTAS.user_handles, h + handles - minus_handles)
@@ -134,7 +157,9 @@ class Model:
                 return "wait"
         if version is not None:
             if all(version.meta.get(k) == v for k, v in (waiter.expect or {}).items()):
-                return "AccessDeniedError" if waiter.access == "rw" and not version.writable else version
+                if waiter.access == "rw" and not version.writable:
+                    return "AccessDeniedError"
+                return version if self.may_lease(uid, version) else "CapacityError"
             if not waiter.claims or version.owner != uid:
                 return "MismatchError"
         if not waiter.claims or waiter.name in self.claims:
@@ -213,7 +238,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         assert type(caught.value).__name__ == expected
 
     # -- connections --------------------------------------------------------------------------------------------
-    @rule(uid=st.sampled_from([KEEPER, KEEPER, ANN, ANN, NOBODY]))
+    @rule(uid=st.sampled_from([KEEPER, ANN, ANN, BOB, NOBODY]))
     def connect(self, uid: int) -> None:
         session = self.real.connect(uid)
         self.model.uids[session.id] = uid
@@ -485,7 +510,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         real, model = self.real, self.model
         total = real.accounts.total
         assert (total.nbytes, total.entries, total.handles) == model.used(None)
-        for uid in (KEEPER, ANN, NOBODY):
+        for uid in (KEEPER, ANN, BOB, NOBODY):
             used = real.accounts.of(uid)
             assert (used.nbytes, used.entries, used.handles) == model.used(uid)
         assert sorted(v.token for v in real.all_versions()) == sorted(

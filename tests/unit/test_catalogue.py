@@ -279,6 +279,96 @@ def test_each_ceiling_of_a_user_binds_that_user_alone(quota: str, asked: dict[st
         publish(books, own, f"own{number}", **asked)
 
 
+def used(books: Catalogue, uid: int) -> tuple[int, int, int]:
+    return vars_of(books.accounts.of(uid))
+
+
+@pytest.mark.parametrize("way", ["replaced", "removed", "expired"])
+def test_what_is_not_current_any_more_counts_against_who_leases_it(way: str) -> None:
+    """Once for each user, however many leases that has, and once for all; never against an owner who has none."""
+    books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+    ann, also, bob, carl = (books.connect(uid) for uid in (ANN, ANN, BOB, BOB + 1))
+    publish(books, ann, handles=3, ttl=5.0)
+    held = [lease(books, session) for session in (bob, bob, carl)]
+    assert [used(books, uid) for uid in (ANN, BOB, BOB + 1)] == [(100, 1, 3), (0, 0, 0), (0, 0, 0)]
+    if way == "replaced":
+        publish(books, ann, token="t2", nbytes=7)
+    elif way == "removed":
+        books.remove(ann, "w")
+    else:
+        books.expire(5.0)
+    new = (7, 1, 1) if way == "replaced" else (0, 0, 0)
+    for each in (books, taken_over(books)):
+        assert [used(each, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (100, 0, 3), (100, 0, 3)]
+        assert vars_of(each.accounts.total) == (100 + new[0], new[1], 3 + new[2])
+    if way == "replaced":
+        by_number = lease(books, also, version=1)
+        assert used(books, ANN) == (107, 1, 4), "an owner that leases what it replaced pays as all do"
+        books.release(also, by_number.id)
+    books.release(bob, held[0].id)
+    assert used(books, BOB) == (100, 0, 3)
+    books.release(bob, held[1].id)
+    assert [used(books, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (0, 0, 0), (100, 0, 3)]
+    assert books.disconnect(carl, 0.0) == [Free("t1")]
+    assert [used(books, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (0, 0, 0), (0, 0, 0)]
+    assert vars_of(books.accounts.total) == new
+
+
+def test_a_reader_of_old_versions_uses_up_its_own_ceiling_and_not_their_owners() -> None:
+    books = Catalogue(Quotas(user_bytes=250), keeper_uid=KEEPER, nobody=NOBODY)
+    ann, bob, own = (books.connect(uid) for uid in (ANN, BOB, KEEPER))
+    publish(books, ann, "other")
+    for number in range(1, 4):
+        publish(books, ann, "model", token=f"t{number}")  # which fits beside the other one, whoever reads
+        held = lease(books, bob, "model")
+    assert used(books, BOB) == (200, 0, 2)
+    publish(books, ann, "model", token="t4")
+    assert used(books, BOB) == (300, 0, 3), "what it read when it was current is not refused afterwards"
+    for name in ("model", "other"):
+        with pytest.raises(CapacityError, match="'model' version 1 .*close those leases"):
+            lease(books, bob, name)
+    with pytest.raises(CapacityError, match="'model' version 1 .*close those leases"):
+        books.begin(bob, "bobs", nbytes=1, handles=1)
+    with pytest.raises(CapacityError, match="would hold"):
+        lease(books, ann, "model", version=1)  # an owner that has room for no more than what it owns
+    for name in ("model", "other"):
+        lease(books, own, name)
+    lease(books, own, "model", version=1)
+    lease(books, ann, "other")
+    books.release(bob, held.id)
+    lease(books, bob, "model")
+    publish(books, bob, "bobs", nbytes=50)
+
+
+def test_who_waits_past_its_ceiling_is_refused_when_its_turn_comes() -> None:
+    books = Catalogue(Quotas(user_handles=5), keeper_uid=KEEPER, nobody=NOBODY)
+    own, bob = books.connect(KEEPER), books.connect(BOB)
+    publish(books, own, handles=6)
+    lease(books, bob)
+    waits(books, bob, 1, "late")
+    publish(books, own, token="t2")
+    (refused,) = publish(books, own, "late")[1]
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, CapacityError)
+    assert f"uid {BOB} may hold 5 descriptors and holds 6" in str(refused.error)
+
+
+def test_a_replacement_is_measured_by_what_stays_with_its_owner() -> None:
+    books = Catalogue(Quotas(user_bytes=100), keeper_uid=KEEPER, nobody=NOBODY)
+    ann, bob = books.connect(ANN), books.connect(BOB)
+    publish(books, ann)
+    held = lease(books, bob)
+    publish(books, ann, token="t2")
+    mine = lease(books, ann)
+    with pytest.raises(CapacityError, match="would hold 200 B"):
+        publish(books, ann, token="t3")
+    books.release(ann, mine.id)
+    publish(books, ann, token="t3")
+    assert (used(books, ANN), used(books, BOB)) == ((100, 1, 1), (100, 0, 1))
+    books.release(bob, held.id)
+    assert used(books, BOB) == (0, 0, 0)
+
+
 # -- attaching ------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ The states of a version
   it; a withdrawn one not at all.
 * A withdrawn version may be revoked later: its readers are asked to let go, once. Nothing takes it from them.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
+* What is current counts against its owner; what is not any more, against each user who has a lease on it. Who comes
+  past its ceilings by that gets no further lease until it lets go, and may not publish.
 * A name belongs to the user who published its current version. Nobody else may replace it, root included, and only
   the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
 * An unmapped user (the overflow uid) owns nothing: it reads.
@@ -272,6 +274,7 @@ class Catalogue:
         if previous is not None:
             self.accounts.add(previous.owner, 0, -1, 0)
             self._unexpire(previous)
+            self.accounts.retire(previous)
             effects += self._notify(previous, "replaced", self._last[name])
             if previous.leases:
                 known.older[previous.number] = previous
@@ -607,9 +610,10 @@ class Catalogue:
         if len(session.leases) >= MAX_LEASES:
             raise CapacityError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check(session, "leases")
+        self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
-        version.leases[lease.id] = session.leases[lease.id] = self.leases[lease.id] = lease
+        self._hold(lease)
         return lease
 
     def _serve(self, name: str, now: float) -> list[Effect]:
@@ -644,12 +648,26 @@ class Catalogue:
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
+    def _hold(self, lease: Lease) -> None:
+        """Enter a lease into the books, but for the tally of its user."""
+        version, uid = lease.version, lease.session.uid
+        version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
+        before = version.holders.get(uid, 0)
+        version.holders[uid] = before + 1
+        if not before and not self.is_current(version):
+            self.accounts.hold(uid, version)
+
     def _end(self, lease: Lease) -> list[Effect]:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
         lease.session.tally.leases -= 1
-        version = lease.version
+        version, uid = lease.version, lease.session.uid
         del version.leases[lease.id]
+        version.holders[uid] -= 1
+        if not version.holders[uid]:
+            del version.holders[uid]
+            if not self.is_current(version):
+                self.accounts.let_go(uid, version)
         if version.leases or self._current(version.name) is version:
             return []
         known = self._names[version.name]
@@ -669,6 +687,7 @@ class Catalogue:
             known.older[version.number] = version
             del self._sorted[bisect_left(self._sorted, name)]
             self.accounts.add(version.owner, 0, -1, 0)
+            self.accounts.retire(version)
             self._unexpire(version)
         current = known.current
         effects += self._notify(version, reason, 0 if current is None else current.number)
@@ -680,7 +699,7 @@ class Catalogue:
 
     def _free(self, version: Version) -> Free:
         self.versions -= 1
-        self.accounts.add(version.owner, -version.charge, 0, -version.handles)
+        self.accounts.total.add(-version.charge, 0, -version.handles)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1

@@ -96,6 +96,7 @@ class Version:
     record: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     watchers: dict[int, Session] = field(default_factory=dict)
+    holders: dict[int, int] = field(default_factory=dict)  # how many leases each user has on it
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""

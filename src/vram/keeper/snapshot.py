@@ -274,12 +274,14 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
     else:
         known.older[row.number] = version
     made.versions += 1
-    made.accounts.add(row.owner, version.charge, int(row.current), row.handles)
+    if row.current:
+        made.accounts.add(row.owner, version.charge, 1, row.handles)
+    else:  # counts against those who lease it
+        made.accounts.total.add(version.charge, 0, row.handles)
     if row.expires is not None:
         made._schedule(row.expires, version)
     for number, owner, access, since in row.leases:
-        lease = Lease(number, made.sessions[owner], version, access, since)
-        version.leases[number] = made.leases[number] = lease.session.leases[number] = lease
+        made._hold(Lease(number, made.sessions[owner], version, access, since))
     for watcher in row.watchers:
         session = made.sessions[watcher]
         version.watchers[watcher] = session
