@@ -534,9 +534,9 @@ def test_the_state_of_a_takeover_is_read_across_versions(place: str) -> None:
     limits = takeover.LimitsRow(1, 2, None, 4)
     encode = msgspec.msgpack.encode
     older = msgspec.msgpack.decode(encode(Older(books, [(1, 2)], [])), type=takeover.State)
-    assert (older.books, older.tokens, older.limits) == (books, [(1, 2)], None)
-    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, {"x": 1})), type=takeover.State)
-    assert (newer.books, newer.tokens, newer.limits) == (books, [(1, 2)], limits)
+    assert (older.books, older.tokens, older.limits, older.claim_timeout) == (books, [(1, 2)], None, None)
+    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, 7.0, {"x": 1})), type=takeover.State)
+    assert (newer.books, newer.tokens, newer.limits, newer.claim_timeout) == (books, [(1, 2)], limits, 7.0)
     back = msgspec.msgpack.decode(encode(takeover.State(books, [(1, 2)], [], limits)), type=Older)
     assert (back.books, back.tokens) == (books, [(1, 2)])
     assert encode(limits) == b"\x94\x01\x02\xc0\x04"

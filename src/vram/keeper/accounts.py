@@ -13,7 +13,7 @@ from .records import Session, Tally, Version
 __all__ = ["Accounts", "Quotas", "Usage"]
 
 # Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
-MOST = Tally(leases=65_536, waiters=4_096, claims=4_096, watches=16_384)
+MOST = Tally(leases=65_536, waiters=4_096, claims=256, watches=16_384)
 
 
 @dataclass(frozen=True, slots=True)
