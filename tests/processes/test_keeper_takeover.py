@@ -568,3 +568,17 @@ sys.exit(main(sys.argv[1:]))
             ended(second)
     finally:
         ended(first)
+
+
+def test_a_successor_keeps_the_time_of_claims(place: str) -> None:
+    path = f"{place}/k"
+    with contextlib.ExitStack() as stack:
+        stack.callback(KeeperProcess(path, ["--claim-timeout", "90"]).stop)
+        for options, says in (
+            ([], "--claim-timeout 90 as before"),
+            (["--claim-timeout", "2.5"], "--claim-timeout 2.5 (was 90)"),
+            (["--claim-timeout", "600"], "--claim-timeout 600 (was 2.5)"),
+        ):
+            process, lines = spoken(path, "--takeover", *options)
+            stack.callback(ended, process)
+            assert says in lines[0]

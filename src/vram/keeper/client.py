@@ -339,10 +339,9 @@ class KeeperClient(Looking):
         """
         from .reports import RevokeInfo  # with all that looking returns, which those who attach never see
 
-        runs_it = self._channel.peer().uid
-        if force and runs_it != os.geteuid():  # before anything is done; the keeper looks again
+        if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
             raise AccessDeniedError(
-                f"only uid {runs_it}, who runs the keeper at {self.path}, may end leases by force, not uid "
+                f"only uid {self._channel.peer().uid}, who runs the keeper at {self.path}, may end leases by force, not uid "
                 f"{os.geteuid()}; without force its readers are asked to let go"
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
