@@ -341,8 +341,8 @@ class KeeperClient(Looking):
 
         if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
             raise AccessDeniedError(
-                f"only uid {self._channel.peer().uid}, who runs the keeper at {self.path}, may end leases by force, not uid "
-                f"{os.geteuid()}; without force its readers are asked to let go"
+                f"only uid {self._channel.peer().uid}, who runs the keeper at {self.path}, may end leases by force, "
+                f"not uid {os.geteuid()}; without force its readers are asked to let go"
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
