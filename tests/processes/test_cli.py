@@ -140,6 +140,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
         "name": "big/lm",
         "holders": [],
         "nbytes": 0,
+        "forced": [],
     }
 
 

@@ -534,9 +534,9 @@ def test_the_state_of_a_takeover_is_read_across_versions(place: str) -> None:
     limits = takeover.LimitsRow(1, 2, None, 4)
     encode = msgspec.msgpack.encode
     older = msgspec.msgpack.decode(encode(Older(books, [(1, 2)], [])), type=takeover.State)
-    assert (older.books, older.tokens, older.limits) == (books, [(1, 2)], None)
-    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, {"x": 1})), type=takeover.State)
-    assert (newer.books, newer.tokens, newer.limits) == (books, [(1, 2)], limits)
+    assert (older.books, older.tokens, older.limits, older.claim_timeout) == (books, [(1, 2)], None, None)
+    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, 7.0, {"x": 1})), type=takeover.State)
+    assert (newer.books, newer.tokens, newer.limits, newer.claim_timeout) == (books, [(1, 2)], limits, 7.0)
     back = msgspec.msgpack.decode(encode(takeover.State(books, [(1, 2)], [], limits)), type=Older)
     assert (back.books, back.tokens) == (books, [(1, 2)])
     assert encode(limits) == b"\x94\x01\x02\xc0\x04"
@@ -568,3 +568,17 @@ sys.exit(main(sys.argv[1:]))
             ended(second)
     finally:
         ended(first)
+
+
+def test_a_successor_keeps_the_time_of_claims(place: str) -> None:
+    path = f"{place}/k"
+    with contextlib.ExitStack() as stack:
+        stack.callback(KeeperProcess(path, ["--claim-timeout", "90"]).stop)
+        for options, says in (
+            ([], "--claim-timeout 90 as before"),
+            (["--claim-timeout", "2.5"], "--claim-timeout 2.5 (was 90)"),
+            (["--claim-timeout", "600"], "--claim-timeout 600 (was 2.5)"),
+        ):
+            process, lines = spoken(path, "--takeover", *options)
+            stack.callback(ended, process)
+            assert says in lines[0]

@@ -18,12 +18,25 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vram.errors import VramError
 from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
-from vram.keeper.records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Publication, Refused, Session
+from vram.keeper.records import (
+    Claim,
+    Claimed,
+    Effect,
+    Evicted,
+    Free,
+    Granted,
+    Lease,
+    Notify,
+    Publication,
+    Refused,
+    Session,
+)
 from vram.keeper.snapshot import Books, restore, save
 
-KEEPER, ANN, NOBODY = 1, 2, 65_534
+KEEPER, ANN, BOB, NOBODY = 1, 2, 3, 65_534
 QUOTAS = Quotas(max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_handles=12)
-NAMES = st.sampled_from(["a", "b", "c/d", "e"])
+TIMEOUT = 5.25  # of a claim, seconds: never over at the same time as a wait, or a version
+NAMES = st.sampled_from(["a", "b", "c/d", f"~{BOB}/e"])
 METAS = st.sampled_from([{}, {"k": "1"}, {"k": "2"}, {"k": "1", "l": "x"}])
 EXPECTS = st.sampled_from([None, {}, {"k": "1"}, {"k": "2"}])
 PICK = st.integers(0, 1_000)
@@ -55,6 +68,17 @@ class MWaiter:
     expect: dict[str, str] | None
     claims: bool
     deadline: float | None
+    owner: int | None
+
+
+@dataclass
+class MClaim:
+    session: int
+    until: float
+    over: bool
+    number: int
+    run: dict[int, float]
+    id: int = 0  # as the catalogue says
 
 
 class Model:
@@ -65,7 +89,9 @@ class Model:
         self.versions: list[MVersion] = []
         self.leases: list[tuple[int, MVersion]] = []  # session, version; identity by position is enough
         self.waiters: list[MWaiter] = []
-        self.claims: dict[str, int] = {}
+        self.claims: dict[str, MClaim] = {}
+        self.passed: dict[int, tuple[int, str, int]] = {}  # by id of the claim: session, name, last version by then
+        self.now = 0.0
         self.pending: dict[int, tuple[int, str, int, int, int]] = {}  # session, name, bytes, handles, entries
 
     def current(self, name: str) -> MVersion | None:
@@ -73,14 +99,34 @@ class Model:
         assert len(found) <= 1
         return found[0] if found else None
 
+    def holds(self, uid: int, version: MVersion) -> bool:
+        return any(v is version and self.uids[s] == uid for s, v in self.leases)
+
+    def counts(self, version: MVersion, uid: int | None) -> bool:
+        """Whether a version counts against a user; None: against the keeper."""
+        if version.state == "freed" or uid is None:
+            return version.state != "freed"
+        return version.owner == uid if version.state == "current" else self.holds(uid, version)
+
     def used(self, uid: int | None) -> tuple[int, int, int]:
-        alive = [v for v in self.versions if v.state != "freed" and uid in (None, v.owner)]
+        alive = [v for v in self.versions if self.counts(v, uid)]
         under_way = [p for p in self.pending.values() if uid in (None, self.uids[p[0]])]
         return (
             sum(v.nbytes for v in alive) + sum(p[2] for p in under_way),
             sum(v.state == "current" for v in alive) + sum(p[4] for p in under_way),
             sum(v.handles for v in alive) + sum(p[3] for p in under_way),
         )
+
+    def may_lease(self, uid: int, version: MVersion) -> bool:
+        """Whether what a user holds of old versions, this one included, leaves it below its ceilings."""
+        comes = version.state != "current" and not self.holds(uid, version)
+        old = any(v.state in ("superseded", "withdrawn") and self.holds(uid, v) for v in self.versions)
+        if uid == KEEPER or not (comes or old):
+            return True
+        b, _, h = self.used(uid)
+        assert QUOTAS.user_bytes is not None
+        assert QUOTAS.user_handles is not None
+        return b + comes * version.nbytes <= QUOTAS.user_bytes and h + comes * version.handles <= QUOTAS.user_handles
 
     def fits(self, uid: int, name: str, nbytes: int, handles: int) -> bool:
         previous = self.current(name)
@@ -96,13 +142,19 @@ class Model:
         fine = ok(QUOTAS.max_bytes, b + nbytes - minus_bytes) and (not entries or ok(QUOTAS.max_entries, e + 1))
         if uid != KEEPER:
             b, e, h = self.used(uid)
+            minus_bytes = minus_handles = 0
+            if previous is not None and previous.owner == uid and not self.holds(uid, previous):
+                minus_bytes, minus_handles = previous.nbytes, previous.handles
             fine = fine and ok(QUOTAS.user_bytes, b + nbytes - minus_bytes)
             fine = fine and (not entries or ok(QUOTAS.user_entries, e + 1))
             fine = fine and ok(QUOTAS.user_handles, h + handles - minus_handles)
         return fine
 
+    def is_home_of_another(self, uid: int, name: str) -> bool:
+        return name.startswith("~") and not name.startswith(f"~{uid}/")
+
     def may_publish(self, uid: int, name: str) -> str | None:
-        if uid == NOBODY:
+        if uid == NOBODY or self.is_home_of_another(uid, name):
             return "AccessDeniedError"
         current = self.current(name)
         return "AccessDeniedError" if current is not None and current.owner != uid else None
@@ -133,23 +185,54 @@ class Model:
             else:
                 return "wait"
         if version is not None:
+            if waiter.owner not in (None, version.owner):
+                return "MismatchError"
             if all(version.meta.get(k) == v for k, v in (waiter.expect or {}).items()):
-                return "AccessDeniedError" if waiter.access == "rw" and not version.writable else version
+                if waiter.access == "rw" and not version.writable:
+                    return "AccessDeniedError"
+                return version if self.may_lease(uid, version) else "CapacityError"
             if not waiter.claims or version.owner != uid:
                 return "MismatchError"
-        if not waiter.claims or waiter.name in self.claims:
+        if not waiter.claims:
             return "wait"
-        return "claim"
+        there = self.claims.get(waiter.name)
+        if self.is_home_of_another(uid, waiter.name) or waiter.owner not in (None, uid):
+            made_by = None if there is None else self.uids[there.session]
+            return "wait" if there is not None and waiter.owner in (None, made_by) else "AccessDeniedError"
+        return "wait" if there is not None and not there.over else "claim"
 
-    def serve(self, name: str) -> list[Any]:
+    def claim(self, waiter: MWaiter, before: MClaim | None) -> None:
+        """Give the claim to somebody, after whoever had it until just now."""
+        uid = self.uids[waiter.session]
+        there = self.claims.pop(waiter.name, None)
+        if there is not None:
+            self.passed[there.id] = (there.session, waiter.name, there.number)
+        before = there or before
+        others = [w for w in self.waiters if w.name == waiter.name and w.claims and self.uids[w.session] != uid]
+        run = {} if before is None else dict(before.run)
+        until = self.now + TIMEOUT
+        first = run.get(uid, until)
+        run[uid] = first
+        if others and self.now < first:
+            until = first
+        last = max((v.number for v in self.versions if v.name == waiter.name), default=0)
+        self.claims[waiter.name] = MClaim(waiter.session, until, False, last, run)
+
+    def serve(self, name: str, before: MClaim | None = None) -> list[Any]:
         effects: list[Any] = []
-        for waiter in [w for w in self.waiters if w.name == name]:
+        line = [w for w in self.waiters if w.name == name]
+        passing = self.claims.get(name, before)
+        if passing is not None:
+            had = [uid for uid, until in passing.run.items() if until <= self.now]
+            late = [w for w in line if w.claims and self.uids[w.session] in had]
+            line = [w for w in line if w not in late] + late
+        for waiter in line:
             got = self.attempt(waiter)
             if got == "wait":
                 continue
             self.waiters.remove(waiter)
             if got == "claim":
-                self.claims[name] = waiter.session
+                self.claim(waiter, before)
                 effects.append(("claimed", waiter.session, waiter.call, name))
             elif isinstance(got, str):
                 effects.append(("refused", waiter.session, waiter.call, got))
@@ -179,15 +262,17 @@ def told(effects: list[Effect]) -> list[Any]:
                 out.append(("refused", session.id, call, type(error).__name__))
             case Notify(session, name, version, reason, current):
                 out.append(("notify", session.id, name, version, reason, current))
+            case Evicted(session, name, version):
+                out.append(("evicted", session.id, name, version))
     return out
 
 
-def same(real: list[Effect], expected: list[Any]) -> None:
-    """The same effects; each kind in the same order."""
-    for kind in ("granted", "claimed", "refused", "notify", "free"):
+def same(real: list[Effect], expected: list[Any], in_order: bool = True) -> None:
+    """The same effects; each kind in the same order, unless those of several names come together."""
+    for kind in ("granted", "claimed", "refused", "notify", "free", "evicted"):
         mine = [effect for effect in told(real) if effect[0] == kind]
         theirs = [effect for effect in expected if effect[0] == kind]
-        if kind in ("free", "notify"):
+        if kind in ("free", "notify", "evicted") or not in_order:
             mine.sort()
             theirs.sort()
         assert mine == theirs
@@ -196,7 +281,7 @@ def same(real: list[Effect], expected: list[Any]) -> None:
 class CatalogueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
+        self.real = Catalogue(QUOTAS, keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=TIMEOUT)
         self.model = Model()
         self.now = 0.0
         self.tokens = 0
@@ -213,7 +298,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         assert type(caught.value).__name__ == expected
 
     # -- connections --------------------------------------------------------------------------------------------
-    @rule(uid=st.sampled_from([KEEPER, KEEPER, ANN, ANN, NOBODY]))
+    @rule(uid=st.sampled_from([KEEPER, ANN, ANN, BOB, NOBODY]))
     def connect(self, uid: int) -> None:
         session = self.real.connect(uid)
         self.model.uids[session.id] = uid
@@ -229,11 +314,11 @@ class CatalogueMachine(RuleBasedStateMachine):
             version.watchers = [s for s in version.watchers if s != session.id]
         for key in [k for k, p in model.pending.items() if p[0] == session.id]:
             del model.pending[key], self.publications[key]
-        for name in [n for n, s in model.claims.items() if s == session.id]:
-            del model.claims[name]
-            expected += model.serve(name)
+        for name in [n for n, c in model.claims.items() if c.session == session.id]:
+            expected += model.serve(name, model.claims.pop(name))
         held = [v for s, v in model.leases if s == session.id]
         model.leases = [(s, v) for s, v in model.leases if s != session.id]
+        model.passed = {number: one for number, one in model.passed.items() if one[0] != session.id}
         for version in held:
             expected += model.settle(version)
         same(self.real.disconnect(session, self.now), expected)
@@ -267,8 +352,10 @@ class CatalogueMachine(RuleBasedStateMachine):
         session = self.session(pick)
         options: dict[str, Any] = {"nbytes": nbytes, "handles": handles, "writable": writable, "meta": meta, "ttl": ttl}
         if use_claim:
-            options["claim"] = next((c.id for c in session.claims.values() if c.name == name), 0)
-        refused = self.model.may_publish(session.uid, name)
+            mine = [c.id for c in session.claims.values() if c.name == name]
+            mine += [number for number, (passed, _) in session.passed.items() if passed == name]
+            options["claim"] = mine[pick % len(mine)] if mine else 0
+        refused = self.late(options.get("claim", 0), name) or self.model.may_publish(session.uid, name)
         if refused is None and not self.model.fits(session.uid, name, nbytes, handles):
             refused = "CapacityError"
         if refused is not None:
@@ -280,6 +367,13 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.publications[publication.id] = publication
         if at_once:
             self.finish(publication)
+
+    def late(self, claim: int, name: str) -> str | None:
+        """The error for who publishes by a claim that passed on, when another has published since."""
+        current = self.model.current(name)
+        if claim not in self.model.passed or current is None:
+            return None
+        return "BusyError" if current.number > self.model.passed[claim][2] else None
 
     @precondition(lambda self: self.publications)
     @rule(pick=PICK, give_up=st.booleans())
@@ -298,7 +392,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         uid = model.uids[session_id]
         self.tokens += 1
         token = f"token {self.tokens}"
-        refused = model.may_publish(uid, name)
+        session_claims = dict(self.real.sessions[session_id].claims)
+        refused = self.late(publication.claim, name) or model.may_publish(uid, name)
         if refused is None and not model.fits(uid, name, nbytes, handles):
             refused = "CapacityError"
         if refused is not None:
@@ -318,8 +413,9 @@ class CatalogueMachine(RuleBasedStateMachine):
         if previous is not None:
             expected += model.notify(previous, "replaced")
             expected += model.settle(previous)
-        if publication.claim and model.claims.get(name) == session_id:
+        if publication.claim in session_claims and session_claims[publication.claim].name == name:
             del model.claims[name]
+        model.passed.pop(publication.claim, None)
         expected += model.serve(name)
         version, effects = self.real.commit(publication, token, self.now)
         version.body = msgspec.Raw(b"\xc0")
@@ -336,6 +432,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         expect=EXPECTS,
         wait=st.sampled_from([0.0, 0.0, 2.0, 6.0, None]),
         claim=st.booleans(),
+        owner=st.sampled_from([None, None, None, ANN, BOB]),
     )
     def attach(
         self,
@@ -346,19 +443,20 @@ class CatalogueMachine(RuleBasedStateMachine):
         expect: dict[str, str] | None,
         wait: float | None,
         claim: bool,
+        owner: int | None,
     ) -> None:
         session = self.session(pick)
         wants = 0 if claim else wants
         self.calls += 1
         model = self.model
         waiter = MWaiter(
-            session.id, self.calls, name, wants, access, expect, claim, None if wait is None else self.now + wait
+            session.id, self.calls, name, wants, access, expect, claim, None if wait is None else self.now + wait, owner
         )
         got = "AccessDeniedError" if claim and session.uid == NOBODY else model.attempt(waiter)
         if got == "wait" and wait == 0.0:
             got = "BusyError" if claim and name in model.claims else "NotFoundError"
         options: dict[str, Any] = {"call": self.calls, "version": wants, "access": access}
-        options |= {"expect": expect, "wait": wait, "claim": claim}
+        options |= {"expect": expect, "wait": wait, "claim": claim, "owner": owner}
         if isinstance(got, str) and got not in ("wait", "claim"):
             self.fails(got, self.real.attach, session, name, self.now, **options)
             return
@@ -368,7 +466,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert not isinstance(real, Lease | Claim)
         elif got == "claim":
             assert isinstance(real, Claim)
-            model.claims[name] = session.id
+            model.claim(waiter, None)
         else:
             assert isinstance(real, Lease)
             assert real.version.token == got.token
@@ -393,15 +491,20 @@ class CatalogueMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def drop_claim(self, pick: int) -> None:
         claim = list(self.real.claims.values())[pick % len(self.real.claims)]
-        del self.model.claims[claim.name]
-        same(self.real.drop_claim(claim.session, claim.id, self.now), self.model.serve(claim.name))
+        before = self.model.claims.pop(claim.name)
+        expected = self.model.serve(claim.name, before)
+        same(self.real.drop_claim(claim.session, claim.id, self.now), expected)
 
     # -- retiring -----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
-    @rule(pick=PICK, name=NAMES, number=st.integers(0, 3), revoke=st.booleans())
-    def remove(self, pick: int, name: str, number: int, revoke: bool) -> None:
+    @rule(pick=PICK, name=NAMES, number=st.integers(0, 3), revoke=st.booleans(), force=st.integers(0, 3))
+    def remove(self, pick: int, name: str, number: int, revoke: bool, force: int) -> None:
         session = self.session(pick)
         model = self.model
+        options = {"revoke": revoke, "force": revoke and not force}
+        if options["force"] and session.uid != KEEPER:
+            self.fails("AccessDeniedError", self.real.remove, session, name, number, **options)
+            return
         states = ("current", "superseded", "withdrawn") if revoke else ("current", "superseded")
         usable = [v for v in model.versions if v.name == name and v.state in states]
         current = model.current(name)
@@ -412,10 +515,10 @@ class CatalogueMachine(RuleBasedStateMachine):
             if revoke and current is None:
                 doomed = [v for v in doomed if session.uid in (v.owner, KEEPER)] or doomed
         if not doomed:
-            self.fails("NotFoundError", self.real.remove, session, name, number, revoke=revoke)
+            self.fails("NotFoundError", self.real.remove, session, name, number, **options)
             return
         if any(session.uid not in (v.owner, KEEPER) for v in doomed):
-            self.fails("AccessDeniedError", self.real.remove, session, name, number, revoke=revoke)
+            self.fails("AccessDeniedError", self.real.remove, session, name, number, **options)
             return
         expected: list[Any] = []
         for version in doomed:  # oldest first, so what is current is told of the others as such
@@ -424,29 +527,45 @@ class CatalogueMachine(RuleBasedStateMachine):
                 expected += model.withdraw(version, "revoked" if revoke else "removed")
             elif not asked:
                 expected += model.notify(version, "revoked")
-        same(self.real.remove(session, name, number, revoke=revoke), expected)
+            if options["force"]:
+                held = {s for s, v in model.leases if v is version}
+                model.leases = [(s, v) for s, v in model.leases if v is not version]
+                expected += model.settle(version)
+                expected += [("evicted", s, name, version.number) for s in held - {session.id}]
+        same(self.real.remove(session, name, number, **options), expected)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         model = self.model
-        due = [(w.deadline, i, w) for i, w in enumerate(model.waiters) if w.deadline is not None]
-        late = sorted(item for item in due if item[0] <= self.now)
+        model.now = self.now
         expected: list[Any] = []
-        for _, _, waiter in late:
-            model.waiters.remove(waiter)
-            expected.append(("refused", waiter.session, waiter.call, "WaitTimeoutError"))
-        for version in model.versions:
-            if version.expires is not None and version.expires <= self.now:
-                expected += model.withdraw(version, "expired")
+        due: list[tuple[float, Any]] = [(w.deadline, w) for w in model.waiters if w.deadline is not None]
+        due += [(v.expires, v) for v in model.versions if v.expires is not None]
+        due += [(c.until, (name, c)) for name, c in model.claims.items() if not c.over]
+        any_claim = False
+        for _, one in sorted((item for item in due if item[0] <= self.now), key=lambda item: item[0]):
+            match one:
+                case MWaiter():
+                    if one in model.waiters:  # and did not get a claim just now
+                        model.waiters.remove(one)
+                        expected.append(("refused", one.session, one.call, "WaitTimeoutError"))
+                case MVersion():
+                    expected += model.withdraw(one, "expired")
+                case (name, claim):
+                    any_claim = claim.over = True
+                    uid = model.uids[claim.session]
+                    claim.run[uid] = min(claim.run[uid], self.now)
+                    expected += model.serve(name)
         deadline = self.real.next_deadline
         earliest = min(
             [w.deadline for w in model.waiters if w.deadline is not None]
-            + [v.expires for v in model.versions if v.expires is not None],
+            + [v.expires for v in model.versions if v.expires is not None]
+            + [c.until for c in model.claims.values() if not c.over],
             default=None,
         )
         assert earliest is None or (deadline is not None and deadline <= earliest)
-        same(self.real.expire(self.now), expected)
+        same(self.real.expire(self.now), expected, in_order=not any_claim)
 
     # -- news ---------------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -477,7 +596,9 @@ class CatalogueMachine(RuleBasedStateMachine):
 
         written = msgspec.msgpack.encode(save(self.real, number))
         books = msgspec.msgpack.decode(written, type=Books)
-        self.real, self.publications = restore(books, tokens.__getitem__, QUOTAS, keeper_uid=KEEPER, nobody=NOBODY)
+        self.real, self.publications = restore(
+            books, tokens.__getitem__, QUOTAS, keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=TIMEOUT
+        )
 
     # -- always -------------------------------------------------------------------------------------------------
     @invariant()
@@ -485,7 +606,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         real, model = self.real, self.model
         total = real.accounts.total
         assert (total.nbytes, total.entries, total.handles) == model.used(None)
-        for uid in (KEEPER, ANN, NOBODY):
+        for uid in (KEEPER, ANN, BOB, NOBODY):
             used = real.accounts.of(uid)
             assert (used.nbytes, used.entries, used.handles) == model.used(uid)
         assert sorted(v.token for v in real.all_versions()) == sorted(
@@ -495,7 +616,13 @@ class CatalogueMachine(RuleBasedStateMachine):
         assert [v.name for v, _ in real.current()] == sorted(v.name for v in model.versions if v.state == "current")
         assert len(real.leases) == len(model.leases)
         assert real.waiting == len(model.waiters)
-        assert {c.name: c.session.id for c in real.claims.values()} == model.claims
+        for claim in real.claims.values():
+            model.claims[claim.name].id = claim.id
+        assert {c.name: (c.session.id, c.until, c.number) for c in real.claims.values()} == {
+            name: (c.session, None if c.over else c.until, c.number) for name, c in model.claims.items()
+        }
+        passed = [(number, s.id, *one) for s in real.sessions.values() for number, one in s.passed.items()]
+        assert {number: tuple(one) for number, *one in passed} == model.passed
         assert set(real.sessions) == set(model.uids)
 
 

@@ -22,6 +22,7 @@ from vram.keeper.records import (
     Claim,
     Claimed,
     Effect,
+    Evicted,
     Free,
     Granted,
     Lease,
@@ -279,6 +280,96 @@ def test_each_ceiling_of_a_user_binds_that_user_alone(quota: str, asked: dict[st
         publish(books, own, f"own{number}", **asked)
 
 
+def used(books: Catalogue, uid: int) -> tuple[int, int, int]:
+    return vars_of(books.accounts.of(uid))
+
+
+@pytest.mark.parametrize("way", ["replaced", "removed", "expired"])
+def test_what_is_not_current_any_more_counts_against_who_leases_it(way: str) -> None:
+    """Once for each user, however many leases that has, and once for all; never against an owner who has none."""
+    books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+    ann, also, bob, carl = (books.connect(uid) for uid in (ANN, ANN, BOB, BOB + 1))
+    publish(books, ann, handles=3, ttl=5.0)
+    held = [lease(books, session) for session in (bob, bob, carl)]
+    assert [used(books, uid) for uid in (ANN, BOB, BOB + 1)] == [(100, 1, 3), (0, 0, 0), (0, 0, 0)]
+    if way == "replaced":
+        publish(books, ann, token="t2", nbytes=7)
+    elif way == "removed":
+        books.remove(ann, "w")
+    else:
+        books.expire(5.0)
+    new = (7, 1, 1) if way == "replaced" else (0, 0, 0)
+    for each in (books, taken_over(books)):
+        assert [used(each, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (100, 0, 3), (100, 0, 3)]
+        assert vars_of(each.accounts.total) == (100 + new[0], new[1], 3 + new[2])
+    if way == "replaced":
+        by_number = lease(books, also, version=1)
+        assert used(books, ANN) == (107, 1, 4), "an owner that leases what it replaced pays as all do"
+        books.release(also, by_number.id)
+    books.release(bob, held[0].id)
+    assert used(books, BOB) == (100, 0, 3)
+    books.release(bob, held[1].id)
+    assert [used(books, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (0, 0, 0), (100, 0, 3)]
+    assert books.disconnect(carl, 0.0) == [Free("t1")]
+    assert [used(books, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (0, 0, 0), (0, 0, 0)]
+    assert vars_of(books.accounts.total) == new
+
+
+def test_a_reader_of_old_versions_uses_up_its_own_ceiling_and_not_their_owners() -> None:
+    books = Catalogue(Quotas(user_bytes=250), keeper_uid=KEEPER, nobody=NOBODY)
+    ann, bob, own = (books.connect(uid) for uid in (ANN, BOB, KEEPER))
+    publish(books, ann, "other")
+    for number in range(1, 4):
+        publish(books, ann, "model", token=f"t{number}")  # which fits beside the other one, whoever reads
+        held = lease(books, bob, "model")
+    assert used(books, BOB) == (200, 0, 2)
+    publish(books, ann, "model", token="t4")
+    assert used(books, BOB) == (300, 0, 3), "what it read when it was current is not refused afterwards"
+    for name in ("model", "other"):
+        with pytest.raises(CapacityError, match=r"'model' version 1 .*close those leases"):
+            lease(books, bob, name)
+    with pytest.raises(CapacityError, match=r"'model' version 1 .*close those leases"):
+        books.begin(bob, "bobs", nbytes=1, handles=1)
+    with pytest.raises(CapacityError, match="would hold"):
+        lease(books, ann, "model", version=1)  # an owner that has room for no more than what it owns
+    for name in ("model", "other"):
+        lease(books, own, name)
+    lease(books, own, "model", version=1)
+    lease(books, ann, "other")
+    books.release(bob, held.id)
+    lease(books, bob, "model")
+    publish(books, bob, "bobs", nbytes=50)
+
+
+def test_who_waits_past_its_ceiling_is_refused_when_its_turn_comes() -> None:
+    books = Catalogue(Quotas(user_handles=5), keeper_uid=KEEPER, nobody=NOBODY)
+    own, bob = books.connect(KEEPER), books.connect(BOB)
+    publish(books, own, handles=6)
+    lease(books, bob)
+    waits(books, bob, 1, "late")
+    publish(books, own, token="t2")
+    (refused,) = publish(books, own, "late")[1]
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, CapacityError)
+    assert f"uid {BOB} may hold 5 descriptors and holds 6" in str(refused.error)
+
+
+def test_a_replacement_is_measured_by_what_stays_with_its_owner() -> None:
+    books = Catalogue(Quotas(user_bytes=100), keeper_uid=KEEPER, nobody=NOBODY)
+    ann, bob = books.connect(ANN), books.connect(BOB)
+    publish(books, ann)
+    held = lease(books, bob)
+    publish(books, ann, token="t2")
+    mine = lease(books, ann)
+    with pytest.raises(CapacityError, match="would hold 200 B"):
+        publish(books, ann, token="t3")
+    books.release(ann, mine.id)
+    publish(books, ann, token="t3")
+    assert (used(books, ANN), used(books, BOB)) == ((100, 1, 1), (100, 0, 1))
+    books.release(bob, held.id)
+    assert used(books, BOB) == (0, 0, 0)
+
+
 # -- attaching ------------------------------------------------------------------------------------------------------
 
 
@@ -490,6 +581,263 @@ def test_a_claim_is_for_its_holder_and_its_name(books: Catalogue, ann: Session, 
     for who, name in ((bob, "w"), (ann, "other")):
         with pytest.raises(UsageError, match="not held"):
             publish(books, who, name, claim=claim.id)
+
+
+# -- claims that take long --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def brief() -> Catalogue:
+    return Catalogue(keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=60.0)
+
+
+def claims(books: Catalogue, session: Session, now: float = 0.0, name: str = "w", **options: object) -> Claim:
+    return claim_of(books.attach(session, name, now, claim=True, **{"wait": None, **options}))  # type: ignore[arg-type]
+
+
+def test_a_claim_passes_on_when_its_time_is_over_and_somebody_waits(brief: Catalogue) -> None:
+    ann, bob = brief.connect(ANN), brief.connect(BOB)
+    first = claims(brief, ann)
+    waits(brief, bob, 1)  # it only reads: no claim for it
+    waits(brief, bob, 2, claim=True)
+    waits(brief, ann, 3, claim=True)
+    assert brief.next_deadline == 60.0
+    assert brief.expire(59.9) == []
+    (passed,) = brief.expire(60.0)
+    assert isinstance(passed, Claimed)
+    assert (passed.session, passed.call, passed.claim.until) == (bob, 2, 120.0)
+    assert (dict(ann.claims), ann.tally.claims, bob.tally.claims) == ({}, 0, 1)
+    brief.cancel(ann, 3)
+    assert brief.expire(120.0) == [], "nobody waits for it"
+    assert brief.claims == {passed.claim.id: passed.claim}
+    later = claims(brief, ann, 150.0)  # whoever comes then has it at once
+    assert brief.claims == {later.id: later}
+    assert {*ann.passed, *bob.passed} == {first.id, passed.claim.id}
+
+
+def test_whose_claim_passed_on_may_publish_until_another_has(brief: Catalogue) -> None:
+    ann, also = brief.connect(ANN), brief.connect(ANN)
+    old = claims(brief, ann)
+    brief.expire(60.0)
+    new = claims(brief, also, 61.0)
+    begun = brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id)
+    brief.abandon(begun)
+    version, _ = publish(brief, ann, claim=old.id, now=62.0)
+    assert version.number == 1
+    assert brief.claims == {new.id: new}, "it was a plain publication: the claim is another's"
+    with pytest.raises(UsageError, match="not held"):
+        publish(brief, ann, claim=old.id)
+    publish(brief, also, claim=new.id, token="t2")
+    assert brief.claims == {}
+
+
+@pytest.mark.parametrize("step", ["begin", "commit"])
+@pytest.mark.parametrize("other", [ANN, BOB])
+def test_whose_claim_passed_on_is_told_when_another_has_published(brief: Catalogue, step: str, other: int) -> None:
+    ann, also = brief.connect(ANN), brief.connect(other)
+    old = claims(brief, ann)
+    begun = brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id)
+    waits(brief, also, 1, claim=True)
+    (passed,) = brief.expire(60.0)
+    assert isinstance(passed, Claimed)
+    publish(brief, also, claim=passed.claim.id)
+    act = {
+        "begin": lambda: brief.begin(ann, "w", nbytes=1, handles=1, claim=old.id),
+        "commit": lambda: brief.commit(begun, "mine", 61.0),
+    }[step]
+    with pytest.raises(BusyError, match=rf"passed on after 60 s, and version 1 was published since, by uid {other}"):
+        act()
+    brief.remove(also, "w")
+    publish(brief, ann, claim=old.id)  # the name is free again
+
+
+def test_a_replacement_that_comes_late_replaces_what_it_was_to(brief: Catalogue) -> None:
+    ann, also = brief.connect(ANN), brief.connect(ANN)
+    publish(brief, ann, meta={"v": "old"})
+    old = claims(brief, ann, expect={"v": "new"})
+    brief.expire(60.0)
+    claims(brief, also, 61.0, expect={"v": "new"})
+    assert publish(brief, ann, token="t2", meta={"v": "new"}, claim=old.id)[0].number == 2
+
+
+def test_connections_of_one_user_do_not_hand_a_claim_round_while_another_waits(brief: Catalogue) -> None:
+    """Neither when its time is over, nor by giving it up just before, nor in turn with a second user's."""
+    ann, bob, carl = (brief.connect(uid) for uid in (ANN, BOB, BOB + 1))
+    held = claims(brief, ann)
+    for call in range(1, 21):
+        waits(brief, ann, call, claim=True)
+        waits(brief, bob, call, claim=True)
+    waits(brief, carl, 1, claim=True)
+    now, users = 0.0, [ANN]
+    while users[-1] != carl.uid:
+        assert now < 1_000, f"{users} had it, and the third user waits"
+        now += 10.0
+        due = brief.expire(now) or brief.drop_claim(held.session, held.id, now)
+        (passed,) = due
+        assert isinstance(passed, Claimed)
+        held = passed.claim
+        users.append(passed.session.uid)
+    assert now <= 2 * 60.0
+    assert users.count(ANN) > 3
+
+
+def test_workers_of_one_user_have_the_whole_time_each(brief: Catalogue) -> None:
+    ann, also = brief.connect(ANN), brief.connect(ANN)
+    claims(brief, ann)
+    waits(brief, also, 1, claim=True)
+    (passed,) = brief.disconnect(ann, 50.0)
+    assert isinstance(passed, Claimed)
+    assert passed.claim.until == 110.0
+
+
+def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> None:
+    ann, bob = brief.connect(ANN, 11, "ann"), brief.connect(BOB)
+    claims(brief, ann)
+    waits(brief, bob, 1, claim=True, wait=10.0)
+    (refused,) = brief.expire(12.0)
+    assert isinstance(refused, Refused)
+    assert f"pid 11, uid {ANN}, label 'ann' has had the claim to publish it for 12 s" in str(refused.error)
+    with pytest.raises(BusyError, match=r"had the claim for 13 s \(held by: pid 11"):
+        brief.attach(bob, "w", 13.0, claim=True)
+
+
+def test_claims_that_are_given_up_for_ever_do_not_pile_up(brief: Catalogue) -> None:
+    ann = brief.connect(ANN)
+    for _ in range(1_000):
+        brief.drop_claim(ann, claims(brief, ann).id, 0.0)
+    assert len(brief._deadlines) < 500
+    for number in range(1_000):
+        claims(brief, ann, 100.0 * number)
+        brief.expire(100.0 * number + 60.0)
+    assert len(ann.passed) <= 256
+
+
+def test_a_claim_ends_in_time_over_a_takeover(brief: Catalogue) -> None:
+    ann, bob, carl = (brief.connect(uid) for uid in (ANN, BOB, BOB + 1))
+    old = claims(brief, ann, name="old")
+    claims(brief, ann, 10.0)
+    claims(brief, bob, 20.0, "over")
+    brief.expire(60.0)
+    claims(brief, bob, 61.0, "old")
+    for session in (ann, bob, carl):
+        waits(brief, session, 1, claim=True)
+    moved = taken_over(brief)
+    assert moved.sessions[ann.id].passed == {old.id: ("old", 0)}
+    assert moved.next_deadline == 70.0
+    assert moved.expire(69.9) == []
+    for now, uid in ((70.0, BOB), (130.0, BOB + 1)):
+        (passed,) = moved.expire(now)
+        assert isinstance(passed, Claimed)
+        assert passed.session.uid == uid
+        moved = taken_over(moved)
+    claims(moved, moved.sessions[carl.id], 131.0, "over")
+    publish(
+        moved, moved.sessions[bob.id], "old", claim=next(one.id for one in moved.claims.values() if one.name == "old")
+    )
+    with pytest.raises(BusyError, match="passed on"):
+        publish(moved, moved.sessions[ann.id], "old", claim=old.id)
+
+
+def test_a_claim_of_a_keeper_that_knew_no_end_of_them_begins_with_the_takeover(brief: Catalogue) -> None:
+    ann, bob = brief.connect(ANN), brief.connect(BOB)
+    claims(brief, ann)
+    waits(brief, bob, 1, claim=True)
+    written = save(brief, lambda _: 0)
+    written.terms, written.passed = [], []
+    moved, _ = restore(written, str, Quotas(), keeper_uid=KEEPER, nobody=NOBODY, claim_timeout=7.0, now=1_000.0)
+    assert moved.next_deadline == 1_007.0
+    (passed,) = moved.expire(1_007.0)
+    assert isinstance(passed, Claimed)
+    assert passed.session.uid == BOB
+
+
+# -- whose it is ------------------------------------------------------------------------------------------------------
+
+
+def test_what_belongs_to_another_is_not_what_was_asked_for(books: Catalogue, ann: Session, bob: Session) -> None:
+    waits(books, bob, 1, owner=BOB)
+    (refused,) = publish(books, ann)[1]
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, MismatchError)
+    assert f"belongs to uid {ANN}, and not to uid {BOB}" in str(refused.error)
+    for options in ({}, {"claim": True}, {"version": 1}, {"wait": None}):
+        with pytest.raises(MismatchError, match=f"belongs to uid {ANN}, and not to uid {BOB}"):
+            books.attach(bob, "w", 0.0, owner=BOB, **options)  # type: ignore[arg-type]
+        assert isinstance(books.attach(bob, "w", 0.0, owner=ANN, **options), Lease)  # type: ignore[arg-type]
+
+
+def test_what_is_to_belong_to_another_is_made_by_them_alone(books: Catalogue, ann: Session, bob: Session) -> None:
+    for wait in (0.0, None):
+        with pytest.raises(AccessDeniedError, match=f"is to belong to uid {ANN}: uid {BOB} cannot"):
+            books.attach(bob, "w", 0.0, claim=True, owner=ANN, wait=wait)
+    claim = claim_of(books.attach(ann, "w", 0.0, claim=True, owner=ANN, wait=None))
+    waits(books, bob, 1, claim=True, owner=ANN)
+    with pytest.raises(AccessDeniedError):
+        books.attach(bob, "w", 0.0, claim=True, owner=ANN + 7, wait=None)
+    moved = taken_over(books)
+    for each in (books, moved):
+        (refused,) = each.drop_claim(each.sessions[ann.id], claim.id, 0.0)
+        assert isinstance(refused, Refused)
+        assert isinstance(refused.error, AccessDeniedError)
+
+
+def test_names_under_a_user_are_that_users(books: Catalogue, ann: Session, bob: Session) -> None:
+    name = f"~{ANN}/w"
+    own = books.connect(KEEPER)
+    for other in (bob, own):
+        for act in (
+            lambda who=other: publish(books, who, name),
+            lambda who=other: books.attach(who, name, 0.0, claim=True, wait=None),
+        ):
+            with pytest.raises(AccessDeniedError, match=rf"only the user called '{ANN}' .*names under ~{other.uid}/"):
+                act()
+    claim = claim_of(books.attach(ann, name, 0.0, claim=True, wait=None))
+    waits(books, bob, 1, name, claim=True)
+    _, effects = publish(books, ann, name, claim=claim.id)
+    assert [type(effect) for effect in effects] == [Granted]
+    lease(books, bob, name)
+    with pytest.raises(AccessDeniedError):
+        books.remove(bob, name)
+    books.remove(own, name)
+    with pytest.raises(AccessDeniedError, match="no user 'ann' is known"):
+        publish(books, ann, "~ann/w")
+
+
+@pytest.mark.parametrize(
+    "name", ["~", "~a", "~/a", "~a/", "a/~b/c", "~a//b", "~a/../b", "a~", "~a b/c", "~~a/b", "~a:b/c"]
+)
+def test_names_of_users_that_cannot_be(books: Catalogue, ann: Session, name: str) -> None:
+    with pytest.raises(UsageError, match="characters"):
+        publish(books, ann, name)
+
+
+# -- by force ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_keepers_user_ends_leases_by_force(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann)
+    held = lease(books, bob)
+    for other in (ann, bob):
+        with pytest.raises(AccessDeniedError, match=f"only uid {KEEPER}, who runs this keeper"):
+            books.remove(other, "w", force=True)
+    assert (held.version.revoked, held.version.withdrawn, list(books.leases)) == (False, False, [held.id])
+
+
+def test_force_ends_every_lease_and_names_whose_they_were(books: Catalogue, ann: Session, bob: Session) -> None:
+    own = books.connect(KEEPER)
+    publish(books, ann, handles=3)
+    for session in (ann, bob, bob, own):
+        lease(books, session)
+    publish(books, ann, "other")
+    kept = lease(books, bob, "other")
+    effects = books.remove(own, "w", force=True)
+    assert effects == [Free("t1"), Evicted(ann, "w", 1), Evicted(bob, "w", 1)]
+    assert books.leases == {kept.id: kept}
+    assert (vars_of(books.accounts.total), used(books, ANN), used(books, BOB)) == ((100, 1, 1), (100, 1, 1), (0, 0, 0))
+    with pytest.raises(NotFoundError):
+        books.remove(own, "w", force=True)
+    assert books.disconnect(bob, 0.0) == []
+    assert books.leases == {}
 
 
 # -- ends -----------------------------------------------------------------------------------------------------------
@@ -776,7 +1124,14 @@ def taken_over(books: Catalogue) -> Catalogue:
 
     for version in books.all_versions():
         version.body = b"\xc0"
-    moved, _ = restore(save(books, number), tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    moved, _ = restore(
+        save(books, number),
+        tokens.__getitem__,
+        Quotas(),
+        keeper_uid=KEEPER,
+        nobody=NOBODY,
+        claim_timeout=books.claim_timeout,
+    )
     return moved
 
 

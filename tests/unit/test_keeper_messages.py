@@ -25,8 +25,8 @@ GOLDEN = [
     (m.Offer(5, "a/b", 100, 2, {}, None, 0), "98a56f6666657205a3612f62640280c000"),
     (m.Part(6, 5, 253), "94a4706172740605ccfd"),
     (
-        m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True),
-        "98a661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3",
+        m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, 1000),
+        "99a661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3cd03e8",
     ),
     (m.More(8, 9, 253), "94a46d6f72650809ccfd"),
     (m.Release(9, [1, 2]), "93a772656c6561736509920102"),
@@ -38,7 +38,7 @@ GOLDEN = [
     (m.Versions(14, "a", 1), "94a876657273696f6e730ea16101"),
     (m.Holders(15, "a", 1, 2), "95a7686f6c646572730fa1610102"),
     (m.Leases(18, "a", 2), "94a66c656173657312a16102"),
-    (m.Remove(16, "a", 1, True), "95a672656d6f766510a16101c3"),
+    (m.Remove(16, "a", 1, True, True), "96a672656d6f766510a16101c3c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
     (m.Takeover(18), "92a874616b656f76657212"),
     (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
@@ -49,7 +49,7 @@ GOLDEN = [
         "95a8617474616368656407040199a3612f6203cd03e8c29193ce00200000010091a4686f7374c4016dc281a16ba176",
     ),
     (m.Descriptors(8, 253), "93ab64657363726970746f727308ccfd"),
-    (m.Claimed(7, 4), "93a7636c61696d65640704"),
+    (m.Claimed(7, 4, 600.0), "94a7636c61696d65640704cb4082c00000000000"),
     (m.Done(9), "92a4646f6e6509"),
     (m.IsStale(11, True, 4), "94a869735f7374616c650bc304"),
     (m.Notice(0, "a", 1, "replaced", 2), "96a66e6f7469636500a16101a87265706c6163656402"),
@@ -78,6 +78,13 @@ def test_s9_a_greeting_of_before_hosts_were_said() -> None:
 
 def test_s9_a_list_of_before_anything_could_be_left_out() -> None:
     assert m.decode_request(bytes.fromhex("94a46c6973740da161a26162")) == m.List(13, "a", "ab", 2**63 - 1)
+
+
+def test_s9_what_was_said_before_there_were_owners_force_and_ends_of_claims() -> None:
+    attach = "98a661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3"
+    assert m.decode_request(bytes.fromhex(attach)) == m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, None)
+    assert m.decode_request(bytes.fromhex("95a672656d6f766510a16101c3")) == m.Remove(16, "a", 1, True, False)
+    assert m.decode_reply(bytes.fromhex("93a7636c61696d65640704")) == m.Claimed(7, 4, None)
 
 
 def test_every_message_has_golden_bytes() -> None:

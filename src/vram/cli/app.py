@@ -76,6 +76,12 @@ def keep(
     max_entries: Annotated[str | None, typer.Option(help='Most names to keep, or "none".')] = None,
     max_bytes_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
     max_entries_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
+    claim_timeout: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds after which the claim to publish a name passes to the next who waits [default: 600]."
+        ),
+    ] = None,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -84,7 +90,7 @@ def keep(
     """Run a keeper in the foreground, until SIGTERM, Ctrl-C, or the end of its terminal. Without one (nohup, setsid, a
     service) it ignores SIGHUP.
     """
-    from ..keeper.__main__ import parse_limit
+    from ..keeper.__main__ import parse_limit, parse_seconds
 
     if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
@@ -106,6 +112,9 @@ def keep(
         if text is not None:
             parse_limit(text, option)  # a mistake is said here, in one line
             command += [option, text]
+    if claim_timeout is not None:
+        parse_seconds(claim_timeout, "--claim-timeout")
+        command += ["--claim-timeout", claim_timeout]
     if takeover:
         command.append("--takeover")
     sys.stdout.flush()
@@ -202,15 +211,25 @@ def revoke(
     name: Annotated[str, typer.Argument(help="An entry.")],
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its readers.")] = 10.0,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Then end the leases that are left; for the user who runs the keeper."),
+    ] = False,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
     """Retire an entry, ask its readers to let go, and wait. Exit status 1 if some still hold it: it says who."""
     from ..exchange import keepers
 
-    left = keepers.revoke(name, version=version, timeout=timeout, keeper=socket)
+    left = keepers.revoke(name, version=version, timeout=timeout, force=force, keeper=socket)
     which = name if version is None else f"{name} version {version}"
-    if as_json or not left.holders:
+    if left.forced and not as_json:
+        from .tables import holder_table, show_table
+
+        print(f"revoked {which}, and ended the leases of those who did not let go. What they have mapped stays mapped:")
+        print("the keeper does not count it any more, the kernel keeps it until they close it or end.")
+        show_table(holder_table(left.forced))
+    elif as_json or not left.holders:
         _print(left, as_json, f"revoked {which}: nobody holds it any more")
     else:
         from .tables import holder_table, show_table

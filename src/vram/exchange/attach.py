@@ -8,11 +8,11 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from .. import driver as drivers
-from ..errors import BusyError, NotFoundError, UsageError, VramError
+from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name
 from ..spec import HOST, Location
-from .keepers import as_notes, check_flag, check_seconds, check_version, wait_for_keeper
+from .keepers import as_notes, check_flag, check_owner, check_seconds, check_version, wait_for_keeper
 from .lease import Lease, wire_access
 from .mapping import visible
 
@@ -34,6 +34,7 @@ def attach(
     expect: Mapping[str, str] | None = None,
     timeout: float | None = 0.0,
     device: str | Location | None = None,
+    owner: int | str | None = None,
     keeper: Keeper | str | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
@@ -48,7 +49,7 @@ def attach(
     version : int, optional
         A particular version; by default the newest.
     expect : mapping of str to str, optional
-        What the entry's `meta` must say under these keys.
+        What the entry's `meta` must say under these keys. Its publisher wrote that, whoever they are: see `owner`.
     timeout : float or None
         Seconds to wait for a keeper to be there and for the name to be published, both together; 0 does not wait, None
         waits for ever.
@@ -56,6 +57,10 @@ def attach(
         The GPU that will work on memory of a GPU, such as ``"cuda:1"``: it reads the memory of the other one over the
         link between the two, if they are peers. By default the one that the memory is on. Memory of the host is
         not concerned.
+    owner : int or str, optional
+        The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
+        several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
+        which are that user's alone.
     keeper : Keeper or str, optional
         Whom to ask: a socket path, or what :func:`vram.keeper` gave. By default ``$VRAM_KEEPER`` or the user's own.
 
@@ -71,9 +76,13 @@ def attach(
     NotFoundError
         If there is no such entry or version.
     MismatchError
-        If the entry's `meta` differs from `expect`.
+        If the entry's `meta` differs from `expect`, or it belongs to another user than `owner`: also while it was
+        waited for, since nobody else can publish it as long as that user keeps the name.
     AccessDeniedError
         If it asks to write to what was published read-only.
+    CapacityError
+        If this user has come past its ceilings at the keeper by leases on versions that are not current any more; it
+        says which.
     WaitTimeoutError
         If nothing was published within `timeout`.
     PeerGoneError
@@ -85,9 +94,12 @@ def attach(
     user = user_of(device)
     check_version(version)
     wanted = as_notes(expect, what="expect")
+    uid = check_owner(owner)
     seconds = check_seconds(timeout)
     client, left = wait_for_keeper(keeper, seconds)
-    attachment = client.attach(name, version=version, access=wire_access(access), expect=wanted or None, timeout=left)
+    attachment = client.attach(
+        name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
+    )
     return Lease(client, attachment, access, user=user)
 
 
@@ -101,12 +113,15 @@ def attach_or_publish(
     ttl: float | None = None,
     timeout: float | None = None,
     device: str | Location | None = None,
+    owner: int | str | None = None,
     keeper: Keeper | str | None = None,
 ) -> Lease:
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
 
     Of any number of processes that call this at the same time, one calls `load`. If it fails or dies, the next one
-    in line does. An entry whose `meta` differs from `expect` counts as missing and is replaced.
+    in line does; and also if it takes longer than the keeper's ``--claim-timeout``, 10 minutes by default. What it has
+    loaded it publishes all the same, unless another has by then: then it attaches that. An entry whose `meta` differs
+    from `expect` counts as missing and is replaced.
 
     Parameters
     ----------
@@ -117,13 +132,20 @@ def attach_or_publish(
     timeout : float or None
         Seconds to wait for a keeper to be there, and then for another process to load, each time it does; 0 does not
         wait, None waits for ever.
+    owner : int or str, optional
+        The user whom it must belong to, as of :func:`attach`. Who is another user does not load: this attaches what
+        `owner` has published, or waits while a process of that user is loading.
 
     Other parameters as in :func:`attach` and :func:`publish`.
 
     Raises
     ------
     WaitTimeoutError
-        If another process was still loading after `timeout` seconds.
+        If another process was still loading after `timeout` seconds; it says which, and since when.
+    MismatchError
+        If what is there belongs to another user and differs from `expect`, or from `owner`.
+    AccessDeniedError
+        If nothing is there, and this user may not publish it: not under ``~user/`` of another, nor for another `owner`.
     PeerGoneError
         If there is no keeper, or none came within `timeout`; or if it went away meanwhile.
     BusyError
@@ -136,6 +158,7 @@ def attach_or_publish(
     if not callable(load):
         raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
     meta = as_notes(expect, what="expect")
+    uid = check_owner(owner)
     seconds = check_seconds(timeout)
     user = user_of(device)
     client, left = wait_for_keeper(keeper, seconds)
@@ -146,15 +169,21 @@ def attach_or_publish(
             f"attach another name"
         )
     while True:
-        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left)
+        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
         if isinstance(got, Attachment):
             return Lease(client, got, access, user=user)
         before = _loading.set(_loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, ttl, got)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(VramError):
                 client.abandon(got)
+            if not isinstance(error, BusyError):
+                raise
+            # It may be that the claim has passed on, and that another published meanwhile what is wanted.
+            with contextlib.suppress(NotFoundError, MismatchError):
+                theirs = client.attach(name, access=wire_access(access), expect=meta or None, owner=uid)
+                return Lease(client, theirs, access, user=user)
             raise
         finally:
             _loading.reset(before)

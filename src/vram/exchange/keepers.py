@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_notes",
     "check_flag",
+    "check_owner",
     "check_version",
     "connect",
     "holders",
@@ -132,6 +133,28 @@ def check_version(version: object) -> None:
         raise UsageError(f"version {version!r:.40} is not the number of a version: they count from 1")
 
 
+def check_owner(owner: object) -> int | None:
+    """Return the uid of a user who was given by name or uid; None for anybody.
+
+    Raises
+    ------
+    UsageError
+        If there is no such user, or that is none.
+    """
+    if owner is None:
+        return None
+    if isinstance(owner, str):
+        import pwd  # few ask, and it is not there on every system
+
+        try:
+            return pwd.getpwnam(owner).pw_uid
+        except (KeyError, ValueError):
+            raise UsageError(f"owner {owner!r:.80} is no user of this system; a uid may be given as well") from None
+    if type(owner) is not int or not 0 <= owner < 2**32 - 1:
+        raise UsageError(f"owner must be the name of a user or a uid, not {owner!r:.80}")
+    return owner
+
+
 def check_flag(value: object, what: str) -> bool:
     """Return a choice between two. Raises :class:`UsageError` for anything but True or False, numpy's included."""
     if isinstance(value, bool) or isinstance(value, np.bool_):  # noqa: SIM101  (numpy is loaded for what is neither)
@@ -211,6 +234,7 @@ def revoke(
     *,
     version: int | None = None,
     timeout: float | None = 10.0,
+    force: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> RevokeInfo:
     """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
@@ -227,23 +251,33 @@ def revoke(
         Only this one.
     timeout : float or None
         Seconds to wait for the readers; 0 only asks them, None waits for ever.
+    force : bool
+        End the leases of those who have not let go by then, so that the keeper does not count that memory any more; for
+        the user who runs the keeper alone. Their connections end, and with them whatever else they have from this
+        keeper: what they ask it next raises `PeerGoneError`, which says why, and after that they connect anew. What
+        they have mapped stays mapped, and the kernel keeps its memory until they close it or end.
 
     Returns
     -------
     RevokeInfo
-        The `holders` that are left when the time is over; nobody, if all let go. May be called again.
+        The `holders` that are left when the time is over; nobody, if all let go. With `force`, those whose leases were
+        ended are in `forced`. May be called again.
 
     Raises
     ------
     NotFoundError
         If there is no such entry or version, and nobody holds one.
     AccessDeniedError
-        If it belongs to another user, unless this one runs the keeper.
+        If it belongs to another user, unless this one runs the keeper. With `force`, also if it is this user's own,
+        unless this one runs the keeper.
+    UnsupportedError
+        If the keeper is older than `force`.
     PeerGoneError
         If there is no keeper, or it ends while this waits: its leases are over, what is mapped stays with its readers.
     """
     check_version(version)
-    return connect(keeper).revoke(name, version, timeout=check_seconds(timeout))
+    by_force = check_flag(force, "force")
+    return connect(keeper).revoke(name, version, timeout=check_seconds(timeout), force=by_force)
 
 
 def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[HolderInfo]:

@@ -116,6 +116,11 @@ class Lease(Owned, Mapping[str, Array]):
         return self._attachment.version
 
     @property
+    def owner(self) -> int:
+        """The uid of the user who published it, as the keeper verified it; of a lender, the one who lends."""
+        return self._attachment.owner
+
+    @property
     def meta(self) -> dict[str, str]:
         """What the publisher said about it."""
         return dict(self._attachment.meta)
@@ -274,7 +279,10 @@ class Lease(Owned, Mapping[str, Array]):
             try:
                 self._revoked = self._client.is_revoked(self._return.lease_id)
             except PeerGoneError:
-                self._reconnect()
+                if (self.name, self.version) not in self._client.taken_back:
+                    self._reconnect()
+                    return False
+                self._revoked = True
         return self._revoked
 
     def on_revoke(self, callback: Callable[[Lease], object]) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError, VramError
 from ..spec import format_size, parse_size
+from .catalogue import CLAIM_TIMEOUT
+from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
 
 if TYPE_CHECKING:
@@ -41,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-entries-per-user", metavar="N", help="the same for each user but this one")
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
+    )
+    parser.add_argument(
+        "--claim-timeout",
+        metavar="SECONDS",
+        help=f"after which the claim to publish a name passes to the next who waits (default: {CLAIM_TIMEOUT:g})",
     )
     parser.add_argument(
         "--takeover",
@@ -81,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for option, _, argument in _LIMITS
             if (text := getattr(given, argument)) is not None
         }
+        chosen = [quota for _, quota, argument in _LIMITS if argument in limits]
+        claim_timeout = CLAIM_TIMEOUT
+        if given.claim_timeout is not None:
+            claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")
+            chosen.append("claim_timeout")
         server = KeeperServer(
             given.socket,
             mode=mode,
@@ -90,12 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_bytes_per_user=limits.get("max_bytes_per_user"),
             max_entries_per_user=limits.get("max_entries_per_user"),
             patience=given.patience,
+            claim_timeout=claim_timeout,
             directory_fd=given.directory_fd,
         )
         if given.takeover:
             from .takeover import take_over
 
-            succession = take_over(server, [quota for _, quota, argument in _LIMITS if argument in limits])
+            succession = take_over(server, chosen)
         server.serve(ready, parent_fd=given.parent_fd)
     except VramError as error:
         print(f"vram keep: {error}", file=sys.stderr)
@@ -128,6 +141,23 @@ def parse_limit(text: str, option: str) -> int | None:
     return int(text)
 
 
+def parse_seconds(text: str, option: str) -> float:
+    """Read a number of seconds, above 0 and at most ten years.
+
+    Raises
+    ------
+    UsageError
+        For anything else.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TTL:
+        raise UsageError(f"{option} {text[:40]!r} is not a number of seconds: above 0 and at most {MAX_TTL:.0f}")
+    return seconds
+
+
 def _told(succession: Succession) -> str:
     """Say which limits hold after a takeover, and which of them are other ones than before."""
     who = f"took over from pid {succession.pid or 'unknown'}"
@@ -141,6 +171,11 @@ def _told(succession: Succession) -> str:
             parts.append(f"{option} {limit} (was {was})")
         elif getattr(now, quota) is not None:
             parts.append(f"{option} {limit} as before")
+    was_seconds, seconds = succession.claims_before, succession.claims_now
+    if was_seconds is not None and was_seconds != seconds:
+        parts.append(f"--claim-timeout {seconds:g} (was {was_seconds:g})")
+    elif seconds != CLAIM_TIMEOUT:
+        parts.append(f"--claim-timeout {seconds:g}{'' if was_seconds is None else ' as before'}")
     return f"{who}; limits: {', '.join(parts) or 'none, as before'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -12,7 +13,7 @@ from .records import Session, Tally, Version
 __all__ = ["Accounts", "Quotas", "Usage"]
 
 # Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
-MOST = Tally(leases=65_536, waiters=4_096, claims=4_096, watches=16_384)
+MOST = Tally(leases=65_536, waiters=4_096, claims=256, watches=16_384)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Accounts:
         self.keeper_uid = keeper_uid
         self.total = Usage()
         self._by_user: dict[int, Usage] = {}
+        self._old: dict[int, dict[Version, None]] = {}  # by user: what is not current any more, and leased
         self._tallies: WeakValueDictionary[int, Tally] = WeakValueDictionary()  # as long as a session has it
 
     def tally(self, uid: int) -> Tally:
@@ -104,6 +106,9 @@ class Accounts:
         ]
         if uid != self.keeper_uid:
             used = self.of(uid)
+            # What is replaced counts against those who go on holding it: its owner may be one of them.
+            moves = replaced is not None and replaced.owner == uid and uid not in replaced.holders
+            freed_bytes, freed_handles = (replaced.charge, replaced.handles) if moves and replaced else (0, 0)
             limits += [
                 (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", f"uid {uid}"),
                 (quotas.user_entries, used.entries + entries, entries, "entry", f"uid {uid}"),
@@ -114,12 +119,69 @@ class Accounts:
                 raise CapacityError(
                     f"no room for {_written(asked, what)} more: {whose} may hold {_written(limit, what)} and would "
                     f"hold {format_size(total) if what == 'byte' else total}; remove entries, wait for readers of old "
-                    f"versions, or raise the keeper's limit"
+                    f"versions, or raise the keeper's limit{self._old_ones(uid)}"
                 )
+
+    def check_lease(self, uid: int, version: Version, *, is_current: bool) -> None:
+        """Raise CapacityError if a user may not have a lease on a version.
+
+        That is who has come past its ceilings by leases on what is not current any more, or would by this one.
+        """
+        new = not is_current and uid not in version.holders
+        if uid == self.keeper_uid or not (new or uid in self._old):
+            return
+        used, quotas = self.of(uid), self.quotas
+        nbytes = used.nbytes + (version.charge if new else 0)
+        handles = used.handles + (version.handles if new else 0)
+        for limit, total, what in ((quotas.user_bytes, nbytes, "byte"), (quotas.user_handles, handles, "descriptor")):
+            if limit is not None and total > limit:
+                raise CapacityError(
+                    f"no lease on {version.name!r} version {version.number}: uid {uid} may hold "
+                    f"{_written(limit, what)} and {'would hold' if new else 'holds'} "
+                    f"{format_size(total) if what == 'byte' else total}, with the versions that it leases and that "
+                    f"are not current any more{self._old_ones(uid)}"
+                )
+
+    def _old_ones(self, uid: int) -> str:
+        old = self._old.get(uid)
+        if not old:
+            return ""
+        some = list(itertools.islice(old, 5))
+        shown = ", ".join(f"{one.name!r} version {one.number} ({format_size(one.charge)})" for one in some)
+        more = f" and {len(old) - 5} more" if len(old) > 5 else ""
+        return (
+            f". Uid {uid} leases {shown}{more}, not current any more: close those leases, or end the processes that "
+            f"have them (vram ls --holders)"
+        )
 
     def add(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
         """Book what came, or went where the numbers are negative."""
         self.total.add(nbytes, entries, handles)
+        self._book(uid, nbytes, entries, handles)
+
+    def retire(self, version: Version) -> None:
+        """A version is not current any more: count it against each user who leases it, and not against its owner.
+
+        Its owner can neither free it nor make its readers let go: each of them can.
+        """
+        self._book(version.owner, -version.charge, 0, -version.handles)
+        for uid in version.holders:
+            self.hold(uid, version)
+
+    def hold(self, uid: int, version: Version) -> None:
+        """A user has a first lease on what is not current any more."""
+        self._old.setdefault(uid, {})[version] = None
+        self._book(uid, version.charge, 0, version.handles)
+
+    def let_go(self, uid: int, version: Version) -> None:
+        """The last lease of a user on what is not current any more is over."""
+        old = self._old[uid]
+        del old[version]
+        if not old:
+            del self._old[uid]
+        self._book(uid, -version.charge, 0, -version.handles)
+
+    def _book(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
         used = self._by_user.setdefault(uid, Usage())
         used.add(nbytes, entries, handles)
         if not (used.nbytes or used.entries or used.handles):

@@ -19,12 +19,17 @@ The states of a version
   it; a withdrawn one not at all.
 * A withdrawn version may be revoked later: its readers are asked to let go, once. Nothing takes it from them.
 * Numbers grow by name and are not used again, also after a removal, for as long as the catalogue lives.
+* What is current counts against its owner; what is not any more, against each user who has a lease on it. Who comes
+  past its ceilings by that gets no further lease until it lets go, and may not publish.
 * A name belongs to the user who published its current version. Nobody else may replace it, root included, and only
   the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
 * An unmapped user (the overflow uid) owns nothing: it reads.
 
+* A name under ``~user/`` belongs to the user of that name, or of that uid: nobody else may publish or claim it.
+
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
-next when its holder gives up or goes.
+next when its holder gives up or goes, or has had it for :attr:`Catalogue.claim_timeout` and somebody waits for it. Then
+its holder may still publish, until another has.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..errors import (
@@ -51,6 +56,7 @@ from .records import (
     Claim,
     Claimed,
     Effect,
+    Evicted,
     Free,
     Granted,
     Lease,
@@ -63,9 +69,10 @@ from .records import (
     Waiter,
     packed,
 )
-from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label
+from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of
+from .users import by_number
 
-__all__ = ["Catalogue"]
+__all__ = ["CLAIM_TIMEOUT", "Catalogue"]
 
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection
@@ -73,6 +80,8 @@ MAX_CLAIMS = 256  # of one connection
 MAX_PUBLICATIONS = 16  # of one connection, at the same time
 MAX_WATCHES = 1_024  # of one connection
 MAX_REMEMBERED = 16_384  # names without an entry whose last number is known
+
+CLAIM_TIMEOUT = 600.0  # seconds
 
 ACCESS = ("r", "rw", "cow")
 
@@ -88,6 +97,10 @@ class Catalogue:
         The user who runs the keeper, whom the ceilings for each user do not bind.
     nobody : int
         The uid that unmapped users read as.
+    claim_timeout : float
+        Seconds after which a claim passes to the next in line.
+    why_not : callable
+        Takes a uid and what a user is called; says why this is not that user, or nothing if it is.
 
     Notes
     -----
@@ -95,9 +108,19 @@ class Catalogue:
     waiters it wakes and the leases it ends. Times are seconds on a clock of the caller's that never goes back.
     """
 
-    def __init__(self, quotas: Quotas | None = None, *, keeper_uid: int = 0, nobody: int = 65_534) -> None:
+    def __init__(
+        self,
+        quotas: Quotas | None = None,
+        *,
+        keeper_uid: int = 0,
+        nobody: int = 65_534,
+        claim_timeout: float = CLAIM_TIMEOUT,
+        why_not: Callable[[int, str], str] = by_number,
+    ) -> None:
         self.accounts = Accounts(quotas or Quotas(), keeper_uid)
         self.nobody = nobody
+        self.claim_timeout = claim_timeout
+        self.why_not = why_not
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
         self.claims: dict[int, Claim] = {}
@@ -110,7 +133,7 @@ class Catalogue:
         self._last: dict[str, int] = {}
         self._waiters: dict[str, dict[int, Waiter]] = {}
         self._claim_of: dict[str, Claim] = {}
-        self._deadlines: list[tuple[float, int, Waiter | Version]] = []
+        self._deadlines: list[tuple[float, int, Waiter | Version | Claim]] = []
         self._stale_deadlines = 0
         self._ids = itertools.count(1)
 
@@ -176,8 +199,10 @@ class Catalogue:
         ------
         UsageError
             For a name, meta or ttl that cannot be, or a claim that is not this session's on this name.
+        BusyError
+            If the claim passed on, and somebody published since.
         AccessDeniedError
-            If the name is somebody else's, or this user may own nothing.
+            If the name is somebody else's or under the name of another user, or this user may own nothing.
         CapacityError
             If there is no room under the quotas, or no process could map so much.
         """
@@ -189,11 +214,9 @@ class Catalogue:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
             raise CapacityError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
-        self._may_publish(session, name)
         if claim:
-            held = session.claims.get(claim)
-            if held is None or held.name != name:
-                raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
+            self._check_claim(session, name, claim)
+        self._may_publish(session, name)
         known = self._names.get(name)
         current = known.current if known is not None else None
         entries = int(current is None)
@@ -234,13 +257,15 @@ class Catalogue:
 
         Raises
         ------
-        AccessDeniedError, CapacityError
+        AccessDeniedError, BusyError, CapacityError
             If the state changed in between so that :meth:`begin` would refuse.
         """
         session, name = publication.session, publication.name
         if session.publications.get(publication.id) is not publication:
             raise UsageError("this publication is over")
         self.abandon(publication)
+        if publication.claim in session.passed:
+            self._check_claim(session, name, publication.claim)
         self._may_publish(session, name)
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         known = self._names.get(name)
@@ -272,6 +297,7 @@ class Catalogue:
         if previous is not None:
             self.accounts.add(previous.owner, 0, -1, 0)
             self._unexpire(previous)
+            self.accounts.retire(previous)
             effects += self._notify(previous, "replaced", self._last[name])
             if previous.leases:
                 known.older[previous.number] = previous
@@ -287,6 +313,7 @@ class Catalogue:
         claim = session.claims.get(publication.claim)
         if claim is not None and claim.name == name:
             self._unclaim(claim)
+        session.passed.pop(publication.claim, None)
         effects += self._serve(name, now)
         return version, effects
 
@@ -308,6 +335,7 @@ class Catalogue:
         expect: Mapping[str, str] | None = None,
         wait: float | None = 0.0,
         claim: bool = False,
+        owner: int | None = None,
     ) -> Lease | Claim | Waiter:
         """Lease a version, or wait for it, or with `claim` become the one who publishes it.
 
@@ -322,15 +350,19 @@ class Catalogue:
         claim : bool
             If there is no version, or one that differs from `expect`, take the claim on the name, or wait for whoever
             has it.
+        owner : int, optional
+            The uid that it has to belong to. What belongs to another is an error at once, also for who waits: nobody
+            else can publish there as long as that user likes.
 
         Raises
         ------
         NotFoundError
             If there is nothing under that name, now or (for a number that has gone by) ever again.
         MismatchError
-            If what is there differs from `expect`.
+            If what is there differs from `expect`, or belongs to another than `owner`.
         AccessDeniedError
-            For ``"rw"`` on what was published read-only, or a claim of a user who may not publish that name.
+            For ``"rw"`` on what was published read-only, or a claim of a user who may not publish that name, or not
+            for `owner`, while nobody who may is about to.
         CapacityError, UsageError
         """
         if access not in ACCESS:
@@ -341,14 +373,14 @@ class Catalogue:
             check_name(name)
         if claim and session.uid == self.nobody:
             raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
-        waiter = Waiter(0, session, call, name, version, access, None, claim, None)
+        waiter = Waiter(0, session, call, name, version, access, None, claim, None, owner)
         if expect is not None:
             waiter.expected = packed(check_meta(expect, what="expect"))
         result = self._try(waiter, now)
         if not isinstance(result, Waiter):
             return result
         if wait == 0.0 and wait is not None:
-            raise self._missing(waiter)
+            raise self._missing(waiter, now)
         if call in session.waiters:
             raise UsageError(f"call {call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
@@ -377,26 +409,39 @@ class Catalogue:
 
     def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
         """Give up a claim; the next in line gets it. Idempotent."""
+        session.passed.pop(claim_id, None)
         claim = session.claims.get(claim_id)
         if claim is None:
             return []
         self._unclaim(claim)
-        return self._serve(claim.name, now)
+        return self._serve(claim.name, now, claim)
 
     # -- retiring -------------------------------------------------------------------------------------------------
-    def remove(self, session: Session, name: str, version: int = 0, *, revoke: bool = False) -> list[Effect]:
+    def remove(
+        self, session: Session, name: str, version: int = 0, *, revoke: bool = False, force: bool = False
+    ) -> list[Effect]:
         """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
 
         With `revoke`, ask the readers to let go as well, also those of versions that were taken out before: who
         removed first, or gave up waiting, may still ask.
+
+        With `force`, end the leases on it as well, so that it counts no more. Whose lease was ended has to be
+        disconnected, but for the asking session: what it mapped it goes on having, and nobody else could tell it so.
 
         Raises
         ------
         NotFoundError
             If there is no such name or version.
         AccessDeniedError
-            If it is somebody else's, unless this is the user who runs the keeper.
+            If it is somebody else's, unless this is the user who runs the keeper. With `force`, unless it is that
+            user, whosever it is: a connection carries leases on what belongs to others, too.
         """
+        if force and session.uid != self.accounts.keeper_uid:
+            raise AccessDeniedError(
+                f"only uid {self.accounts.keeper_uid}, who runs this keeper, may end leases by force, not uid "
+                f"{session.uid}; without force its readers are asked to let go"
+            )
+        revoke = revoke or force
         known = self._names.get(name)
         if known is None:
             check_name(name)
@@ -429,10 +474,22 @@ class Catalogue:
             elif not asked:
                 now = self._current(name)
                 effects += self._notify(one, "revoked", 0 if now is None else now.number)
+            if force:
+                effects += self._evict(one, session)
         return effects
 
+    def _evict(self, version: Version, by: Session) -> list[Effect]:
+        """End all leases on a version."""
+        effects: list[Effect] = []
+        held = list(version.leases.values())
+        for lease in held:
+            effects += self._end(lease)
+        sessions = dict.fromkeys(lease.session.id for lease in held if lease.session is not by)
+        return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
+
     def expire(self, now: float) -> list[Effect]:
-        """Do what is due: end waits whose time has passed, retire versions whose time to live is over."""
+        """Do what is due: end waits whose time has passed, retire versions whose time to live is over, pass claims on
+        whose time is."""
         effects: list[Effect] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, due = heapq.heappop(self._deadlines)
@@ -440,7 +497,14 @@ class Catalogue:
                 if due.session.waiters.get(due.call) is due:
                     due.deadline = None  # its place in the heap is gone already
                     self._forget(due)
-                    effects.append(Refused(due.session, due.call, self._too_late(due)))
+                    effects.append(Refused(due.session, due.call, self._too_late(due, now)))
+                else:
+                    self._stale_deadlines -= 1
+            elif isinstance(due, Claim):
+                if self.claims.get(due.id) is due:
+                    due.until = None  # whoever is next in line takes it, now or when somebody comes
+                    due.run[due.session.uid] = min(now, due.run[due.session.uid])
+                    effects += self._serve(due.name, now)
                 else:
                     self._stale_deadlines -= 1
             elif due.expires is not None:
@@ -557,8 +621,11 @@ class Catalogue:
         known = self._names.get(name)
         return None if known is None else known.current
 
-    def _try(self, waiter: Waiter, now: float) -> Lease | Claim | Waiter:
-        """Serve an attach as things stand; return the waiter itself if it has to wait."""
+    def _try(self, waiter: Waiter, now: float, before: Claim | None = None) -> Lease | Claim | Waiter:
+        """Serve an attach as things stand; return the waiter itself if it has to wait.
+
+        `before` is the claim that was on the name until just now.
+        """
         name, wants = waiter.name, waiter.wants
         known = self._names.get(name)
         version = None if known is None else known.current
@@ -570,6 +637,11 @@ class Catalogue:
                 return waiter
             version = older
         if version is not None:
+            if waiter.owner not in (None, version.owner):
+                raise MismatchError(
+                    f"{name!r} version {version.number} belongs to uid {version.owner}, and not to uid {waiter.owner} "
+                    f"as was expected: take another name, one under ~{waiter.owner}/ is that user's alone"
+                )
             expect = waiter.expect
             found = version.meta if expect else {}
             if not expect or all(found.get(key) == value for key, value in expect.items()):
@@ -587,15 +659,40 @@ class Catalogue:
                     expect,
                     found,
                 )
-        if not waiter.claims or name in self._claim_of:
+        if not waiter.claims:
             return waiter
-        session = waiter.session
+        session, there = waiter.session, self._claim_of.get(name)
+        try:
+            self._may_make(session, name, waiter.owner)
+        except AccessDeniedError:
+            if there is None or waiter.owner not in (None, there.session.uid):
+                raise
+            return waiter  # somebody who may is about to
+        if there is not None and there.until is not None:
+            return waiter
         if len(session.claims) >= MAX_CLAIMS:
             raise CapacityError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
         self.accounts.check(session, "claims")
+        if there is not None:
+            self._pass_on(there)
+        return self._claim(session, name, now, there or before)
+
+    def _claim(self, session: Session, name: str, now: float, before: Claim | None) -> Claim:
+        """Give a session the claim on a name that nobody has.
+
+        As long as it passes from one to the next a user has it for `claim_timeout` in all, while another waits: or
+        connections of one user could hand it round for ever.
+        """
+        until = now + self.claim_timeout
+        run = {} if before is None else before.run
+        left = run.setdefault(session.uid, until)
+        line = self._waiters.get(name, {}).values()
+        if left > now and any(one.claims and one.session.uid != session.uid for one in line):
+            until = left
+        claim = Claim(next(self._ids), session, name, now, until, self._last_number(name), run)
         session.tally.claims += 1
-        claim = Claim(next(self._ids), session, name)
         self._claim_of[name] = session.claims[claim.id] = self.claims[claim.id] = claim
+        self._schedule(until, claim)
         return claim
 
     def _lease(self, session: Session, version: Version, access: str, now: float) -> Lease:
@@ -607,17 +704,24 @@ class Catalogue:
         if len(session.leases) >= MAX_LEASES:
             raise CapacityError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check(session, "leases")
+        self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
-        version.leases[lease.id] = session.leases[lease.id] = self.leases[lease.id] = lease
+        self._hold(lease)
         return lease
 
-    def _serve(self, name: str, now: float) -> list[Effect]:
-        """Go through those who wait for a name, in the order they came."""
+    def _serve(self, name: str, now: float, before: Claim | None = None) -> list[Effect]:
+        """Go through those who wait for a name, in the order they came: a claim whose time is over, or that was given
+        up just now (`before`), goes to a user who has not had it for its time, if such a one waits."""
         effects: list[Effect] = []
-        for waiter in list(self._waiters.get(name, {}).values()):
+        line = list(self._waiters.get(name, {}).values())
+        passing = before or self._claim_of.get(name)
+        if passing is not None:
+            run = passing.run
+            line.sort(key=lambda one: one.claims and run.get(one.session.uid, now + 1.0) <= now)
+        for waiter in line:
             try:
-                result = self._try(waiter, now)
+                result = self._try(waiter, now, before)
             except VramError as error:
                 self._forget(waiter)
                 effects.append(Refused(waiter.session, waiter.call, error))
@@ -631,11 +735,44 @@ class Catalogue:
                 effects.append(Claimed(waiter.session, waiter.call, result))
         return effects
 
+    def _check_claim(self, session: Session, name: str, claim: int) -> None:
+        """Raise unless a session may publish a name by a claim that it has, or had and that passed on."""
+        held = session.claims.get(claim)
+        if held is not None and held.name == name:
+            return
+        passed, number = session.passed.get(claim, ("", 0))
+        if passed != name:
+            raise UsageError(f"claim {claim} on {name!r} is not held by this connection")
+        current = self._current(name)
+        if current is not None and current.number > number:
+            raise BusyError(
+                f"the claim on {name!r} passed on after {self.claim_timeout:g} s, and version {current.number} was "
+                f"published since, by uid {current.owner}: attach that one, or publish without the claim"
+            )
+
+    def _may_make(self, session: Session, name: str, owner: int | None) -> None:
+        """Raise AccessDeniedError unless a user may have the claim on a name, so that it comes to belong to `owner`."""
+        self._check_home(session, name)
+        if owner not in (None, session.uid):
+            raise AccessDeniedError(
+                f"{name!r} is to belong to uid {owner}: uid {session.uid} cannot publish it so, and nobody who can is "
+                f"about to. Attach it with a timeout to wait for that"
+            )
+
+    def _check_home(self, session: Session, name: str) -> None:
+        user = home_of(name)
+        why = "" if user is None else self.why_not(session.uid, user)
+        if why:
+            raise AccessDeniedError(
+                f"only the user called {user!r} may publish {name!r}, and {why}; names under ~{session.uid}/ are yours"
+            )
+
     def _may_publish(self, session: Session, name: str) -> None:
         if session.uid == self.nobody:
             raise AccessDeniedError(
                 f"uid {self.nobody} is what unmapped users read as: it may attach, not publish {name!r}"
             )
+        self._check_home(session, name)
         current = self._current(name)
         if current is not None and current.owner != session.uid:
             raise AccessDeniedError(
@@ -644,12 +781,26 @@ class Catalogue:
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
+    def _hold(self, lease: Lease) -> None:
+        """Enter a lease into the books, but for the tally of its user."""
+        version, uid = lease.version, lease.session.uid
+        version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
+        before = version.holders.get(uid, 0)
+        version.holders[uid] = before + 1
+        if not before and not self.is_current(version):
+            self.accounts.hold(uid, version)
+
     def _end(self, lease: Lease) -> list[Effect]:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
         lease.session.tally.leases -= 1
-        version = lease.version
+        version, uid = lease.version, lease.session.uid
         del version.leases[lease.id]
+        version.holders[uid] -= 1
+        if not version.holders[uid]:
+            del version.holders[uid]
+            if not self.is_current(version):
+                self.accounts.let_go(uid, version)
         if version.leases or self._current(version.name) is version:
             return []
         known = self._names[version.name]
@@ -669,6 +820,7 @@ class Catalogue:
             known.older[version.number] = version
             del self._sorted[bisect_left(self._sorted, name)]
             self.accounts.add(version.owner, 0, -1, 0)
+            self.accounts.retire(version)
             self._unexpire(version)
         current = known.current
         effects += self._notify(version, reason, 0 if current is None else current.number)
@@ -680,7 +832,7 @@ class Catalogue:
 
     def _free(self, version: Version) -> Free:
         self.versions -= 1
-        self.accounts.add(version.owner, -version.charge, 0, -version.handles)
+        self.accounts.total.add(-version.charge, 0, -version.handles)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1
@@ -703,13 +855,23 @@ class Catalogue:
         del claim.session.claims[claim.id]
         claim.session.tally.claims -= 1
         del self._claim_of[claim.name]
+        if claim.until is not None:
+            self._compact()
+
+    def _pass_on(self, claim: Claim) -> None:
+        """Take a claim whose time is over from its holder, who may still publish until somebody else has."""
+        self._unclaim(claim)
+        passed = claim.session.passed
+        passed[claim.id] = (claim.name, claim.number)
+        if len(passed) > MAX_CLAIMS:
+            del passed[next(iter(passed))]
 
     @staticmethod
     def _notify(version: Version, reason: str, current: int) -> list[Effect]:
         return [Notify(session, version.name, version.number, reason, current) for session in version.watchers.values()]
 
     # -- inside: deadlines ----------------------------------------------------------------------------------------
-    def _schedule(self, when: float, due: Waiter | Version) -> None:
+    def _schedule(self, when: float, due: Waiter | Version | Claim) -> None:
         heapq.heappush(self._deadlines, (when, next(self._ids), due))
 
     def _forget(self, waiter: Waiter) -> None:
@@ -733,13 +895,14 @@ class Catalogue:
         gives up for ever must not make the heap grow."""
         self._stale_deadlines += 1
         if self._stale_deadlines * 2 > len(self._deadlines) + 64:
-            self._deadlines = [
-                (when, order, due)
-                for when, order, due in self._deadlines
-                if (due.session.waiters.get(due.call) is due if isinstance(due, Waiter) else due.expires is not None)
-            ]
+            self._deadlines = [one for one in self._deadlines if self._is_awaited(one[2])]
             heapq.heapify(self._deadlines)
             self._stale_deadlines = 0
+
+    def _is_awaited(self, due: Waiter | Version | Claim) -> bool:
+        if isinstance(due, Waiter):
+            return due.session.waiters.get(due.call) is due
+        return self.claims.get(due.id) is due if isinstance(due, Claim) else due.expires is not None
 
     # -- inside: words --------------------------------------------------------------------------------------------
     def _last_number(self, name: str) -> int:
@@ -753,17 +916,20 @@ class Catalogue:
         there = "nothing is current" if current is None else f"the current one is {current.number}"
         return NotFoundError(f"{name!r} version {version} is gone or was never there; {there}")
 
-    def _missing(self, waiter: Waiter) -> VramError:
+    def _missing(self, waiter: Waiter, now: float) -> VramError:
         claim = self._claim_of.get(waiter.name)
         if waiter.claims and claim is not None:
-            return BusyError(f"{waiter.name!r} is being made by another process", (str(claim.session),))
+            made = f"{waiter.name!r} is being made by another process, which has had the claim"
+            return BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
         if waiter.wants and waiter.name in self._names:
             return self._gone(waiter.name, waiter.wants)
         return self._unknown(waiter.name)
 
-    def _too_late(self, waiter: Waiter) -> WaitTimeoutError:
+    def _too_late(self, waiter: Waiter, now: float) -> WaitTimeoutError:
         claim = self._claim_of.get(waiter.name)
-        who = f"; {claim.session} has the claim to publish it" if claim is not None else ""
+        who = ""
+        if claim is not None:
+            who = f"; {claim.session} has had the claim to publish it for {now - claim.since:.0f} s"
         return WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
 
 

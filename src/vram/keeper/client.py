@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BusyError, NotFoundError, UsageError
+from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
 from .leases import Attachment, PublishClaim, Segment, attachment
@@ -158,6 +158,7 @@ class KeeperClient(Looking):
         access: str = "r",
         expect: Mapping[str, str] | None = None,
         timeout: float | None = 0.0,
+        owner: int | None = None,
     ) -> Attachment:
         """Lease a version.
 
@@ -171,6 +172,8 @@ class KeeperClient(Looking):
             What its meta has to say.
         timeout : float or None
             Seconds to wait for it to be published; None waits for ever.
+        owner : int, optional
+            The uid that it has to belong to.
 
         Raises
         ------
@@ -179,11 +182,13 @@ class KeeperClient(Looking):
         WaitTimeoutError
             If it was not published in time.
         MismatchError
-            If its meta differs from `expect`.
+            If its meta differs from `expect`, or it belongs to another than `owner`; also while it is waited for.
         AccessDeniedError
             For writing to what was published read-only.
+        CapacityError
+            If this user leases more than it may have of what is not current any more, or this connection too much.
         """
-        reply = self._attach(name, version, access, expect, timeout, claim=False)
+        reply = self._attach(name, version, access, expect, timeout, claim=False, owner=owner)
         if not isinstance(reply, Attachment):
             self._lost(reply, [])
             raise self._confused(reply)
@@ -196,6 +201,7 @@ class KeeperClient(Looking):
         expect: Mapping[str, str] | None = None,
         access: str = "r",
         timeout: float | None = None,
+        owner: int | None = None,
     ) -> Attachment | PublishClaim:
         """Lease the current version if it is as expected, else become the one who publishes it, or wait for them.
 
@@ -205,10 +211,15 @@ class KeeperClient(Looking):
             It is there (now).
         PublishClaim
             This process has to publish it, with this claim, or to abandon the claim. The claim ends with the
-            connection.
+            connection, and passes on after a while if somebody waits for it.
+
+        Raises
+        ------
+        AccessDeniedError
+            If this user may not publish it, or not for `owner`, and nobody who may is about to.
         """
-        reply = self._attach(name, None, access, expect, timeout, claim=True)
-        return reply if isinstance(reply, Attachment) else PublishClaim(reply.claim, name)
+        reply = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
+        return reply if isinstance(reply, Attachment) else PublishClaim(reply.claim, name, reply.seconds)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back and wait until the keeper has taken note."""
@@ -221,12 +232,16 @@ class KeeperClient(Looking):
     # -- watching -------------------------------------------------------------------------------------------------
     def is_stale(self, lease_id: int) -> bool:
         """Return whether the leased version is no longer the one that attaching by name would give."""
+        if self._leases.get(lease_id) in self.taken_back:
+            return True
         call = next(self._calls)
         return self._be(m.IsStale, self._ask(m.Stale(call, lease_id), call)).stale
 
     def is_revoked(self, lease_id: int) -> bool:
         """Return whether the readers of the leased version were asked to let go."""
         name, version = self._leased(lease_id)
+        if (name, version) in self.taken_back:
+            return True
         with contextlib.suppress(NotFoundError):
             for row in self.versions(name, version - 1):
                 return row.version == version and bool(row.revoked)
@@ -295,28 +310,40 @@ class KeeperClient(Looking):
         call = next(self._calls)
         self._be(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
 
-    def revoke(self, name: str, version: int | None = None, *, timeout: float | None = 10.0) -> RevokeInfo:
+    def revoke(
+        self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False
+    ) -> RevokeInfo:
         """Take it out of the catalogue, ask its readers to let go, and wait until they have.
 
         Parameters
         ----------
         timeout : float or None
             Seconds to wait; None waits for ever.
+        force : bool
+            End the leases that are left then, and the connections that have them; for the user who runs the keeper.
 
         Returns
         -------
         RevokeInfo
-            Who still holds it. Nothing is taken from them.
+            Who still holds it, or whose leases were ended. What they have mapped is not taken from them.
 
         Raises
         ------
         NotFoundError, AccessDeniedError
-            As :meth:`remove`, except that what was removed before and is still held may be revoked.
+            As :meth:`remove`, except that what was removed before and is still held may be revoked. With `force` for
+            everybody but the user who runs the keeper.
+        UnsupportedError
+            If the keeper is of before, and does not know `force`.
         PeerGoneError
             If the keeper goes meanwhile.
         """
         from .reports import RevokeInfo  # with all that looking returns, which those who attach never see
 
+        if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
+            raise AccessDeniedError(
+                f"only uid {self._channel.peer().uid}, who runs the keeper at {self.path}, may end leases by force, "
+                f"not uid {os.geteuid()}; without force its readers are asked to let go"
+            )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
         asked = {row.version for row in self._left(name) if row.revoked is not False} if version is None else {version}
@@ -330,11 +357,31 @@ class KeeperClient(Looking):
             time.sleep(min(pause, time_left))
             pause = min(pause * 1.5, _LAST_LOOK)
         held = [(row, tuple(self.holders_of(name, row))) for row in left]
+        forced = tuple(holder for _, holders in held for holder in holders) if force else ()
+        if forced:
+            self._take_back(name, [row.version for row in left])
+            held = []
         return RevokeInfo(
             name,
             tuple(holder for _, holders in held for holder in holders),
             sum(row.nbytes for row, holders in held if holders),
+            forced,
         )
+
+    def _take_back(self, name: str, versions: Sequence[int]) -> None:
+        """End the leases on versions that were revoked."""
+        for version in versions:
+            call = next(self._calls)
+            with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
+                self._be(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
+            self.taken_back.add((name, version))  # if this process has one of the leases
+        if any(row.version in versions for row in self._left(name)):
+            raise UnsupportedError(
+                "ending leases by force",
+                "a keeper that knows it",
+                f"an older one at {self.path}, which only asked",
+                "`vram keep --takeover` replaces it, and nobody notices",
+            )
 
     def _left(self, name: str) -> tuple[m.VersionRow, ...]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
@@ -351,6 +398,7 @@ class KeeperClient(Looking):
         expect: Mapping[str, str] | None,
         timeout: float | None,
         claim: bool,
+        owner: int | None = None,
     ) -> Attachment | m.Claimed:
         check_name(name)
         if version is not None and version < 1:
@@ -364,7 +412,7 @@ class KeeperClient(Looking):
             if math.isnan(timeout):
                 raise UsageError("a timeout is a number of seconds, or None for ever")
         call = next(self._calls)
-        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim)
+        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
         reply, fds = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
         try:
             if isinstance(reply, m.Attached):
@@ -375,6 +423,11 @@ class KeeperClient(Looking):
                     if self._be(m.Descriptors, more).offset != len(fds) - len(further) or not further:
                         raise self._confused(more)
                 leased = attachment(reply, fds)
+                if owner not in (None, leased.owner):  # a keeper of before does not look
+                    raise MismatchError(
+                        f"{name!r} version {leased.version} belongs to uid {leased.owner}, and not to uid {owner} as "
+                        f"was expected"
+                    )
                 self._leases[reply.lease] = (leased.name, leased.version)
                 return leased
             return self._be(m.Claimed, reply)

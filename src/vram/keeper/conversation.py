@@ -89,6 +89,7 @@ class Conversation:
         self._failure: VramError | None = None
         self._given_back: deque[int] = deque()
         self._leases: dict[int, tuple[str, int]] = {}
+        self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
     @classmethod
     def connect(
@@ -346,7 +347,9 @@ class Conversation:
             return
         if number == 0 and isinstance(reply, m.Error):
             close_fds(fds)
-            raise self._fail(raised(reply))
+            if len(reply.details) == 2 and reply.details[1].isdecimal():
+                self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
+            raise self._fail(raised(reply), said=True)
         self._lost(reply, fds)
 
     def _lost(self, reply: object, fds: Sequence[int]) -> None:
@@ -397,15 +400,30 @@ class Conversation:
         if self._failure is not None:
             raise self._failure_again()
 
-    def _fail(self, error: VramError | None = None) -> VramError:
-        """The connection is of no use any more; say so to everybody."""
+    def _fail(self, error: VramError | None = None, *, said: bool = False) -> VramError:
+        """The connection is of no use any more; say so to everybody, in the other side's words if it `said` why."""
+        gone = error is None or (isinstance(error, PeerGoneError) and not said)
+        if self._failure is None and gone:
+            self._hear_goodbye()
         if self._failure is None:
-            if error is None or isinstance(error, PeerGoneError):
-                error = PeerGoneError(self.gone_words.format(path=self.path))
-            self._failure = error
+            self._failure = PeerGoneError(self.gone_words.format(path=self.path)) if error is None or gone else error
         self._ring()
         self._channel.close()
         return self._failure_again()
+
+    def _hear_goodbye(self) -> None:
+        """Read what came before the other side hung up: it may have said why. Never waits."""
+        held: list[bool] = []
+        if self._pid != os.getpid():
+            return
+        try:
+            held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
+            with contextlib.suppress(VramError):
+                while held and self._failure is None:
+                    self._read_one(0)
+        finally:
+            if held:
+                self._reading.release()
 
     def _failure_again(self) -> VramError:
         failure = self._failure or PeerGoneError("no failure")

@@ -48,10 +48,18 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class PublishClaim:
-    """This process is the one to publish `name`: pass `id` to publish, or abandon it."""
+    """This process is the one to publish `name`: pass `id` to publish, or abandon it.
+
+    Attributes
+    ----------
+    seconds : float or None
+        After how long it passes to the next who waits for it; None from a keeper where it never does. What was claimed
+        may be published later all the same, until somebody else has published.
+    """
 
     id: int
     name: str
+    seconds: float | None = None
 
 
 def attachment(reply: m.Attached, fds: list[int]) -> Attachment:

@@ -44,6 +44,7 @@ OLDEST: Final = 1
 _LARGEST: Final = 2**63 - 1
 Size = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
+Uid = Annotated[int, Meta(ge=0, lt=2**32)]
 Name = Annotated[str, Meta(max_length=256)]
 Word = Annotated[str, Meta(max_length=64)]
 Label = Annotated[str, Meta(max_length=512)]
@@ -133,7 +134,8 @@ class Part(Struct, frozen=True, array_like=True, tag="part"):
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     """Lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
 
-    With `claim`: where there is none, or none as expected, be the one who makes it.
+    With `claim`: where there is none, or none as expected, be the one who makes it. With `owner` it has to belong to
+    that uid; a keeper of before does not look, so that who gets the lease has to.
     """
 
     call: Number
@@ -143,6 +145,7 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     expect: Notes | None = None
     wait: Seconds | None = 0.0
     claim: bool = False
+    owner: Uid | None = None
 
 
 class More(Struct, frozen=True, array_like=True, tag="more"):
@@ -230,12 +233,16 @@ class Leases(Struct, frozen=True, array_like=True, tag="leases"):
 
 
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
-    """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go."""
+    """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go.
+
+    `force` ends their leases, and disconnects them; a keeper of before does not know it, and only asks.
+    """
 
     call: Number
     name: Name
     version: Number = 0
     revoke: bool = False
+    force: bool = False
 
 
 class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
@@ -326,10 +333,14 @@ class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
 
 
 class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
-    """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``."""
+    """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``.
+
+    After `seconds` it passes to who waits for it; None from a keeper of before, where it never does.
+    """
 
     call: Number
     claim: Number
+    seconds: Seconds | None = None
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
@@ -460,7 +471,11 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
 
 
 class Error(Struct, frozen=True, array_like=True, tag="error"):
-    """What went wrong, as an exception of :mod:`vram.errors` by name."""
+    """What went wrong, as an exception of :mod:`vram.errors` by name.
+
+    With call 0 it is said before the keeper hangs up; then `details` are the name and the version of which a lease was
+    ended by force, if that is why.
+    """
 
     call: Number
     kind: Word

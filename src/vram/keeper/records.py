@@ -14,6 +14,7 @@ __all__ = [
     "Claim",
     "Claimed",
     "Effect",
+    "Evicted",
     "Free",
     "Granted",
     "Lease",
@@ -67,6 +68,7 @@ class Session:
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
     claims: dict[int, Claim] = field(default_factory=dict)
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
+    passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
     tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
 
     def __str__(self) -> str:
@@ -96,6 +98,7 @@ class Version:
     record: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     watchers: dict[int, Session] = field(default_factory=dict)
+    holders: dict[int, int] = field(default_factory=dict)  # how many leases each user has on it
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
@@ -159,11 +162,27 @@ class Publication:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """The right and duty of one connection to publish a name that others wait for."""
+    """The right and duty of one connection to publish a name that others wait for.
+
+    Attributes
+    ----------
+    since : float
+        When it came to this session.
+    until : float or None
+        When it passes on, if anybody waits for it; None if that was before, and nobody did.
+    number : int
+        The last version that the name had by then.
+    run : dict of int to float
+        Until when each user could have it who had it since it passed from one to the next.
+    """
 
     id: int
     session: Session
     name: str
+    since: float
+    until: float | None
+    number: int
+    run: dict[int, float]
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +198,7 @@ class Waiter:
     expected: bytes | None
     claims: bool
     deadline: float | None
+    owner: int | None = None  # the uid that the version has to belong to
 
     @property
     def expect(self) -> dict[str, str] | None:
@@ -231,7 +251,16 @@ class Notify:
     current: int
 
 
-Effect = Free | Granted | Claimed | Refused | Notify
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A lease of this session was ended by force: its connection has to end, so that it hears of it."""
+
+    session: Session
+    name: str
+    version: int
+
+
+Effect = Free | Granted | Claimed | Refused | Notify | Evicted
 
 
 @dataclass(slots=True, eq=False)

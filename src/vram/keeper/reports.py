@@ -57,7 +57,7 @@ class HolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class RevokeInfo:
-    """Who still holds what was revoked; nobody, if all let go in time.
+    """Who still holds what was revoked; nobody, if all let go in time or their leases were ended by force.
 
     Attributes
     ----------
@@ -65,11 +65,15 @@ class RevokeInfo:
         The leases that are left, by version and age. Empty if everybody let go.
     nbytes : int
         Bytes of memory that they keep, each version's once.
+    forced : tuple of HolderInfo
+        The leases that were ended by force. What these have mapped they keep, and the kernel keeps the memory for them,
+        until they close it or end: the keeper does not count it any more.
     """
 
     name: str
     holders: tuple[HolderInfo, ...]
     nbytes: int
+    forced: tuple[HolderInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

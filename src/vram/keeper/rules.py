@@ -29,6 +29,7 @@ __all__ = [
     "clip_host",
     "clip_label",
     "describe_process",
+    "home_of",
 ]
 
 LENT = "lent"  # the name of the one entry of a lender
@@ -42,11 +43,11 @@ MAX_LABEL = 120
 MAX_HOST = 64  # of a name of a host, to Linux
 MAX_TTL = 10 * 365 * 86400.0  # seconds
 
-_NAME = re.compile(r"[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
+_NAME = re.compile(r"(?:~[A-Za-z0-9._@+\-]+/)?[A-Za-z0-9._@:+\-]+(?:/[A-Za-z0-9._@:+\-]+)*", re.ASCII)
 _NOT_IN_HOST = re.compile(r"[^A-Za-z0-9._\-]", re.ASCII)
 _RULE = (
     f"a name has 1 to {MAX_NAME} of the characters A-Z a-z 0-9 . _ @ : + - and single slashes between parts, "
-    'none of which is "." or ".."'
+    'none of which is "." or ".."; in front of all there may be "~user/", where only that user may publish'
 )
 
 
@@ -71,9 +72,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def home_of(name: str) -> str | None:
+    """Return the user under whom a name is, as it says: a name or a uid; None if it is under nobody."""
+    return name[1 : name.index("/")] if name.startswith("~") else None
+
+
 def check_prefix(prefix: str) -> str:
     """Return `prefix` if some name could begin with it."""
-    if not isinstance(prefix, str) or len(prefix) > MAX_NAME or re.fullmatch(r"[A-Za-z0-9._@:+\-/]*", prefix) is None:
+    if not isinstance(prefix, str) or len(prefix) > MAX_NAME or re.fullmatch(r"~?[A-Za-z0-9._@:+\-/]*", prefix) is None:
         raise UsageError(f"{str(prefix)[:60]!r} begins no name: {_RULE}")
     return prefix
 

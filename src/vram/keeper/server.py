@@ -26,7 +26,7 @@ from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
 from .admission import trim
-from .catalogue import Catalogue
+from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .connection import Connection
 from .failures import failure
 from .listener import Listener, group_id
@@ -34,6 +34,7 @@ from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
 from .strangers import INLINE, StrangersCloser
+from .users import UserNames
 
 __all__ = ["PATIENCE", "KeeperServer"]
 
@@ -62,6 +63,8 @@ class KeeperServer:
         Ceilings for each user but the one who runs the keeper.
     patience : float
         Seconds that a peer may keep the keeper waiting before it is disconnected.
+    claim_timeout : float
+        Seconds after which the claim to publish a name passes to whoever waits for it next.
     raises_limit : bool
         Whether to raise this process's limit of descriptors as far as it goes.
     directory_fd : int
@@ -81,6 +84,7 @@ class KeeperServer:
         max_bytes_per_user: int | None = None,
         max_entries_per_user: int | None = None,
         patience: float = PATIENCE,
+        claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
         directory_fd: int = -1,
     ) -> None:
@@ -110,6 +114,8 @@ class KeeperServer:
             Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
             keeper_uid=os.geteuid(),
             nobody=_overflow_uid(),
+            claim_timeout=claim_timeout,
+            why_not=UserNames().why_not,
         )
         self.connections: dict[int, Connection] = {}
         self.strangers: dict[Connection, None] = {}  # connected, and have not said hello

@@ -18,7 +18,7 @@ from . import pages
 from .admission import InadmissibleError, admit
 from .connection import Connection, Held, Partial
 from .failures import failure
-from .records import Claim, Claimed, Effect, Free, Granted, Lease, Notify, Refused, Session
+from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Lease, Notify, Refused, Session
 
 if TYPE_CHECKING:
     from .server import KeeperServer
@@ -115,7 +115,10 @@ class Service:
         if isinstance(effect, Granted):
             self._send_lease(connection, effect.call, effect.lease)
         elif isinstance(effect, Claimed):
-            connection.send(m.encode(m.Claimed(effect.call, effect.claim.id)))
+            self._tell_claim(connection, effect.call, effect.claim)
+        elif isinstance(effect, Evicted):
+            connection.send(m.encode(_goodbye(effect, self.server.path)))
+            connection.close()
         elif isinstance(effect, Refused):
             connection.send(m.encode(failure(effect.call, effect.error)))
         elif isinstance(effect, Notify):
@@ -279,13 +282,19 @@ class Service:
             expect=request.expect,
             wait=request.wait,
             claim=request.claim,
+            owner=request.owner,
         )
         if type(result) is Lease:
             self._send_lease(connection, request.call, result)
         elif type(result) is Claim:
-            connection.send(m.encode(m.Claimed(request.call, result.id)))
+            self._tell_claim(connection, request.call, result)
         else:
             self.server.schedule()
+
+    def _tell_claim(self, connection: Connection, call: int, claim: Claim) -> None:
+        left = None if claim.until is None else max(0.0, claim.until - self.server.now())
+        connection.send(m.encode(m.Claimed(call, claim.id, left)))
+        self.server.schedule()
 
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
@@ -341,7 +350,9 @@ class Service:
         connection.send(m.encode(pages.statistics(self.server, request)))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
-        effects = self.catalogue.remove(session, request.name, request.version, revoke=request.revoke)
+        effects = self.catalogue.remove(
+            session, request.name, request.version, revoke=request.revoke, force=request.force
+        )
         self._done(connection, request.call)
         self.carry_out(effects)
 
@@ -352,6 +363,15 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
+
+
+def _goodbye(evicted: Evicted, path: str) -> m.Error:
+    """What is said to a process whose lease was ended, before its connection is."""
+    said = errors.PeerGoneError(
+        f"the user who runs the keeper at {path} took back {evicted.name!r} version {evicted.version} by force, which "
+        f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"
+    )
+    return m.Error(0, type(said).__name__, str(said), [evicted.name, str(evicted.version)])
 
 
 def _record(request: m.Publish) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 from msgspec import Raw, Struct
 
 from .accounts import Quotas
-from .catalogue import Catalogue
+from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .records import Claim, Lease, Name, Publication, Session, Version, Waiter, packed
+from .users import by_number
 
 __all__ = ["Books", "restore", "save"]
 
@@ -81,6 +82,17 @@ class WaiterRow(Struct, array_like=True):
     expect: dict[str, str] | None
     claims: bool
     deadline: float | None
+    owner: int | None = None
+
+
+class TermRow(Struct, array_like=True):
+    """How long a claim lasts, and what was before it; those of an older keeper begin anew."""
+
+    claim: int
+    since: float
+    until: float | None
+    number: int
+    run: list[tuple[int, float]]
 
 
 class Books(Struct, array_like=True):
@@ -95,6 +107,8 @@ class Books(Struct, array_like=True):
     publications: list[PublicationRow]
     waiters: list[WaiterRow]
     claims: list[tuple[int, int, str]]  # id, session, name
+    terms: list[TermRow] = []
+    passed: list[tuple[int, int, str, int]] = []  # session, claim, name, number
 
 
 def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
@@ -165,16 +179,32 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
                 one.expect,
                 one.claims,
                 one.deadline,
+                one.owner,
             )
             for line in catalogue._waiters.values()
             for one in line.values()
         ],
         claims=[(one.id, one.session.id, one.name) for one in catalogue.claims.values()],
+        terms=[
+            TermRow(one.id, one.since, one.until, one.number, list(one.run.items()))
+            for one in catalogue.claims.values()
+        ],
+        passed=[
+            (session.id, claim, name, last) for session in sessions for claim, (name, last) in session.passed.items()
+        ],
     )
 
 
 def restore(
-    books: Books, token: Callable[[int], Any], quotas: Quotas, *, keeper_uid: int, nobody: int
+    books: Books,
+    token: Callable[[int], Any],
+    quotas: Quotas,
+    *,
+    keeper_uid: int,
+    nobody: int,
+    claim_timeout: float = CLAIM_TIMEOUT,
+    why_not: Callable[[int, str], str] = by_number,
+    now: float = 0.0,
 ) -> tuple[Catalogue, dict[int, Publication]]:
     """Make a catalogue that goes on where another stopped.
 
@@ -184,6 +214,10 @@ def restore(
         Gives the token for the number it was written down with.
     quotas : Quotas
         The ceilings from now on. What is held already stays, also if it is more.
+    claim_timeout : float
+        Seconds, for claims from now on.
+    now : float
+        When the time of claims begins of which the other did not say when it ends.
 
     Returns
     -------
@@ -191,7 +225,7 @@ def restore(
     publications : dict of int to Publication
         Those under way, by id.
     """
-    made = Catalogue(quotas, keeper_uid=keeper_uid, nobody=nobody)
+    made = Catalogue(quotas, keeper_uid=keeper_uid, nobody=nobody, claim_timeout=claim_timeout, why_not=why_not)
     made._ids = itertools.count(books.next_id)
     made._floor = books.floor
     made._last = dict(books.last)
@@ -232,18 +266,33 @@ def restore(
             None if wait.expect is None else packed(wait.expect),
             wait.claims,
             wait.deadline,
+            wait.owner,
         )
         session.waiters[wait.call] = waiter
         made._waiters.setdefault(wait.name, {})[wait.order] = waiter
         made.waiting += 1
         if waiter.deadline is not None:
             made._schedule(waiter.deadline, waiter)
+    terms = {term.claim: term for term in books.terms}
     for number, owner, name in books.claims:
-        claim = Claim(number, made.sessions[owner], name)
-        made.claims[number] = made._claim_of[name] = claim.session.claims[number] = claim
+        _restore_claim(made, Claim(number, made.sessions[owner], name, now, now, 0, {}), terms.get(number), now)
+    for owner, number, name, last in books.passed:
+        made.sessions[owner].passed[number] = (name, last)
     for session in made.sessions.values():
         made.accounts.count(session)
     return made, publications
+
+
+def _restore_claim(made: Catalogue, claim: Claim, term: TermRow | None, now: float) -> None:
+    if term is None:
+        claim.until = now + made.claim_timeout
+        claim.number = made._last_number(claim.name)
+        claim.run[claim.session.uid] = claim.until
+    else:
+        claim.since, claim.until, claim.number, claim.run = term.since, term.until, term.number, dict(term.run)
+    made.claims[claim.id] = made._claim_of[claim.name] = claim.session.claims[claim.id] = claim
+    if claim.until is not None:
+        made._schedule(claim.until, claim)
 
 
 def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
@@ -274,12 +323,14 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
     else:
         known.older[row.number] = version
     made.versions += 1
-    made.accounts.add(row.owner, version.charge, int(row.current), row.handles)
+    if row.current:
+        made.accounts.add(row.owner, version.charge, 1, row.handles)
+    else:  # counts against those who lease it
+        made.accounts.total.add(version.charge, 0, row.handles)
     if row.expires is not None:
         made._schedule(row.expires, version)
     for number, owner, access, since in row.leases:
-        lease = Lease(number, made.sessions[owner], version, access, since)
-        version.leases[number] = made.leases[number] = lease.session.leases[number] = lease
+        made._hold(Lease(number, made.sessions[owner], version, access, since))
     for watcher in row.watchers:
         session = made.sessions[watcher]
         version.watchers[watcher] = session

@@ -117,6 +117,7 @@ class State(Struct, array_like=True):
     tokens: list[tuple[int, int]]  # number of descriptors, bytes
     connections: list[ConnectionRow]
     limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
+    claim_timeout: float | None = None  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,17 @@ class Succession:
         Its limits; None if it is of an older version, which does not hand them over.
     now : Quotas
         The limits in force.
+    claims_before : float or None
+        Seconds that a claim lasted; None if it is of an older version, where a claim had no end.
+    claims_now : float
+        Seconds that one lasts.
     """
 
     pid: int
     before: Quotas | None
     now: Quotas
+    claims_before: float | None
+    claims_now: float
 
 
 _S = TypeVar("_S", bound=Struct)
@@ -233,7 +240,8 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
     ]
     quotas = server.catalogue.accounts.quotas
     limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
-    state = State(books, [(len(held.fds), held.nbytes) for held in numbers], rows, limits)
+    tokens = [(len(held.fds), held.nbytes) for held in numbers]
+    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout)
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -252,8 +260,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
     Parameters
     ----------
     given : collection of str
-        The limits that were chosen for `server`, by their names in :class:`Quotas`: they hold from now on, whatever
-        the running keeper's are. All others are taken over.
+        The limits that were chosen for `server`, by their names in :class:`Quotas`, and ``"claim_timeout"``: they hold
+        from now on, whatever the running keeper's are. All others are taken over.
 
     Returns
     -------
@@ -287,7 +295,10 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             quotas = server.catalogue.accounts.quotas
             before = None if state.limits is None else _with(quotas, state.limits, ())
             now = quotas if state.limits is None else _with(quotas, state.limits, given)
-            sockets = _unpack(server, state, fds, now)
+            claims = server.catalogue.claim_timeout
+            if state.claim_timeout is not None and "claim_timeout" not in given:
+                claims = state.claim_timeout
+            sockets = _unpack(server, state, fds, now, claims)
         except BaseException:
             close_fds(fds)
             raise
@@ -301,7 +312,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         _settle_in(server, sockets[0])
         with contextlib.suppress(PeerError):  # it died just now; it had let go
             channel.send(m.encode(m.Serving()), timeout=PATIENCE)
-    return Succession(who.pid or 0, before, now)
+    return Succession(who.pid or 0, before, now, state.claim_timeout, claims)
 
 
 def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
@@ -344,7 +355,9 @@ def _receive(channel: Channel) -> tuple[State, list[int]]:
     return state, fds
 
 
-def _unpack(server: KeeperServer, state: State, fds: list[int], quotas: Quotas) -> list[socket.socket]:
+def _unpack(
+    server: KeeperServer, state: State, fds: list[int], quotas: Quotas, claim_timeout: float
+) -> list[socket.socket]:
     """Rebuild everything; return the sockets, the listener first. What is in `fds` afterwards is nobody's."""
     count = 1 + len(state.connections)
     partials = [row for connection in state.connections for row in connection.partials]
@@ -368,6 +381,9 @@ def _unpack(server: KeeperServer, state: State, fds: list[int], quotas: Quotas) 
         quotas,
         keeper_uid=server.catalogue.accounts.keeper_uid,
         nobody=server.catalogue.nobody,
+        claim_timeout=claim_timeout,
+        why_not=server.catalogue.why_not,
+        now=server.now(),
     )
     sockets: list[socket.socket] = []
     try:

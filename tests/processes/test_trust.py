@@ -1,0 +1,533 @@
+"""What users of one keeper may do to each other: whose memory counts against whom, who may publish where.
+
+Everything is done as the users who would do it, over real connections: the kernel says who they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import pwd
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+import pytest
+from tests.hostile.test_keeper_client_hostile import ENTRY, impostor, says
+from tests.processes.other_users import OTHER, as_user
+
+import vram
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    CapacityError,
+    MismatchError,
+    PeerGoneError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.exchange import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
+from vram.keeper import messages as m
+from vram.keeper import reports, users, watch  # noqa: F401
+from vram.keeper.__main__ import parse_seconds
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_clients
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.sharing.channel import Channel, close_fds
+from vram.testing.keeper import SOON, memfds, until
+
+THIRD = OTHER + 1
+KIB4 = Segment(4096)
+X = {"x": np.arange(4)}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where every user of the machine reaches a keeper, which is the default."""
+    with short_directory() as directory:
+        os.chmod(directory, 0o711)
+        monkeypatch.setenv("VRAM_KEEPER", f"{directory}/k")
+        yield f"{directory}/k"
+        close_clients()
+
+
+@contextlib.contextmanager
+def running(path: str, *options: str) -> Iterator[KeeperProcess]:
+    keeper = KeeperProcess(path, ["--mode", "0666", *options])
+    try:
+        yield keeper
+        assert keeper.said() == ""
+    finally:
+        keeper.stop()
+
+
+def of(uid: int, path: str) -> KeeperClient:
+    """Connect as a user, whom the kernel vouches for from then on."""
+    os.seteuid(uid)
+    try:
+        return KeeperClient.connect(path)
+    finally:
+        os.seteuid(0)
+
+
+def lease(client: KeeperClient, name: str, **options: Any) -> Attachment:
+    got = client.attach(name, **options)
+    close_fds(got.fds)
+    return got
+
+
+def become(uid: int) -> None:
+    """In a child of a fork: be another user from now on."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def later(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Do something in a thread; its result, or the exception, comes into the list."""
+    came: list[Any] = []
+
+    def run() -> None:
+        try:
+            came.append(act())
+        except BaseException as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, came
+
+
+class Reader:
+    """A process of a user that holds an entry and says what it is asked for."""
+
+    def __init__(self, uid: int, name: str) -> None:
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._orders)  # or it would not see the end of its orders
+                become(uid)
+                self._serve(name, orders, answers)
+            finally:
+                os._exit(1)
+        os.close(orders)
+        os.close(answers)
+        assert self.ask("sum") == 6
+
+    def _serve(self, name: str, orders: int, answers: int) -> None:
+        held = vram.attach(name)
+        views = [held["x"].numpy()]
+        acts: dict[str, Callable[[], Any]] = {
+            "sum": lambda: int(views[0].sum()),
+            "list": lambda: [entry.name for entry in vram.list()],
+            "news": lambda: held._client.is_stale(held._return.lease_id),
+            "stale": lambda: held.stale,
+            "revoked": lambda: held.revoked,
+            "attach": lambda: vram.attach("other").close(),
+            "close": lambda: (views.clear(), held.close())[1],
+        }
+        while order := os.read(orders, 100):
+            try:
+                said = acts[order.decode()]()
+            except BaseException as error:
+                said = type(error), str(error)
+            os.write(answers, pickle.dumps(said))
+
+    def ask(self, what: str) -> Any:
+        os.write(self._orders, what.encode())
+        said = os.read(self._answers, 65536)
+        assert said, "the reader ended"
+        return pickle.loads(said)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._orders)
+        os.close(self._answers)
+        os.waitpid(self.pid, 0)
+
+
+# -- who pays for what is not current any more ------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_foreign_reader_of_old_versions_uses_up_its_own_ceiling_and_not_the_publishers(place: str) -> None:
+    with running(place, "--max-bytes-per-user", "12KiB") as first, contextlib.ExitStack() as stack:
+        owner, reader = (stack.enter_context(of(uid, place)) for uid in (OTHER, THIRD))
+        fds = stack.enter_context(memfds(1))
+        held = []
+        for number in range(1, 5):
+            assert owner.publish("model", [KIB4], fds) == number
+            held.append(lease(reader, "model"))
+        owner.publish("model", [KIB4], fds)
+        stack.enter_context(running(place, "--takeover"))
+        assert first.process.wait(SOON) == 0
+        assert (owner.statistics().versions, owner.statistics().nbytes) == (5, 5 * 4096)
+        for number in range(6, 20):
+            assert owner.publish("model", [KIB4], fds) == number
+        owner.publish("more", [KIB4], fds)
+        owner.publish("most", [KIB4], fds)
+        with pytest.raises(CapacityError, match=f"uid {OTHER} may hold 12 KiB"):
+            owner.publish("much", [KIB4], fds)
+        it_says = rf"uid {THIRD} may hold 12 KiB and holds 16 KiB.* leases 'model' version 1 \(4 KiB\), .*close those"
+        with pytest.raises(CapacityError, match=it_says):
+            reader.attach("most")
+        with pytest.raises(CapacityError, match="'model' version 4"):
+            reader.publish("mine", [KIB4], fds)
+        own = stack.enter_context(KeeperClient.connect(place))
+        lease(own, "model")
+        lease(owner, "model")
+        reader.release([held[0].lease_id])
+        lease(reader, "most")
+
+
+# -- by force ---------------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: str) -> None:
+    with running(place):
+        assert as_user(OTHER, lambda: vram.publish("n", X).version) == 1
+        assert as_user(OTHER, lambda: vram.publish("other", X).version) == 1
+        with Reader(THIRD, "n") as reader, Reader(OTHER, "n") as polite, Reader(THIRD, "other") as apart:
+            assert apart.ask("stale") is False
+            thread, came = later(lambda: vram.revoke("n", timeout=SOON, force=True))
+            until(lambda: polite.ask("revoked"))
+            assert polite.ask("close") is None
+            assert reader.ask("sum") == 6
+            assert not came, "who has not let go is waited for"
+            thread2, came2 = later(lambda: vram.revoke("n", timeout=0, force=True))
+            for each in (thread, thread2):
+                each.join(SOON)
+            (taken,) = came2
+            assert ([one.pid for one in taken.forced], taken.holders, taken.nbytes) == ([reader.pid], (), 0)
+            assert came == [vram.RevokeInfo("n", (), 0)]
+            assert [(one.name, one.pid) for one in vram.holders()] == [("other", apart.pid)]
+            assert vram.statistics().versions == 1
+            assert reader.ask("sum") == 6
+            kind, said = reader.ask("news")
+            assert kind is PeerGoneError
+            assert f"keeper at {place} took back 'n' version 1 by force" in said
+            assert "what is mapped stays mapped" in said
+            assert reader.ask("revoked") is True
+            assert reader.ask("list") == ["other"]
+            assert reader.ask("attach") is None
+            assert reader.ask("stale") is True
+            assert reader.ask("sum") == 6
+            assert apart.ask("stale") is False
+        assert vram.statistics().leases == 0
+
+
+@needs_root
+def test_nobody_else_ends_leases_by_force_not_even_the_owner(place: str) -> None:
+    with running(place):
+        assert as_user(OTHER, lambda: vram.publish("n", X).version) == 1
+        with Reader(THIRD, "n") as reader:
+            for uid in (OTHER, THIRD):
+                kind, said = as_user(uid, lambda: vram.revoke("n", timeout=None, force=True))
+                assert kind is AccessDeniedError
+                assert f"only uid 0, who runs the keeper at {place}, may end leases by force, not uid {uid}" in said
+            # and if the client does not look:
+            with of(OTHER, place) as owner, pytest.raises(AccessDeniedError, match="only uid 0, who runs this keeper"):
+                owner._be(m.Done, owner._ask(m.Remove(7, "n", 0, True, True), 7))
+            assert (reader.ask("stale"), reader.ask("revoked")) == (False, False)
+
+
+def test_a_lease_of_who_uses_force_ends_too_and_its_connection_does_not(kept: vram.Keeper) -> None:
+    vram.publish("n", X)
+    vram.publish("other", X)
+    with vram.attach("n") as lease, vram.attach("other") as other:
+        taken = vram.revoke("n", timeout=0, force=True)
+        assert [one.pid for one in taken.forced] == [os.getpid()]
+        assert (lease.stale, lease.revoked, other.stale, other.revoked) == (True, True, False, False)
+        assert lease["x"].numpy().sum() == 6
+        assert [one.name for one in vram.holders()] == ["other"]
+    with pytest.raises(UsageError):
+        vram.revoke("other", force="yes")  # type: ignore[arg-type]
+
+
+@needs_root
+def test_force_on_the_command_line_says_what_it_did(place: str) -> None:
+    program = [sys.executable, "-c", "import sys; from vram.cli import main; sys.argv[0] = 'vram'; main()"]
+    with running(place):
+        for as_json in (False, True):
+            vram.publish("n", X)
+            with Reader(THIRD, "n") as reader:
+                command = [*program, "revoke", "n", "--timeout", "0", "--force", *(["--json"] if as_json else [])]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=True)
+                if as_json:
+                    said = json.loads(done.stdout)
+                    assert ([one["pid"] for one in said["forced"]], said["holders"]) == ([reader.pid], [])
+                else:
+                    assert "What they have mapped stays mapped" in done.stdout
+                    assert re.search(rf"^ *n .* {THIRD} +pid {reader.pid} ", done.stdout, re.MULTILINE)
+                assert reader.ask("sum") == 6
+
+
+def test_a_keeper_that_does_not_know_force_is_not_believed() -> None:
+    row = m.VersionRow(1, 0, False, False, 4096, [4096], ["host"], 1, 1.0, None, 7, "me", {}, True)
+    holder = m.HolderRow(3, 1, 1, 0, "me", "r", 1.0)
+    words = [
+        m.Done(1),
+        m.VersionList(2, [row], False),
+        m.VersionList(3, [row], False),
+        m.HolderList(4, [holder], False),
+    ]
+    words += [m.Done(5), m.VersionList(6, [row], False)]
+    with (
+        impostor(says(*map(m.encode, words))) as path,
+        KeeperClient.connect(path) as client,
+        pytest.raises(UnsupportedError, match="vram keep --takeover"),
+    ):
+        client.revoke("w", timeout=0, force=True)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_claim_of_another_user_is_waited_for_as_long_as_claims_last(place: str) -> None:
+    with running(place, "--claim-timeout", "0.5"), contextlib.ExitStack() as stack:
+        squatter, late, patient = (stack.enter_context(of(uid, place)) for uid in (OTHER, THIRD, THIRD))
+        fds = stack.enter_context(memfds(1))
+        started = time.monotonic()
+        claim = squatter.attach_or_claim("n")
+        assert isinstance(claim, PublishClaim)
+        assert claim.seconds is not None
+        assert 0 < claim.seconds <= 0.5
+        with pytest.raises(BusyError, match=rf"another process, which has had the claim for [0-9]+ s .*uid {OTHER}"):
+            late.attach_or_claim("n", timeout=0)
+        thread, came = later(lambda: patient.attach_or_claim("n", timeout=SOON))
+        thread.join(SOON)
+        assert time.monotonic() - started >= 0.5
+        (passed,) = came
+        assert isinstance(passed, PublishClaim)
+        assert patient.publish("n", [KIB4], fds, claim=passed) == 1
+        with pytest.raises(
+            BusyError, match=rf"passed on after 0.5 s, and version 1 was published since, by uid {THIRD}"
+        ):
+            squatter.publish("n", [KIB4], fds, claim=claim)
+        # Nobody else wants this one: it stays, and who has it publishes late.
+        slow = squatter.attach_or_claim("slow")
+        with pytest.raises(WaitTimeoutError, match=rf"uid {OTHER}.* has had the claim to publish it for [1-9][0-9]* s"):
+            late.attach("slow", timeout=1.2)
+        assert squatter.publish("slow", [KIB4], fds, claim=slow) == 1  # type: ignore[arg-type]
+
+
+def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -> None:
+    loads: list[str] = []
+    is_there = threading.Event()
+    with running(place, "--claim-timeout", "0.2"):
+
+        def slow() -> dict[str, Any]:
+            loads.append("slow")
+            assert is_there.wait(SOON)
+            return {"x": np.arange(9)}
+
+        def quick() -> dict[str, Any]:
+            loads.append("quick")
+            return X
+
+        def first() -> tuple[int, int]:
+            with vram.attach_or_publish("n", slow, expect={"v": "1"}) as lease:
+                return lease.version, int(lease["x"].numpy().sum())
+
+        thread, came = later(first)
+        until(lambda: loads)
+        with vram.attach_or_publish("n", quick, expect={"v": "1"}) as lease:
+            assert (lease.version, loads) == (1, ["slow", "quick"])
+        is_there.set()
+        thread.join(SOON)
+        assert came == [(1, 6)]
+        assert [entry.version for entry in vram.list()] == [1]
+
+
+@needs_root
+def test_one_user_has_256_claims_at_most(place: str) -> None:
+    with running(place), contextlib.ExitStack() as stack:
+        greedy, also, other = (stack.enter_context(of(uid, place)) for uid in (OTHER, OTHER, THIRD))
+        for number in range(256):
+            assert isinstance(greedy.attach_or_claim(f"n{number}"), PublishClaim)
+        with pytest.raises(CapacityError, match=f"uid {OTHER} has 256 claims at this keeper already"):
+            also.attach_or_claim("one-more")
+        assert isinstance(other.attach_or_claim("one-more"), PublishClaim)
+
+
+def test_a_claim_passes_on_in_time_when_another_keeper_has_taken_over(place: str) -> None:
+    with running(place, "--claim-timeout", "3") as first, contextlib.ExitStack() as stack:
+        slow, patient = (stack.enter_context(KeeperClient.connect(place)) for _ in range(2))
+        slow.attach_or_claim("n")
+        thread, came = later(lambda: patient.attach_or_claim("n", timeout=SOON))
+        until(lambda: slow.statistics().waiting == 1)
+        stack.enter_context(running(place, "--takeover"))
+        assert first.process.wait(SOON) == 0
+        thread.join(SOON)
+        (passed,) = came
+        assert isinstance(passed, PublishClaim)
+        assert passed.seconds is not None
+        assert 2 < passed.seconds <= 3, "the successor's own time is ten minutes"
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "1e12"])
+def test_times_of_claims_that_cannot_be(seconds: str) -> None:
+    with pytest.raises(UsageError, match="--claim-timeout"):
+        parse_seconds(seconds, "--claim-timeout")
+
+
+# -- whose it is ------------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_name_that_another_took_is_told_by_its_owner_whatever_its_meta_says(place: str) -> None:
+    meta = {"config": "v1"}
+    mismatch = rf"'model' version 1 belongs to uid {OTHER}, and not to uid 0"
+    with running(place), of(OTHER, place) as squatter, memfds(1) as fds:
+        thread, came = later(lambda: vram.attach("model", owner="root", timeout=SOON))
+        until(lambda: squatter.statistics().waiting == 1)
+        squatter.publish("model", [KIB4], fds, meta=meta)
+        thread.join(SOON)
+        assert isinstance(came[0], MismatchError), "who waits would wait as long as the squatter likes"
+        for owner in (0, "root", pwd.getpwuid(0).pw_name):
+            for timeout in (0.0, None):
+                with pytest.raises(MismatchError, match=mismatch):
+                    vram.attach("model", expect=meta, owner=owner, timeout=timeout)
+            with pytest.raises(MismatchError, match=mismatch):
+                vram.attach_or_publish("model", dict, expect=meta, owner=owner)
+        as_user(THIRD, lambda: vram.publish("thirds", X))
+        with vram.attach("thirds", owner=THIRD) as lease:
+            assert lease.owner == THIRD
+        with vram.attach_or_publish("thirds", dict, owner=THIRD) as lease:
+            assert lease.owner == THIRD
+        with vram.attach_or_publish("ours", lambda: X, owner="root") as lease:
+            assert lease.owner == 0
+        kind, said = as_user(THIRD, lambda: vram.attach_or_publish("unmade", dict, owner=0))
+        assert kind is AccessDeniedError
+        assert f"'unmade' is to belong to uid 0: uid {THIRD} cannot publish it so" in said
+        claim = squatter.attach_or_claim("made")
+        thread, came = later(lambda: vram.attach_or_publish("made", dict, owner=OTHER, timeout=SOON).owner)
+        until(lambda: squatter.statistics().waiting == 1)
+        squatter.publish("made", [KIB4], fds, claim=claim)  # type: ignore[arg-type]
+        thread.join(SOON)
+        assert isinstance(came[0], vram.ProtocolError), "which it is no array"
+
+
+@pytest.mark.parametrize("owner", ["no such user", "", -1, 2**32, 1.0, True, b"root", "a\0b"])
+def test_owners_that_cannot_be(kept: vram.Keeper, owner: Any) -> None:
+    for act in (
+        lambda: vram.attach("n", owner=owner),
+        lambda: vram.attach_or_publish("n", lambda: X, owner=owner),
+    ):
+        with pytest.raises(UsageError, match="owner"):
+            act()
+
+
+def test_a_keeper_that_does_not_look_at_the_owner_is_not_believed() -> None:
+    entry = m.encode(m.Attached(1, 7, 1, ENTRY))  # of uid 0
+    given_back: list[m.Request] = []
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        channel.recv(timeout=SOON)
+        with memfds(1) as fds:
+            channel.send(entry, fds, timeout=SOON)
+        given_back.append(m.decode_request(channel.recv(timeout=SOON)[0]))
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client:
+        with pytest.raises(MismatchError, match="'w' version 1 belongs to uid 0, and not to uid 7"):
+            client.attach("w", owner=7)
+    assert given_back == [m.Release(0, [7])]
+
+
+# -- names under a user -----------------------------------------------------------------------------------------------
+
+
+def somebody() -> pwd.struct_passwd:
+    """Return a user who has a name, and is neither root nor nobody."""
+    found = [one for one in pwd.getpwall() if one.pw_uid not in (0, 65_534) and re.fullmatch("[a-z]+", one.pw_name)]
+    if not found:
+        pytest.skip("this system knows no user but root")
+    return found[0]
+
+
+@needs_root
+def test_names_under_a_user_are_published_by_that_user_alone(place: str) -> None:
+    named = somebody()
+    with running(place):
+        names = {OTHER: [f"~{OTHER}/model"], named.pw_uid: [f"~{named.pw_name}/model", f"~{named.pw_uid}/model"]}
+        for uid, mine in names.items():
+            for name in mine:
+                for other in (THIRD, 0):
+                    for act in (
+                        lambda name=name: vram.publish(name, X),
+                        lambda name=name: vram.attach_or_publish(name, lambda: X),
+                    ):
+                        kind, said = as_user(other, act)
+                        assert kind is AccessDeniedError
+                        assert f"may publish '{name}', and " in said
+                        assert f"names under ~{other}/ are yours" in said
+                assert as_user(uid, lambda name=name: vram.publish(name, X).version) == 1
+                assert as_user(THIRD, lambda name=name: vram.attach(name).owner) == uid
+                assert as_user(THIRD, lambda name=name: vram.attach_or_publish(name, dict).owner) == uid
+                assert as_user(THIRD, lambda name=name: vram.publish(name, X))[0] is AccessDeniedError
+                assert as_user(THIRD, lambda name=name: vram.remove(name))[0] is AccessDeniedError
+                assert as_user(uid, lambda name=name: vram.publish(name, X).version) == 2
+                vram.remove(name)
+        kind, said = as_user(OTHER, lambda: vram.publish("~no-such-user/model", X))
+        assert kind is AccessDeniedError
+        assert f"no user 'no-such-user' is known here; names under ~{OTHER}/ are yours" in said
+        vram.publish(f"~{pwd.getpwuid(0).pw_name}/model", X)
+        vram.publish("~0/model", X)
+        assert [entry.name for entry in vram.list("~")] == ["~0/model", "~root/model"]
+
+
+class Pwd:
+    """A data base of users that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.users = {"ann": 7, "alias": 7, "bob": 8}
+        self.asked: list[int | str] = []
+
+    def getpwuid(self, uid: int) -> Any:
+        self.asked.append(uid)
+        return SimpleNamespace(pw_name={number: name for name, number in reversed(self.users.items())}[uid])
+
+    def getpwnam(self, name: str) -> Any:
+        self.asked.append(name)
+        return SimpleNamespace(pw_uid=self.users[name])
+
+
+def test_the_data_base_of_users_is_asked_seldom_and_by_nobody_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be on another machine, and everybody waits for the keeper's loop."""
+    base, now = Pwd(), [0.0]
+    monkeypatch.setattr(pwd, "getpwuid", base.getpwuid)
+    monkeypatch.setattr(pwd, "getpwnam", base.getpwnam)
+    names = users.UserNames(lambda: now[0])
+    for _ in range(100):
+        assert names.why_not(7, "ann") == names.why_not(7, "alias") == names.why_not(7, "7") == ""
+        assert names.why_not(8, "ann") == "that is uid 7, and not uid 8, bob"
+        assert names.why_not(7, "8") == "that is uid 8, and not uid 7"
+        assert names.why_not(7, "carl") == "no user 'carl' is known here"
+        assert names.why_not(7, "07") == "no user '07' is known here"
+    assert base.asked == [7, "alias", 8, "ann", "carl", "07"]
+    base.users["carl"] = 7
+    assert names.why_not(7, "carl")
+    now[0] = 10.0
+    assert not names.why_not(7, "carl")
+    base.asked.clear()
+    for number in range(1_000):
+        assert names.why_not(8, f"user{number}")
+    assert len(base.asked) < 20
+    assert names.why_not(9, "carl") == "that is uid 7, and not uid 9, who has no name here", "another's are others"
