@@ -47,6 +47,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from .accounts import Accounts, Quotas
+from .ordered import Ordered
 from .records import (
     Claim,
     Claimed,
@@ -103,6 +104,7 @@ class Catalogue:
         self.claims: dict[int, Claim] = {}
         self.versions = 0
         self.waiting = 0
+        self.leased: Ordered[str, Name] = Ordered()  # names that somebody holds a lease on
         self._names: dict[str, Name] = {}
         self._sorted: list[str] = []  # names with a current version
         self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
@@ -248,7 +250,7 @@ class Catalogue:
         charge = nbytes + publication.record
         self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous)
         if known is None:
-            known = self._names[name] = Name()
+            known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
         self._last[name] += 1
         version = Version(
@@ -516,8 +518,8 @@ class Catalogue:
             if known.current is not None:
                 yield known.current, len(known.older)
 
-    def versions_of(self, name: str) -> list[Version]:
-        """Return the versions of a name that exist, oldest first.
+    def versions_of(self, name: str, after: int = 0) -> Iterator[Version]:
+        """Return the versions of a name that exist and are above `after`, oldest first.
 
         Raises
         ------
@@ -528,10 +530,7 @@ class Catalogue:
         if known is None:
             check_name(name)
             raise self._unknown(name)
-        found = [known.older[number] for number in sorted(known.older)]
-        if known.current is not None:
-            found.append(known.current)
-        return found
+        return known.beginning(after + 1)
 
     def held(self, name: str) -> tuple[int, int]:
         """Return how many leases there are on the versions of a name, and how many bytes those versions have.
@@ -539,9 +538,16 @@ class Catalogue:
         The readers of a version share its memory, which therefore counts once.
         """
         known = self._names.get(name)
-        there = [] if known is None else [*known.older.values(), *([known.current] if known.current else [])]
-        held = [version for version in there if version.leases]
-        return sum(len(version.leases) for version in held), sum(version.nbytes for version in held)
+        return (0, 0) if known is None else (known.leases, known.held)
+
+    def leases_under(self, prefix: str, after: tuple[str, int, int] = ("", 0, 0)) -> Iterator[Lease]:
+        """Yield the leases on names beginning with `prefix`, by name, version and number, from behind such a place."""
+        for known in self.leased.beginning(max(prefix, after[0])):
+            if not known.name.startswith(prefix):
+                return
+            _, number, last = after if known.name == after[0] else ("", 0, 0)
+            for version in known.beginning(number):
+                yield from version.leases.beginning(last + 1 if version.number == number else 0)
 
     def all_versions(self) -> list[Version]:
         """Return every version that exists."""
@@ -609,7 +615,7 @@ class Catalogue:
         self.accounts.check(session, "leases")
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
-        version.leases[lease.id] = session.leases[lease.id] = self.leases[lease.id] = lease
+        self.book(lease)
         return lease
 
     def _serve(self, name: str, now: float) -> list[Effect]:
@@ -644,15 +650,30 @@ class Catalogue:
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
+    def book(self, lease: Lease) -> None:
+        """Note a lease wherever it is looked for; for this class, and for who restores one."""
+        version = lease.version
+        known = self.leased[version.name] = self._names[version.name]
+        known.leases += 1
+        if not version.leases:
+            known.held += version.nbytes
+        version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
+
     def _end(self, lease: Lease) -> list[Effect]:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
         lease.session.tally.leases -= 1
         version = lease.version
-        del version.leases[lease.id]
-        if version.leases or self._current(version.name) is version:
-            return []
         known = self._names[version.name]
+        known.leases -= 1
+        if not known.leases:
+            del self.leased[version.name]
+        del version.leases[lease.id]
+        if version.leases:
+            return []
+        known.held -= version.nbytes
+        if known.current is version:
+            return []
         del known.older[version.number]
         effect = self._free(version)
         self._tidy(version.name, known)

@@ -335,7 +335,7 @@ class Service:
         connection.send(m.encode(pages.holders(self.catalogue, request, self.server.now())))
 
     def _leases(self, connection: Connection, session: Session, request: m.Leases, fds: list[int]) -> None:
-        connection.send(m.encode(pages.leases(self.catalogue, request, self.server.now())))
+        connection.send(m.encode(pages.leases(self.catalogue, session, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
         connection.send(m.encode(pages.statistics(self.server, request)))
