@@ -33,7 +33,8 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..errors import (
@@ -66,8 +67,9 @@ from .records import (
 )
 from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label
 
-__all__ = ["Catalogue"]
+__all__ = ["PART", "Catalogue"]
 
+PART = 16  # leases that end before everybody else gets a turn
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection
 MAX_CLAIMS = 256  # of one connection
@@ -126,8 +128,12 @@ class Catalogue:
 
     def disconnect(self, session: Session, now: float) -> list[Effect]:
         """End a session and all that depends on it, as if it had given everything back itself."""
-        if self.sessions.pop(session.id, None) is None:
-            return []
+        return list(chain.from_iterable(self.leaving(session, now)))
+
+    def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
+        """End a session in parts, which are short: whoever holds much would keep everybody else waiting."""
+        if session.id not in self.sessions:
+            return
         effects: list[Effect] = []
         for watched in session.watches.values():
             del watched.watchers[session.id]
@@ -139,9 +145,11 @@ class Catalogue:
             self.abandon(publication)
         for claim in list(session.claims.values()):
             effects += self.drop_claim(session, claim.id, now)
-        for lease in list(session.leases.values()):
-            effects += self._end(lease)
-        return effects
+        yield effects
+        held = list(session.leases)
+        for start in range(0, len(held), PART):
+            yield self.release_all(session, held[start : start + PART])
+        del self.sessions[session.id]
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def begin(
@@ -377,6 +385,10 @@ class Catalogue:
         lease = session.leases.get(lease_id)
         return [] if lease is None else self._end(lease)
 
+    def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
+        """End some leases of this session, as :meth:`release` does."""
+        return [effect for lease_id in lease_ids for effect in self.release(session, lease_id)]
+
     def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
         """Give up a claim; the next in line gets it. Idempotent."""
         claim = session.claims.get(claim_id)
@@ -433,10 +445,11 @@ class Catalogue:
                 effects += self._notify(one, "revoked", 0 if now is None else now.number)
         return effects
 
-    def expire(self, now: float) -> list[Effect]:
-        """Do what is due: end waits whose time has passed, retire versions whose time to live is over."""
+    def expire(self, now: float, most: int | None = None) -> list[Effect]:
+        """Do what is due, at most so much of it: end waits whose time has passed, retire versions whose time to live
+        is over."""
         effects: list[Effect] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self._deadlines and self._deadlines[0][0] <= now and (most is None or len(effects) < most):
             _, _, due = heapq.heappop(self._deadlines)
             if isinstance(due, Waiter):
                 if due.session.waiters.get(due.call) is due:
