@@ -126,14 +126,14 @@ def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
         row.nbytes = HUGE
     older = restore(written, chr, Quotas(max_bytes=2**70), keeper_uid=0, nobody=65_534)[0]
     newest, _ = older.commit(older.begin(older.sessions[session.id], "c", nbytes=1, handles=1), "c", 0.0)
-    newest.body = older.versions_of("c")[0].body
+    newest.body = next(older.versions_of("c")).body
     older.attach(older.sessions[session.id], "c", 0.0)
     server = SimpleNamespace(catalogue=older, pid=1, started=0.0, now=lambda: 1.0, connections=())
     said: list[m.Reply] = [
         pages.entries(older, m.List(1), 1.0),
         pages.versions(older, m.Versions(1, "c"), 1.0),
         pages.holders(older, m.Holders(1, "a", 1), 1.0),
-        pages.leases(older, m.Leases(1), 1.0),
+        pages.leases(older, older.sessions[session.id], m.Leases(1), 1.0),
         pages.statistics(server, m.Statistics(1)),  # type: ignore[arg-type]
     ]
     heard: list[Any] = [m.decode_reply(m.encode(reply)) for reply in said]

@@ -56,11 +56,12 @@ def serving(server: KeeperServer) -> Iterator[KeeperServer]:
         assert not thread.is_alive()
 
 
-def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6) -> KeeperServer:
+def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6, kept_back: int = 0) -> KeeperServer:
     """Return a keeper that another user runs, as far as it knows, and that serves few connections."""
     server = KeeperServer(path, raises_limit=False)
     server.catalogue.accounts.keeper_uid = uid
     server.max_connections = connections
+    server.kept_back = kept_back
     return server
 
 

@@ -38,7 +38,8 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..errors import (
@@ -52,6 +53,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from .accounts import Accounts, Quotas
+from .ordered import Ordered
 from .records import (
     Claim,
     Claimed,
@@ -72,8 +74,9 @@ from .records import (
 from .rules import MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_host, clip_label, home_of
 from .users import by_number
 
-__all__ = ["CLAIM_TIMEOUT", "Catalogue"]
+__all__ = ["CLAIM_TIMEOUT", "PART", "Catalogue"]
 
+PART = 16  # leases that end before everybody else gets a turn
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection
 MAX_CLAIMS = 256  # of one connection
@@ -126,6 +129,7 @@ class Catalogue:
         self.claims: dict[int, Claim] = {}
         self.versions = 0
         self.waiting = 0
+        self.leased: Ordered[str, Name] = Ordered()  # names that somebody holds a lease on
         self._names: dict[str, Name] = {}
         self._sorted: list[str] = []  # names with a current version
         self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
@@ -147,8 +151,12 @@ class Catalogue:
 
     def disconnect(self, session: Session, now: float) -> list[Effect]:
         """End a session and all that depends on it, as if it had given everything back itself."""
-        if self.sessions.pop(session.id, None) is None:
-            return []
+        return list(chain.from_iterable(self.leaving(session, now)))
+
+    def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
+        """End a session in parts, which are short: whoever holds much would keep everybody else waiting."""
+        if session.id not in self.sessions:
+            return
         effects: list[Effect] = []
         for watched in session.watches.values():
             del watched.watchers[session.id]
@@ -160,9 +168,11 @@ class Catalogue:
             self.abandon(publication)
         for claim in list(session.claims.values()):
             effects += self.drop_claim(session, claim.id, now)
-        for lease in list(session.leases.values()):
-            effects += self._end(lease)
-        return effects
+        yield effects
+        held = list(session.leases)
+        for start in range(0, len(held), PART):
+            yield self.release_all(session, held[start : start + PART])
+        del self.sessions[session.id]
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def begin(
@@ -273,7 +283,7 @@ class Catalogue:
         charge = nbytes + publication.record
         self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous)
         if known is None:
-            known = self._names[name] = Name()
+            known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
         self._last[name] += 1
         version = Version(
@@ -407,6 +417,10 @@ class Catalogue:
         lease = session.leases.get(lease_id)
         return [] if lease is None else self._end(lease)
 
+    def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
+        """End some leases of this session, as :meth:`release` does."""
+        return [effect for lease_id in lease_ids for effect in self.release(session, lease_id)]
+
     def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
         """Give up a claim; the next in line gets it. Idempotent."""
         session.passed.pop(claim_id, None)
@@ -487,11 +501,11 @@ class Catalogue:
         sessions = dict.fromkeys(lease.session.id for lease in held if lease.session is not by)
         return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
 
-    def expire(self, now: float) -> list[Effect]:
-        """Do what is due: end waits whose time has passed, retire versions whose time to live is over, pass claims on
-        whose time is."""
+    def expire(self, now: float, most: int | None = None) -> list[Effect]:
+        """Do what is due, at most so much of it: end waits whose time has passed, retire versions whose time to live
+        is over, pass claims on whose time is."""
         effects: list[Effect] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self._deadlines and self._deadlines[0][0] <= now and (most is None or len(effects) < most):
             _, _, due = heapq.heappop(self._deadlines)
             if isinstance(due, Waiter):
                 if due.session.waiters.get(due.call) is due:
@@ -580,8 +594,8 @@ class Catalogue:
             if known.current is not None:
                 yield known.current, len(known.older)
 
-    def versions_of(self, name: str) -> list[Version]:
-        """Return the versions of a name that exist, oldest first.
+    def versions_of(self, name: str, after: int = 0) -> Iterator[Version]:
+        """Return the versions of a name that exist and are above `after`, oldest first.
 
         Raises
         ------
@@ -592,10 +606,7 @@ class Catalogue:
         if known is None:
             check_name(name)
             raise self._unknown(name)
-        found = [known.older[number] for number in sorted(known.older)]
-        if known.current is not None:
-            found.append(known.current)
-        return found
+        return known.beginning(after + 1)
 
     def held(self, name: str) -> tuple[int, int]:
         """Return how many leases there are on the versions of a name, and how many bytes those versions have.
@@ -603,9 +614,16 @@ class Catalogue:
         The readers of a version share its memory, which therefore counts once.
         """
         known = self._names.get(name)
-        there = [] if known is None else [*known.older.values(), *([known.current] if known.current else [])]
-        held = [version for version in there if version.leases]
-        return sum(len(version.leases) for version in held), sum(version.nbytes for version in held)
+        return (0, 0) if known is None else (known.leases, known.held)
+
+    def leases_under(self, prefix: str, after: tuple[str, int, int] = ("", 0, 0)) -> Iterator[Lease]:
+        """Yield the leases on names beginning with `prefix`, by name, version and number, from behind such a place."""
+        for known in self.leased.beginning(max(prefix, after[0])):
+            if not known.name.startswith(prefix):
+                return
+            _, number, last = after if known.name == after[0] else ("", 0, 0)
+            for version in known.beginning(number):
+                yield from version.leases.beginning(last + 1 if version.number == number else 0)
 
     def all_versions(self) -> list[Version]:
         """Return every version that exists."""
@@ -707,7 +725,7 @@ class Catalogue:
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
-        self._hold(lease)
+        self.book(lease)
         return lease
 
     def _serve(self, name: str, now: float, before: Claim | None = None) -> list[Effect]:
@@ -781,13 +799,18 @@ class Catalogue:
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
-    def _hold(self, lease: Lease) -> None:
-        """Enter a lease into the books, but for the tally of its user."""
+    def book(self, lease: Lease) -> None:
+        """Note a lease wherever it is looked for, but for the tally of its user; for this class, and for who restores
+        one."""
         version, uid = lease.version, lease.session.uid
+        known = self.leased[version.name] = self._names[version.name]
+        known.leases += 1
+        if not version.leases:
+            known.held += version.nbytes
         version.leases[lease.id] = lease.session.leases[lease.id] = self.leases[lease.id] = lease
         before = version.holders.get(uid, 0)
         version.holders[uid] = before + 1
-        if not before and not self.is_current(version):
+        if not before and known.current is not version:
             self.accounts.hold(uid, version)
 
     def _end(self, lease: Lease) -> list[Effect]:
@@ -795,15 +818,21 @@ class Catalogue:
         del lease.session.leases[lease.id]
         lease.session.tally.leases -= 1
         version, uid = lease.version, lease.session.uid
+        known = self._names[version.name]
+        known.leases -= 1
+        if not known.leases:
+            del self.leased[version.name]
         del version.leases[lease.id]
         version.holders[uid] -= 1
         if not version.holders[uid]:
             del version.holders[uid]
-            if not self.is_current(version):
+            if known.current is not version:
                 self.accounts.let_go(uid, version)
-        if version.leases or self._current(version.name) is version:
+        if version.leases:
             return []
-        known = self._names[version.name]
+        known.held -= version.nbytes
+        if known.current is version:
+            return []
         del known.older[version.number]
         effect = self._free(version)
         self._tidy(version.name, known)

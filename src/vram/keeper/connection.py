@@ -90,12 +90,15 @@ class Connection:
         None until the peer has said hello.
     waiting_since : float or None
         Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
+    parked : float or None
+        Since when something of the peer waits to be read until it is its user's turn; see :mod:`.turns`.
     """
 
     __slots__ = (
         "closed",
         "credentials",
         "in_flight",
+        "parked",
         "partials",
         "queue",
         "queued",
@@ -122,14 +125,18 @@ class Connection:
         self.waiting_since: float | None = None
         self.retry = _RETRY
         self.reading = False
+        self.parked: float | None = None
         self.writing = False
         self.closed = False
 
     # -- in -------------------------------------------------------------------------------------------------------
     def readable(self) -> None:
+        """Have one message read, now or when it is this user's turn."""
+        if not self.server.paused:  # due in the same turn of the loop in which a successor took over
+            self.server.turns.ready(self)
+
+    def read(self) -> None:
         """Take one message off the socket and have it answered. One at a time: the others get their turn."""
-        if self.server.paused:  # due in the same turn of the loop in which a successor took over
-            return
         try:
             payload, fds, cut = receive(self.sock, _DONTWAIT)
         except BlockingIOError:
@@ -150,7 +157,7 @@ class Connection:
 
     def resume(self) -> None:
         """Read from this peer."""
-        if not self.reading and not self.closed:
+        if not self.reading and not self.closed and self.parked is None:
             self.reading = True
             self.server.loop.add_reader(self.sock, self.readable)
 
@@ -159,6 +166,24 @@ class Connection:
         if self.reading:
             self.reading = False
             self.server.loop.remove_reader(self.sock)
+
+    def park(self, now: float) -> None:
+        """Read nothing more from this peer until :meth:`unpark`, whatever else is resumed in between."""
+        self.pause()
+        self.parked = now
+
+    def unpark(self, now: float) -> bool:
+        """It is its turn; return whether to read. What it owes is due as much later as we kept it waiting."""
+        late = now - (now if self.parked is None else self.parked)
+        self.parked = None
+        if self.session is None and self.waiting_since is not None:
+            self.waiting_since += late
+        for partial in self.partials.values():
+            partial.since += late
+        if self.queue:  # it has to read first what there is for it
+            return False
+        self.resume()
+        return not self.closed
 
     # -- out ------------------------------------------------------------------------------------------------------
     def send(self, payload: bytes, held: Held | None = None, start: int = 0, stop: int = 0) -> None:
@@ -266,6 +291,8 @@ class Connection:
             return
         self.closed = True
         self.pause()
+        if self.parked is not None:
+            self.server.turns.drop(self)
         self.not_writing()
         self.server.strangers_closer.close_socket(
             self.sock, self.credentials.uid, hang_up=hang_up and not self.server.closing
@@ -281,7 +308,7 @@ class Connection:
 
     def overdue(self, now: float, patience: float) -> bool:
         """Whether the peer has kept us waiting for too long; forgets about one that owes nothing any more."""
-        if self.closed or self.waiting_since is None:
+        if self.closed or self.waiting_since is None or (self.session is None and self.parked is not None):
             return False
         if self.session is not None and not self.queue and (not self.in_flight or self.has_read_all()):
             self.waiting_since = None

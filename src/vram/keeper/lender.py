@@ -181,14 +181,8 @@ class LenderServer(KeeperServer):
         return self._do(self._holders)
 
     def _holders(self) -> list[HolderInfo]:
-        found: list[HolderInfo] = []
-        after, more = 0, True
-        while more:
-            page = pages.leases(self.catalogue, m.Leases(0, "", after), self.now())
-            found += [holder_info(row) for row in page.rows]
-            more = page.more and bool(page.rows)
-            after = page.rows[-1].lease if page.rows else 0
-        return found
+        leases = self.catalogue.leases.values()
+        return [holder_info(pages.holder(one, self.now())) for one in leases]
 
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""

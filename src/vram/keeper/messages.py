@@ -222,7 +222,8 @@ class Holders(Struct, frozen=True, array_like=True, tag="holders"):
 
 
 class Leases(Struct, frozen=True, array_like=True, tag="leases"):
-    """The leases above `after` on names that begin with `prefix`, also on names that cannot be attached any more.
+    """The leases on names that begin with `prefix`, also on names that cannot be attached any more: those behind the
+    lease `after`, which is the last one of the page before (0: from the beginning), in an order that is the keeper's.
 
     Newer than the first keepers, which take it for no request and hang up: ask on a connection of its own.
     """

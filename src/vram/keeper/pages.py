@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..errors import NotFoundError
 from . import messages as m
 from .catalogue import Catalogue
-from .records import Lease, Version
+from .records import Lease, Session, Version
 from .rules import check_prefix
 
 if TYPE_CHECKING:
     from .server import KeeperServer
 
-__all__ = ["entries", "holders", "leases", "statistics", "versions"]
+__all__ = ["entries", "holder", "holders", "leases", "statistics", "versions"]
 
-_PAGE = 40 * 1024  # bytes of rows; one alone may have more, and never as many as a message
-_ROWS = _PAGE // 80  # of leases, at most
+# Bytes of rows; one alone may have more, and never as many as a message. Everybody else waits while a page is made:
+# 0.2 ms, most of it for about 50 rows of entries. Where a page begins is looked up, so that many of them cost no more.
+_PAGE = 6 * 1024
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
@@ -57,9 +59,7 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Version
     """Return the versions of a name above ``request.after``, as many as fit."""
     rows: list[Any] = []
     room = _PAGE
-    for version in catalogue.versions_of(request.name):
-        if version.number <= request.after:
-            continue
+    for version in catalogue.versions_of(request.name, request.after):
         room -= _add(rows, _version(catalogue, version, now), room)
         if room < 0:
             break
@@ -106,47 +106,66 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
 
 def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderList:
     """Return the leases on a version above ``request.after``, as many as fit, in order of their numbers."""
-    for version in catalogue.versions_of(request.name):
+    for version in catalogue.versions_of(request.name, request.version - 1):
         if version.number == request.version:
-            # each one's number is higher than those before it
-            return _holders(request.call, [one for one in version.leases.values() if one.id > request.after], now)
+            return _holders(request.call, version.leases.beginning(request.after + 1), now)
+        break
     return m.HolderList(request.call, [], False)
 
 
-def leases(catalogue: Catalogue, request: m.Leases, now: float) -> m.HolderList:
-    """Return the leases on names that begin with ``request.prefix``, as many as fit, in order of their numbers."""
+def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:
+    """Return the leases on names that begin with ``request.prefix``, as many as fit, by name, version and number.
+
+    Those behind ``request.after``, which is the last that this session was told of, or one that is there.
+
+    Raises
+    ------
+    NotFoundError
+        If it is neither: where it was is not known any more.
+    """
     check_prefix(request.prefix)
-    asked = (
-        one
-        for one in catalogue.leases.values()
-        if one.id > request.after and one.version.name.startswith(request.prefix)
-    )
-    return _holders(request.call, heapq.nsmallest(_ROWS, asked, key=lambda one: one.id), now)
+    place = ("", 0, 0)
+    if request.after:
+        place = session.place
+        if place[2] != request.after:
+            last = catalogue.leases.get(request.after)
+            if last is None:
+                raise NotFoundError(f"lease {request.after}, behind which the list was to go on, is over: list anew")
+            place = (last.version.name, last.version.number, last.id)
+    page = _holders(request.call, catalogue.leases_under(request.prefix, place), now)
+    if page.rows:
+        row = page.rows[-1]
+        session.place = (row.name, row.version, row.lease)
+    return page
 
 
-def _holders(call: int, asked: list[Lease], now: float) -> m.HolderList:
+def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
     rows: list[m.HolderRow] = []
-    room = _PAGE
+    room = 2 * _PAGE  # these rows are made more quickly
     for lease in asked:
         who, version = lease.session, lease.version
         room -= 80 + 4 * len(who.label) + len(who.host) + len(version.name)
-        if room < 0:
+        if room < 0 and rows:
             return m.HolderList(call, rows, True)
-        rows.append(
-            m.HolderRow(
-                lease.id,
-                version.number,
-                who.pid,
-                who.uid,
-                who.label,
-                lease.access,
-                now - lease.since,
-                m.saturated(version.nbytes),
-                version.name,
-                who.host,
-            )
-        )
-    return m.HolderList(call, rows, len(asked) == _ROWS)
+        rows.append(holder(lease, now))
+    return m.HolderList(call, rows, False)
+
+
+def holder(lease: Lease, now: float) -> m.HolderRow:
+    """Return what is shown of one lease."""
+    who, version = lease.session, lease.version
+    return m.HolderRow(
+        lease.id,
+        version.number,
+        who.pid,
+        who.uid,
+        who.label,
+        lease.access,
+        now - lease.since,
+        m.saturated(version.nbytes),
+        version.name,
+        who.host,
+    )
 
 
 def statistics(server: KeeperServer, request: m.Statistics) -> m.KeeperStatistics:

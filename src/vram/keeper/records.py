@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from ..errors import VramError
+from .ordered import Ordered
 from .rules import describe_process
 
 __all__ = [
@@ -69,6 +71,7 @@ class Session:
     claims: dict[int, Claim] = field(default_factory=dict)
     watches: dict[tuple[str, int], Version] = field(default_factory=dict)
     passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
+    place: tuple[str, int, int] = ("", 0, 0)  # name, version and number of the lease that it was told of last
     tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
 
     def __str__(self) -> str:
@@ -96,7 +99,7 @@ class Version:
     publisher_pid: int
     publisher_label: str
     record: int = 0
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: Ordered[int, Lease] = field(default_factory=Ordered)
     watchers: dict[int, Session] = field(default_factory=dict)
     holders: dict[int, int] = field(default_factory=dict)  # how many leases each user has on it
     withdrawn: bool = False
@@ -267,5 +270,14 @@ Effect = Free | Granted | Claimed | Refused | Notify | Evicted
 class Name:
     """What is known of a name: exists while it has a version that somebody may use or holds."""
 
+    name: str
     current: Version | None = None
-    older: dict[int, Version] = field(default_factory=dict)  # superseded or withdrawn, and still leased
+    older: Ordered[int, Version] = field(default_factory=Ordered)  # superseded or withdrawn, and still leased
+    leases: int = 0  # on all of them
+    held: int = 0  # bytes of those that somebody leases
+
+    def beginning(self, number: int) -> Iterator[Version]:
+        """Yield its versions from such a number on, oldest first."""
+        yield from self.older.beginning(number)
+        if self.current is not None and self.current.number >= number:
+            yield self.current

@@ -26,7 +26,7 @@ from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
 from .admission import trim
-from .catalogue import CLAIM_TIMEOUT, Catalogue
+from .catalogue import CLAIM_TIMEOUT, PART, Catalogue
 from .connection import Connection
 from .failures import failure
 from .listener import Listener, group_id
@@ -34,12 +34,14 @@ from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
 from .strangers import INLINE, StrangersCloser
+from .turns import Turns
 from .users import UserNames
 
 __all__ = ["PATIENCE", "KeeperServer"]
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _MAX_CONNECTIONS = 8_192
+_KEPT_BACK = 32  # connections of these for the keeper's own user, who looks, makes room, takes over
 _SPARE = 64  # descriptors kept back from everybody: for accepting, refusing, handing over
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
@@ -99,6 +101,7 @@ class KeeperServer:
         self.started = self.now()
         limit = _raise_limit() if raises_limit else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
+        self.kept_back = min(_KEPT_BACK, limit // 48)
         if limit < _LEAST:
             raise CapacityError(
                 f"a keeper needs {_LEAST} descriptors at least and may have {limit} (RLIMIT_NOFILE): "
@@ -126,6 +129,7 @@ class KeeperServer:
         self._bound = False
         self.service = Service(self)
         self.handle = self.service.handle
+        self.turns = Turns(self)
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}
         self._ticking = False
@@ -165,7 +169,7 @@ class KeeperServer:
         if not self._bound:
             self.listen()
         # Not asyncio.run(): there are no coroutines here, only descriptors that become ready.
-        self.loop = asyncio.SelectorEventLoop()
+        self.loop = asyncio.SelectorEventLoop(self.turns.selector)
         try:
             for number in _ending() if signals else ():
                 self.loop.add_signal_handler(number, self.stop)
@@ -212,6 +216,7 @@ class KeeperServer:
         self.paused = self.closing = True
         for connection in [*self.strangers, *self.connections.values()]:
             connection.close()
+        self.service.finish()
         for version in self.catalogue.all_versions():
             version.token.drop()
 
@@ -273,10 +278,15 @@ class KeeperServer:
         total = len(self.connections) + len(self.strangers)
         most = self.max_connections
         own = credentials.uid == self.catalogue.accounts.keeper_uid
-        if total >= most or (not own and self.by_user.get(credentials.uid, 0) >= most // 2):
+        if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
             self._refuse(
-                sock, f"the keeper serves {total} connections already ({most} at most, half of them for one user)"
+                sock,
+                f"the keeper serves {total} connections already ({most} at most, half of them for one user, "
+                f"{self.kept_back} for its own)",
             )
+            return
+        if total >= most:
+            self._refuse(sock, f"the keeper serves {total} connections already, as many as it may have")
             return
         if self.strangers_closer.owes(credentials.uid):
             self._refuse(sock, f"descriptors that uid {credentials.uid} sent take long to close; try again later")
@@ -321,7 +331,7 @@ class KeeperServer:
             del self.by_user[uid]
         if connection.session is not None:
             self.connections.pop(connection.session.id, None)
-            self.service.carry_out(self.catalogue.disconnect(connection.session, self.now()))
+            self.service.leave(connection.session)
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
@@ -338,7 +348,7 @@ class KeeperServer:
         self._timer = None
         self._timer_at = float("inf")
         if not self.paused:
-            self.service.carry_out(self.catalogue.expire(self.now()))
+            self.service.carry_out(self.catalogue.expire(self.now(), PART))
             self.schedule()
 
     def watch_over(self, connection: Connection) -> None:
@@ -357,7 +367,8 @@ class KeeperServer:
             if connection.overdue(now, self.patience):
                 connection.close()
                 continue
-            for late in [one for one in connection.partials.values() if now - one.since > self.patience]:
+            waiting = () if connection.parked is not None else connection.partials.values()
+            for late in [one for one in waiting if now - one.since > self.patience]:
                 self.service.give_up(connection, late)
             if connection.waiting_since is None and not connection.partials:
                 self._watched.pop(connection, None)

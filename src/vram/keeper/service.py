@@ -6,7 +6,7 @@ import functools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +16,7 @@ from ..sharing.channel import MAX_MESSAGE
 from . import messages as m
 from . import pages
 from .admission import InadmissibleError, admit
+from .catalogue import PART
 from .connection import Connection, Held, Partial
 from .failures import failure
 from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Lease, Notify, Refused, Session
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .server import KeeperServer
 
 __all__ = ["Service"]
+
+Decisions = Generator[list[Effect], None, None]  # what is decided part by part, because it is much
 
 # Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
 # needs, and so the number of entries bounds it.
@@ -39,7 +42,7 @@ class Service:
     def __init__(self, server: KeeperServer) -> None:
         self.server = server
         self.catalogue = server.catalogue
-        self._due: deque[Effect] = deque()
+        self._due: deque[Effect | Decisions] = deque()
         self._at_work = False
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
@@ -89,23 +92,50 @@ class Service:
             connection.send(m.encode(failure(call, error)))
             connection.close()
 
-    def carry_out(self, effects: list[Effect]) -> None:
+    def carry_out(self, effects: Sequence[Effect | Decisions]) -> None:
         """Do what the catalogue decided, and what comes of that.
 
         Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
-        peers that died together would be a thousand calls deep.
+        peers that died together would be a thousand calls deep. And where there is much to do (thousands may watch a
+        version, or one may hold thousands of leases), it is done in parts, between which the loop serves the others.
+
+        Parameters
+        ----------
+        effects : sequence
+            Effects, and generators that decide on further ones a part at a time.
         """
         self._due.extend(effects)
-        if self._at_work:
-            return
+        if not self._at_work:
+            self._work(None if self.server.closing or self.server.loop is None else PART)
+
+    def finish(self) -> None:
+        """Do all that is left, before everything is written down or closed."""
+        self._work(None)
+
+    def _work(self, most: int | None) -> None:
         self._at_work = True
+        done = 0
         try:
-            while self._due:
+            while self._due and (most is None or done < most):
                 self._do(self._due.popleft())
+                done += 1
         finally:
             self._at_work = False
+        if self._due:
+            self._at_work = True  # as far as the loop's next turn
+            self.server.loop.call_soon(self._work, PART)
 
-    def _do(self, effect: Effect) -> None:
+    def leave(self, session: Session) -> None:
+        """End a session whose connection is gone."""
+        self.carry_out([self.catalogue.leaving(session, self.server.now())])
+
+    def _do(self, effect: Effect | Decisions) -> None:
+        if isinstance(effect, Generator):
+            decided = next(effect, None)
+            if decided is not None:
+                self._due.extend(decided)
+                self._due.append(effect)
+            return
         if isinstance(effect, Free):
             effect.token.drop()
             return
@@ -314,10 +344,17 @@ class Service:
         connection.send(m.encode(m.Descriptors(request.call, request.offset)), held, request.offset, stop)
 
     def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
-        for lease in request.leases:
-            effects = self.catalogue.release(session, lease)
+        if len(request.leases) <= PART:
+            effects = self.catalogue.release_all(session, request.leases)
             if effects:
                 self.carry_out(effects)
+            self._done(connection, request.call)
+        else:
+            self.carry_out([self._releasing(connection, session, request)])
+
+    def _releasing(self, connection: Connection, session: Session, request: m.Release) -> Decisions:
+        for start in range(0, len(request.leases), PART):
+            yield self.catalogue.release_all(session, request.leases[start : start + PART])
         self._done(connection, request.call)
 
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
@@ -344,7 +381,7 @@ class Service:
         connection.send(m.encode(pages.holders(self.catalogue, request, self.server.now())))
 
     def _leases(self, connection: Connection, session: Session, request: m.Leases, fds: list[int]) -> None:
-        connection.send(m.encode(pages.leases(self.catalogue, request, self.server.now())))
+        connection.send(m.encode(pages.leases(self.catalogue, session, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
         connection.send(m.encode(pages.statistics(self.server, request)))

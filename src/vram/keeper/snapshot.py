@@ -316,7 +316,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         publisher_host=row.publisher_host,
     )
     version.settle(row.body)
-    known = made._names.setdefault(row.name, Name())
+    known = made._names.setdefault(row.name, Name(row.name))
     if row.current:
         known.current = version
         made._sorted.append(row.name)
@@ -330,7 +330,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
     if row.expires is not None:
         made._schedule(row.expires, version)
     for number, owner, access, since in row.leases:
-        made._hold(Lease(number, made.sessions[owner], version, access, since))
+        made.book(Lease(number, made.sessions[owner], version, access, since))
     for watcher in row.watchers:
         session = made.sessions[watcher]
         version.watchers[watcher] = session

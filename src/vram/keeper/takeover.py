@@ -188,6 +188,7 @@ def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
 
 def _give(server: KeeperServer, channel: Channel, call: int) -> bool:
     """Return True once the successor serves, False if it vanished after it was told LetGo; raise for anything else."""
+    server.service.finish()  # what was decided and is not done yet could not be written down
     payload, fds = _collect(server)
     memory = os.memfd_create("vram-takeover", os.MFD_CLOEXEC)
     try:

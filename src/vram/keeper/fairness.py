@@ -1,0 +1,128 @@
+"""Whose request is answered next, where several users ask: they share a keeper's time, not its connections.
+
+No I/O and no clock: the caller says what time it is, how long each request took, and keeps what waits.
+
+* Whoever asks alone is answered at once, whatever it costs.
+* Beside others each user has a share of the time, and some in advance: within that, requests are answered at once.
+* What is beyond it waits: of one user in the order in which it came, and of several users so that each gets as much
+  time as the others (start-time fair queueing).
+* As long as somebody is there who keeps within the share, the others get theirs and no more, even if the keeper is idle
+  in between. Otherwise that one would find somebody else's request under way whenever it asked.
+* Where nobody keeps within the share, there is no idle time: one after the other.
+
+Nobody starves: what a user owes is bounded and shrinks while it waits, so that it is within its share again after
+:data:`LONGEST` seconds and four times what its last request took.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final, Generic, TypeVar
+
+__all__ = ["ADVANCE", "LONGEST", "MOST", "RECENT", "RESERVED", "SHARE", "Fairness"]
+
+SHARE: Final = 0.25  # of the time, for each user
+ADVANCE: Final = 0.005  # seconds of work that a user may owe and still be answered at once
+MOST: Final = 0.010  # seconds of work that a user can owe before its last request: it may have been alone so far
+RECENT: Final = 10.0  # seconds for which somebody who asked is reckoned with
+RESERVED: Final = 0.1  # seconds for which time is kept free for somebody who keeps within the share
+LONGEST: Final = (MOST - ADVANCE) / SHARE
+_NOTHING = 1e-9  # seconds: what rounding leaves
+
+T = TypeVar("T")
+
+
+class _User(Generic[T]):
+    __slots__ = ("at", "clock", "owed", "waiting")
+
+    def __init__(self, now: float) -> None:
+        self.owed = 0.0
+        self.at = now
+        self.clock = 0.0  # what it took, on a scale that all who wait share
+        self.waiting: OrderedDict[T, None] = OrderedDict()
+
+    def owes(self, now: float) -> float:
+        return max(0.0, self.owed - (now - self.at) * SHARE)
+
+
+class Fairness(Generic[T]):
+    """What users owe, and what of theirs waits."""
+
+    def __init__(self) -> None:
+        self._users: OrderedDict[int, _User[T]] = OrderedDict()  # who was served last is last
+        self._modest: OrderedDict[int, float] = OrderedDict()  # when who keeps within the share was served, as above
+        self._waiting: dict[int, _User[T]] = {}
+        self._clock = 0.0  # where that scale is: that of who was answered last
+
+    def may(self, uid: int, now: float) -> bool:
+        """Whether a request of this user that came just now is answered at once."""
+        user = self._users.get(uid)
+        if user is None:
+            return True
+        if user.waiting:  # not before what came before it
+            return False
+        return user.owes(now) <= ADVANCE or not self._has_company(uid, now)
+
+    def spent(self, uid: int, seconds: float, now: float, *, waited: bool = False) -> None:
+        """Note what a request took, and whether it had waited."""
+        user = self._users.get(uid)
+        if user is None:
+            user = self._users[uid] = _User(now)
+        owes = user.owes(now)
+        user.owed, user.at = min(MOST, owes) + seconds, now
+        user.clock += seconds
+        self._users.move_to_end(uid)
+        if not waited and owes <= ADVANCE:
+            self._modest[uid] = now
+            self._modest.move_to_end(uid)
+        self._forget(now)
+
+    def wait(self, uid: int, item: T) -> None:
+        """Keep what :meth:`may` not be answered yet."""
+        user = self._waiting[uid] = self._users[uid]
+        if not user.waiting:
+            user.clock = max(user.clock, self._clock)
+        user.waiting[item] = None
+
+    def drop(self, uid: int, item: T) -> None:
+        """Let go of what waits, if it does."""
+        user = self._waiting.get(uid)
+        if user is not None and user.waiting.pop(item, self) is None and not user.waiting:
+            del self._waiting[uid]
+
+    def next(self, now: float) -> T | None:
+        """Take what is answered next, if the time for something has come."""
+        ready = [uid for uid, user in self._waiting.items() if self._delay(uid, user, now) <= _NOTHING]
+        if not ready:
+            return None
+        uid = min(ready, key=lambda uid: self._waiting[uid].clock)
+        user = self._waiting[uid]
+        self._clock = max(self._clock, user.clock)
+        item, _ = user.waiting.popitem(last=False)
+        if not user.waiting:
+            del self._waiting[uid]
+        return item
+
+    def delay(self, now: float) -> float | None:
+        """Return in how many seconds :meth:`next` has something, if nothing else happens; None if nothing waits."""
+        return min((self._delay(uid, user, now) for uid, user in self._waiting.items()), default=None)
+
+    def _delay(self, uid: int, user: _User[T], now: float) -> float:
+        beyond = user.owes(now) - ADVANCE
+        if beyond <= 0:
+            return 0.0
+        served = next((at for other, at in reversed(self._modest.items()) if other != uid), None)
+        if served is None:
+            return 0.0
+        return max(0.0, min(beyond / SHARE, served + RESERVED - now))
+
+    def _has_company(self, uid: int, now: float) -> bool:
+        last = next((user for other, user in reversed(self._users.items()) if other != uid), None)
+        return last is not None and now - last.at < RECENT
+
+    def _forget(self, now: float) -> None:
+        """Let go of those who did not ask for long."""
+        uid, user = next(iter(self._users.items()))
+        if now - user.at >= RECENT and not user.waiting:
+            del self._users[uid]
+            self._modest.pop(uid, None)

@@ -1,0 +1,202 @@
+"""One user asks as much as it can, and the others do not wait for it. As other users, with real connections.
+
+No test here measures time: the keeper's answers carry the moment at which they were made, by its own clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from tests.hostile.test_keeper_hostile import Peer, running
+
+from vram.errors import CapacityError
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.testing.keeper import memfds, until
+
+GREEDY, MODEST = 5001, 5002
+KIB4 = Segment(4096)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+
+
+@contextlib.contextmanager
+def being(uid: int) -> Iterator[None]:
+    """Who connects in this block is this user to the kernel, and so to the keeper, for as long as it is connected."""
+    os.setegid(uid)
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
+@contextlib.contextmanager
+def open_to_all(*options: str, descriptors: int = 0) -> Iterator[KeeperProcess]:
+    launcher = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else ()
+    with short_directory() as place:
+        os.chmod(place, 0o711)
+        with running(f"{place}/k", "--mode", "0666", *options, launcher=launcher) as keeper:
+            yield keeper
+
+
+@contextlib.contextmanager
+def peers(keeper: KeeperProcess, uid: int, count: int) -> Iterator[list[Peer]]:
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            with being(uid):
+                made.append(Peer(keeper.path))
+            stack.callback(made[-1].close)
+        yield made
+
+
+@contextlib.contextmanager
+def stopped(keeper: KeeperProcess) -> Iterator[None]:
+    """So that everything is there before the first is read."""
+    os.kill(keeper.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(keeper.pid, signal.SIGCONT)
+
+
+def moment(reply: m.Reply | None) -> float:
+    assert isinstance(reply, m.KeeperStatistics)
+    return reply.uptime
+
+
+CONNECTIONS, EACH = 150, 60
+
+
+def ask_much(greedy: list[Peer]) -> None:
+    for peer in greedy:
+        for call in range(1, EACH + 1):
+            peer.send(m.encode(m.Statistics(call)))
+
+
+def test_who_asks_little_does_not_wait_for_who_asks_much() -> None:
+    """In turn by connection, all 9,000 requests of the one were answered before the 60th of the other."""
+    with open_to_all() as keeper, peers(keeper, GREEDY, CONNECTIONS) as greedy, peers(keeper, MODEST, 1) as (modest,):
+        with stopped(keeper):
+            ask_much(greedy)
+            for call in range(1, EACH + 1):
+                modest.send(m.encode(m.Statistics(call)))
+        last = max(moment(modest.hear()) for _ in range(EACH))
+        answered = [moment(peer.hear()) for _ in range(EACH) for peer in greedy]  # and nobody starves
+        assert len(answered) == CONNECTIONS * EACH
+        earlier = sum(one <= last for one in answered)
+        assert earlier < len(answered) // 2, "who asked little had to wait for who asked much"
+
+
+def test_who_waits_is_answered_in_order_and_may_go() -> None:
+    """A peer that goes while its requests wait costs the keeper nothing that stays."""
+    with open_to_all() as keeper, KeeperClient.connect(keeper.path) as good:
+        idle = len(os.listdir(f"/proc/{keeper.pid}/fd"))
+        with peers(keeper, GREEDY, CONNECTIONS) as greedy:
+            with stopped(keeper):
+                ask_much(greedy)
+            good.statistics()
+            for peer in greedy[::2]:
+                peer.close()
+            for peer in greedy[1::2]:
+                calls = [reply.call for _ in range(EACH) if isinstance(reply := peer.hear(), m.KeeperStatistics)]
+                assert calls == list(range(1, EACH + 1))
+        until(lambda: good.statistics().connections == 1, what="the end of all connections")
+        until(lambda: len(os.listdir(f"/proc/{keeper.pid}/fd")) == idle, what="the end of their descriptors")
+
+
+def test_what_waits_moves_with_a_takeover() -> None:
+    with open_to_all() as keeper, peers(keeper, GREEDY, CONNECTIONS) as greedy, peers(keeper, MODEST, 1) as (modest,):
+        with stopped(keeper):
+            ask_much(greedy)
+            modest.send(m.encode(m.Statistics(1)))
+        moment(modest.hear())
+        with running(keeper.path, "--takeover") as successor:
+            moment(modest.ask(m.encode(m.Statistics(2))))
+            pids = set()
+            for _ in range(EACH):
+                for peer in greedy:
+                    reply = peer.hear()
+                    assert isinstance(reply, m.KeeperStatistics)
+                    pids.add(reply.pid)
+            assert pids <= {keeper.pid, successor.pid}
+            assert len(greedy) == CONNECTIONS
+
+
+def test_a_thousand_leases_that_end_at_once_are_ended_in_parts() -> None:
+    """With the connection, or with one message: what another connection asks meanwhile is answered in between.
+
+    Of the same user, so that this is not for fairness.
+    """
+    with open_to_all() as keeper, KeeperClient.connect(keeper.path) as good, memfds(1) as fds:
+        good.publish("w", [KIB4], fds)
+        for way in ("one message", "the end"):
+            with peers(keeper, 0, 1) as (greedy,):
+                leases = []
+                for call in range(1, 4_001):
+                    greedy.send(m.encode(m.Attach(call, "w")))
+                    attached = greedy.hear()
+                    assert isinstance(attached, m.Attached)
+                    leases.append(attached.lease)
+                with peers(keeper, 0, 1) as (modest,):
+                    with stopped(keeper):
+                        if way == "the end":
+                            greedy.close()
+                        else:
+                            greedy.send(m.encode(m.Release(9_999, leases)))
+                        for call in range(1, 31):
+                            modest.send(m.encode(m.Statistics(call)))
+                    seen = [modest.hear() for _ in range(30)]
+                    left = [one.leases for one in seen if isinstance(one, m.KeeperStatistics)]
+                    assert len(left) == 30
+                    assert len(set(left)) > 10, "others were answered before the leases began to end, or after all had"
+                if way != "the end":
+                    assert greedy.hear() == m.Done(9_999)
+                    assert good.statistics().leases == 0
+            until(lambda: good.statistics().leases == 0, what="the end of the leases")
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+def is_refused(stranger: Peer) -> bool:
+    with contextlib.suppress(BrokenPipeError):  # it was told already
+        stranger.send(m.encode(m.Hello(1, 1, "many")))
+    reply = stranger.hear() or stranger.hear()  # what was refused has not read the greeting: that is told first
+    if isinstance(reply, m.Error):
+        assert reply.kind == CapacityError.__name__
+        return True
+    assert isinstance(reply, m.Welcome)
+    return False
+
+
+def test_the_keepers_own_user_gets_in_whatever_others_hold() -> None:
+    """Two users take what they can, each half of all connections; root looks, makes room, and takes over."""
+    with open_to_all(descriptors=512) as keeper, contextlib.ExitStack() as stack:
+        refused = 0
+        for uid in (GREEDY, MODEST):
+            for _ in range(200):
+                with being(uid):
+                    peer = Peer(keeper.path, greet=False)
+                stack.callback(peer.close)
+                refused += is_refused(peer)
+        assert 200 < refused < 300, "two users may have all but some of 170"
+        with KeeperClient.connect(keeper.path) as good:
+            assert good.statistics().connections == 400 - refused + 1
+            with memfds(1) as fds:
+                good.publish("w", [KIB4], fds)
+            with running(keeper.path, "--takeover", launcher=["sh", "-c", 'ulimit -n 512; exec "$@"', "sh"]):
+                assert [entry.name for entry in good.list()] == ["w"]
+                with KeeperClient.connect(keeper.path) as another:
+                    another.remove("w")
+                with being(MODEST):
+                    late = Peer(keeper.path, greet=False)
+                assert is_refused(late)
+                late.close()

@@ -1,0 +1,264 @@
+"""Connections that wait for their turn: nothing that happens meanwhile is lost, and the wait is not their fault.
+
+The keeper runs in a thread of this process, and the test says whose turn it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.unit.test_keeper_server import connect, make, serving
+
+from vram.errors import PeerGoneError
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.connection import Connection
+from vram.keeper.fairness import Fairness
+from vram.keeper.private import short_directory
+from vram.keeper.server import KeeperServer
+from vram.keeper.takeover import take_over
+from vram.sharing.channel import Channel
+from vram.testing.keeper import SOON, memfds, until
+
+NOBODY_HERE = 12_345  # another user, for the keeper's count of them
+
+
+class Gate(Fairness[Connection]):
+    """Keeps everything waiting while it is shut."""
+
+    shut = False
+
+    def may(self, uid: int, now: float) -> bool:
+        return not self.shut and super().may(uid, now)
+
+    def next(self, now: float) -> Connection | None:
+        return None if self.shut else super().next(now)
+
+    def delay(self, now: float) -> float | None:
+        return None if self.shut else super().delay(now)
+
+    @property
+    def waits(self) -> int:
+        return sum(len(user.waiting) for user in self._waiting.values())
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield f"{place}/k"
+
+
+@contextlib.contextmanager
+def gated(path: str, **options: Any) -> Iterator[tuple[KeeperServer, Gate]]:
+    """A keeper that another user is connected to as well, as far as it knows."""
+    server = make(path, connections=20)
+    for name, value in options.items():
+        setattr(server, name, value)
+    server.turns.fairness = gate = Gate()
+    server.by_user[NOBODY_HERE] = 1
+    with serving(server):
+        try:
+            yield server, gate
+        finally:
+            gate.shut = False
+
+
+def within(server: KeeperServer, act: Callable[[], object]) -> None:
+    """Have the keeper's thread do something."""
+    done = threading.Event()
+
+    def run() -> None:
+        act()
+        done.set()
+
+    server.loop.call_soon_threadsafe(run)
+    assert done.wait(SOON)
+
+
+def reopen(server: KeeperServer, gate: Gate) -> None:
+    def act() -> None:
+        gate.shut = False
+        server.turns._wake(0.0)
+
+    within(server, act)
+
+
+def raw(stack: contextlib.ExitStack, path: str, *, greet: bool = True) -> Channel:
+    channel = stack.enter_context(contextlib.closing(Channel.connect(path, SOON)))
+    if greet:
+        say(channel, m.Hello(1, 1))
+        assert isinstance(hear(channel), m.Welcome)
+    return channel
+
+
+def say(channel: Channel, message: object, fds: list[int] | None = None) -> None:
+    channel.send(m.encode(message), fds or [], timeout=SOON)
+
+
+def hear(channel: Channel) -> m.Reply:
+    return m.decode_reply(channel.recv(timeout=SOON)[0])
+
+
+def wait_for(gate: Gate, count: int) -> None:
+    until(lambda: gate.waits == count, what=f"{count} that wait")
+
+
+def test_what_waits_is_answered_once_it_may(path: str) -> None:
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack:
+        one, other = raw(stack, path), raw(stack, path)
+        gate.shut = True
+        for channel in (one, other):
+            for call in range(1, 6):
+                say(channel, m.Statistics(call))
+        wait_for(gate, 2)
+        reopen(server, gate)
+        for channel in (one, other):
+            calls = [hear(channel) for _ in range(5)]
+            assert [reply.call for reply in calls if isinstance(reply, m.KeeperStatistics)] == [1, 2, 3, 4, 5]
+
+
+def test_a_peer_is_not_cut_off_for_what_the_keeper_did_not_read(path: str) -> None:
+    """A greeting that came, and a part of a publication: their time stands still while they wait."""
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(3) as fds:
+        publisher, stranger = raw(stack, path), raw(stack, path, greet=False)
+        say(publisher, m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 3, ["host"]), fds[:1])
+        assert hear(publisher) == m.Continue(7, 1)
+        gate.shut = True
+        say(publisher, m.Part(8, 7, 1), fds[1:2])
+        say(stranger, m.Hello(1, 1))
+        wait_for(gate, 2)
+        ahead = 0.0
+        server.now = lambda: time.monotonic() + ahead
+        ahead = server.patience * 10
+        within(server, server._tick)
+        assert gate.waits == 2, "who was kept waiting was cut off"
+        reopen(server, gate)
+        assert isinstance(hear(stranger), m.Welcome)
+        assert hear(publisher) == m.Continue(8, 2)
+        ahead *= 2  # and from here on it is theirs again
+        within(server, server._tick)
+        say(publisher, m.Part(9, 7, 2), fds[2:])
+        late = hear(publisher)
+        assert isinstance(late, m.Error)
+        assert "publish again" in late.text
+
+
+def test_between_two_turns_time_does_not_run_out_either(path: str) -> None:
+    """The second of two messages is not read in the turn of the first; what passed before does not count."""
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(2) as fds:
+        publisher = raw(stack, path)
+        say(publisher, m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 2, ["host"]), fds[:1])
+        assert hear(publisher) == m.Continue(7, 1)
+        (connection,) = server.connections.values()
+        (partial,) = connection.partials.values()
+        since = partial.since
+        gate.shut = True
+        say(publisher, m.Statistics(8))
+        wait_for(gate, 1)
+        server.now = lambda: time.monotonic() + 1_000
+        reopen(server, gate)
+        assert isinstance(hear(publisher), m.KeeperStatistics)
+        assert partial.since - since > 900
+
+
+def test_what_closes_while_it_waits_is_forgotten(path: str) -> None:
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack:
+        one, other = raw(stack, path), raw(stack, path)
+        gate.shut = True
+        say(one, m.Statistics(1))
+        say(other, m.Statistics(1))
+        wait_for(gate, 2)
+        first = next(iter(server.connections.values()))
+        within(server, first.close)
+        wait_for(gate, 1)
+        with pytest.raises(PeerGoneError):
+            one.recv(timeout=SOON)
+        reopen(server, gate)
+        assert isinstance(hear(other), m.KeeperStatistics)
+        until(lambda: gate.waits == 0)
+        assert server.turns.fairness.delay(0.0) is None
+
+
+def test_who_has_answers_to_read_is_not_read_from_when_its_turn_comes(path: str) -> None:
+    """And is, once it has read them: the two reasons not to read from it do not undo each other."""
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack:
+        one = raw(stack, path)
+        (connection,) = server.connections.values()
+        gate.shut = True
+        say(one, m.Statistics(1))
+        wait_for(gate, 1)
+
+        def full() -> None:
+            connection.queue.append((m.encode(m.Done(99)), None, 0, 0))  # as if there had been no room for it
+            connection.queued = len(connection.queue[0][0])
+            connection.pause()
+
+        within(server, full)
+        within(server, connection.resume)
+        assert not connection.reading, "it waits for its turn, whoever would read on"
+        reopen(server, gate)
+        until(lambda: connection.parked is None)
+        assert not connection.reading, "it has not read what there is for it"
+        within(server, connection.writable)
+        assert hear(one) == m.Done(99)
+        assert isinstance(hear(one), m.KeeperStatistics)
+
+
+def test_a_successor_reads_what_waited(path: str) -> None:
+    with contextlib.ExitStack() as stack:
+        first, gate = stack.enter_context(gated(path))
+        one, stranger = raw(stack, path), raw(stack, path, greet=False)
+        successor = make(path, connections=20)
+
+        def shut() -> None:
+            gate.shut = True
+
+        within(first, shut)
+        say(one, m.Statistics(1))
+        say(one, m.Statistics(2))
+        say(stranger, m.Hello(1, 1))
+        wait_for(gate, 2)
+        first.by_user.pop(NOBODY_HERE)  # whoever takes over is not kept waiting here
+        assert take_over(successor)
+        stack.enter_context(serving(successor))
+        assert [hear(one).call, hear(one).call] == [1, 2]  # type: ignore[union-attr]
+        assert isinstance(hear(stranger), m.Welcome)
+
+
+def test_what_is_not_done_yet_is_done_before_a_successor_has_it(path: str) -> None:
+    """The end of many leases is done in parts; a takeover in between finds none half done."""
+    with contextlib.ExitStack() as stack:
+        first, second = make(path, connections=20), make(path, connections=20)
+        stack.enter_context(serving(first))
+        owner, reader = connect(stack, path), connect(stack, path)
+        with memfds(1) as fds:
+            owner.publish("w", [Segment(4096)], fds)
+        (session,) = [one for one in first.catalogue.sessions.values() if not one.leases][-1:]
+        for _ in range(200):
+            first.catalogue.attach(session, "w", 0.0)
+        gone = first.connections[session.id]
+        first.loop.call_soon_threadsafe(gone.close)
+        assert take_over(second)
+        stack.enter_context(serving(second))
+        assert owner.statistics().leases == 0
+        assert session.id not in second.catalogue.sessions
+        assert len(second.catalogue.sessions) == 1
+        owner.remove("w")
+        assert owner.statistics().descriptors == 0
+        del reader
+
+
+def test_a_user_alone_never_waits(path: str) -> None:
+    """Also behind a gate that is shut: nobody asks it."""
+    with serving(make(path, connections=20)) as server, contextlib.ExitStack() as stack:
+        server.turns.fairness = gate = Gate()
+        gate.shut = True
+        for _ in range(5):
+            one: KeeperClient = connect(stack, path)
+            assert one.list() == []
+        assert gate.waits == 0

@@ -1,0 +1,160 @@
+"""What people are shown, page by page: complete, in order, and never at the cost of what others have there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from vram.errors import NotFoundError
+from vram.keeper import messages as m
+from vram.keeper import pages
+from vram.keeper.accounts import Quotas
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.records import Lease, Session, Version
+from vram.keeper.snapshot import restore, save
+
+
+@pytest.fixture
+def books() -> Catalogue:
+    return Catalogue(keeper_uid=1000, nobody=65_534)
+
+
+@pytest.fixture
+def ann(books: Catalogue) -> Session:
+    return books.connect(1001, 11, "ann")
+
+
+@pytest.fixture
+def bob(books: Catalogue) -> Session:
+    return books.connect(1002, 12, "bob")
+
+
+def publish(books: Catalogue, session: Session, name: str, nbytes: int = 1) -> Version:
+    version, _ = books.commit(books.begin(session, name, nbytes=nbytes, handles=1), name, 0.0)
+    version.settle(m.encode(m.Entry(name, version.number, 1, False, [m.Piece(1, 1, 0)], ["host"], b"", False, {})))
+    return version
+
+
+def lease(books: Catalogue, session: Session, name: str = "w") -> Lease:
+    got = books.attach(session, name, 0.0)
+    assert isinstance(got, Lease)
+    return got
+
+
+def calls_of(act: Callable[[], object]) -> int:
+    """How many calls of functions something takes: what it costs, whatever the machine."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def crowded(leases: int) -> tuple[Catalogue, Session]:
+    """A catalogue with so many leases, on as many names, and on as many versions of one name."""
+    books = Catalogue(keeper_uid=0)
+    owner, reader = books.connect(1), books.connect(0)
+    for number in range(leases):
+        for name in (f"many/{number:06d}", "one"):
+            publish(books, owner, name)
+            lease(books, reader, name)
+    for _ in range(leases):
+        lease(books, reader, "one")
+    return books, reader
+
+
+def test_a_page_costs_what_it_holds_and_not_how_much_there_is() -> None:
+    """Of all that others can make long: leases, versions that are held, names."""
+    few, many = crowded(200), crowded(2_000)
+
+    def costs(books: Catalogue, reader: Session) -> dict[str, int]:
+        middle = list(books.leases_under("many/"))[50].id
+        newest = books._names["one"].current
+        assert newest is not None
+        last = next(reversed(books.leases))
+        pages_of = {
+            "entries": lambda: pages.entries(books, m.List(1, "many/"), 1.0),
+            "the name with most": lambda: pages.entries(books, m.List(1, "one"), 1.0),
+            "versions": lambda: pages.versions(books, m.Versions(1, "one", newest.number - 5), 1.0),
+            "holders": lambda: pages.holders(books, m.Holders(1, "one", newest.number, last - 10), 1.0),
+            "leases": lambda: pages.leases(books, reader, m.Leases(1, "many/", middle), 1.0),
+            "the last leases": lambda: pages.leases(books, reader, m.Leases(1, "", last - 10), 1.0),
+            "those under one name": lambda: pages.leases(books, reader, m.Leases(1, "one"), 1.0),
+        }
+        return {what: calls_of(page) for what, page in pages_of.items()}
+
+    little, much = costs(*few), costs(*many)
+    dear = {what: (little[what], much[what]) for what in much if much[what] > little[what] * 1.1 + 20}
+    assert dear == {}, "calls for 200 and for 2,000 of everything"
+
+
+@pytest.mark.parametrize("prefix", ["", "a", "a/", "a/b", "b", "c"])
+def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
+    books: Catalogue, ann: Session, bob: Session, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are there from the first page to the last come once, whatever ends in between."""
+    monkeypatch.setattr(pages, "_PAGE", 150)  # some rows
+    for name in ("a", "a/b", "b", "a/b", "ab", "a/b/c"):
+        publish(books, ann, name)
+        for _ in range(7):
+            lease(books, bob, name)
+    books.remove(ann, "ab")  # it is still held
+    there = [one for one in books.leases.values() if one.version.name.startswith(prefix)]
+    there.sort(key=lambda one: (one.version.name, one.version.number, one.id))
+    ended: set[int] = set()
+    found: list[int] = []
+    after, more = 0, True
+    while more:
+        page = pages.leases(books, bob, m.Leases(1, prefix, after), 1.0)
+        found += [row.lease for row in page.rows]
+        more = page.more
+        assert page.rows or not there
+        if page.rows:
+            after = page.rows[-1].lease
+            books.release(bob, after)  # the very lease behind which the next page begins
+            ended.add(after)
+    assert found == [one.id for one in there]
+    assert len(ended) > 1 or not there
+
+
+def test_a_page_of_leases_behind_one_that_nobody_knows_is_refused(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann, "w")
+    first, second = lease(books, bob), lease(books, bob)
+    assert [row.lease for row in pages.leases(books, ann, m.Leases(1, "", first.id), 1.0).rows] == [second.id]
+    books.release(bob, first.id)
+    with pytest.raises(NotFoundError, match=f"lease {first.id}, behind which the list was to go on, is over: list"):
+        pages.leases(books, ann, m.Leases(1, "", first.id), 1.0)
+
+
+def test_leases_are_found_by_name_and_version_over_a_takeover(books: Catalogue, ann: Session, bob: Session) -> None:
+    publish(books, ann, "w", nbytes=10)
+    older = [lease(books, bob), lease(books, ann)]
+    publish(books, ann, "w", nbytes=5)
+    publish(books, ann, "v", nbytes=3)
+    newer = [lease(books, bob, "v"), lease(books, bob)]
+    there = [newer[0], *older, newer[1]]
+    tokens: list[str] = []
+
+    def number(token: str) -> int:
+        tokens.append(token)
+        return len(tokens) - 1
+
+    written = save(books, number)
+    moved, _ = restore(written, tokens.__getitem__, Quotas(), keeper_uid=1000, nobody=65_534)
+    assert [one.id for one in moved.leases_under("")] == [one.id for one in there]
+    assert [one.id for one in moved.leases_under("w")] == [one.id for one in there[1:]]
+    assert (moved.held("w"), moved.held("v")) == ((3, 15), (1, 3))
+    for one in list(moved.leases.values()):
+        moved.release(one.session, one.id)
+    assert list(moved.leases_under("")) == []
+    assert (moved.held("w"), len(moved.leased)) == ((0, 0), 0)
