@@ -239,8 +239,7 @@ class Array(Viewable):
         """Set the length of the first dimension, in place: the address stays, and nothing is copied.
 
         Views taken before keep their shape; take a new one to see more. Rows that come into being are zero, except
-        those that an earlier shrinking left in memory that was kept: they come back as they were, unless the array was
-        published meanwhile.
+        those that an earlier shrinking left in memory that was kept: unless it was published since, they come back.
 
         Parameters
         ----------

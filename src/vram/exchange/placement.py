@@ -11,7 +11,7 @@ from ..arrays.sources import CudaSource, Source, as_source, find
 from ..arrays.views import Home, let_go
 from ..errors import UnsupportedError, UsageError
 from ..keeper.client import Segment
-from ..lifetime import Handle
+from ..lifetime import Handle, noted
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import (
@@ -195,10 +195,12 @@ class Placement:
                     continue
                 try:
                     self._sources[item.name] = target
-                except BaseException:
-                    target.close()
-                    # Or those before it would be published with what is in no array, and so be copied once more.
-                    copy.region.shrink(item.offset)
+                except BaseException as error:
+                    with noted(error):
+                        if self._sources.get(item.name) is not target:
+                            target.close()
+                            # Or those before it would lie beside what is in no array, and be copied once more.
+                            copy.region.shrink(item.offset)
                     raise
                 self._taken[item.name] = target
                 if self._close and isinstance(item.value, Array):
