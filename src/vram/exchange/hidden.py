@@ -2,8 +2,7 @@
 
 Memory goes as whole allocations. A keeper hands them to whoever may connect, and none of these is held to look only
 where an array is: rows beyond a slice, rows that a shrink left, and other arrays in the same memory are there to be
-read. So a publication shares memory in place only if there is nothing else in it
-([decision 020](docs/decisions/020-a-publication-shows-what-was-published.md)).
+read. So a publication shares memory in place only if there is nothing else in it (decision 020).
 """
 
 from __future__ import annotations
