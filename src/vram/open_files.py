@@ -16,9 +16,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["attributes", "close_fds", "is_gpu", "is_memory"]
+__all__ = ["attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
 
 _F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034  # <linux/fcntl.h>; Python names them in some versions only
+_F_SEAL_WRITE = 0x8
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 _MAX_THREADS = 8
 _MOMENT = 0.1  # seconds in which whatever is well served is closed
@@ -44,6 +45,19 @@ def is_memory(fd: int) -> bool:
             fcntl.fcntl(fd, fcntl.F_GETFD)  # raises, unless it stands for no more than a path (O_PATH)
         return False
     return True
+
+
+def is_read_only(fd: int) -> bool:
+    """Whether a descriptor stands for memory that nobody can write: no new mapping can, and none from before is left.
+
+    Raises
+    ------
+    OSError
+        ``EBADF``, as :func:`is_memory`.
+    """
+    import fcntl  # not there on Windows
+
+    return is_memory(fd) and bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_WRITE)
 
 
 def attributes(fd: int) -> os.stat_result | None:

@@ -98,6 +98,31 @@ def test_an_interrupt_leaves_nothing_that_nobody_owns_i4(operation: str) -> None
     assert points >= 3
 
 
+def test_an_interrupt_in_a_seal_leaves_memory_that_is_sealed_or_as_it_was_i12() -> None:
+    points, fds = 0, len(os.listdir("/proc/self/fd"))
+    for nth in itertools.count(1):
+        here = Scene()
+        before = len(os.listdir("/proc/self/fd"))
+        interrupted = interrupt(nth, here.allocation.seal)
+        gc.collect(0)
+        lifetime.live()  # works off what was let go of in the moment of the interrupt
+        assert len(os.listdir("/proc/self/fd")) == before
+        address = here.reservation.address
+        right = here.driver.mem_get_access(address, HOST)
+        assert (right is Access.READ) is here.allocation.is_sealed
+        if not here.allocation.is_sealed:
+            here.driver.fill(address, 1, 64)
+        here.allocation.seal()
+        assert here.driver.mem_get_access(address, HOST) is Access.READ
+        here.close()
+        assert here.driver.live() == HostDriver().live()
+        assert len(os.listdir("/proc/self/fd")) == fds
+        if not interrupted:
+            break
+        points += 1
+    assert points >= 20
+
+
 @pytest.mark.parametrize("operation", UNDOING)
 def test_what_an_interrupt_cuts_short_is_undone_all_the_same_i12(operation: str) -> None:
     points, fds = 0, len(os.listdir("/proc/self/fd"))

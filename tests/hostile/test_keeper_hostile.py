@@ -28,7 +28,18 @@ from vram.keeper.listener import Listener
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.strangers import StrangersCloser
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
-from vram.testing.keeper import GROW, READ_ONLY, SHRINK, SOON, WRITABLE, make_memfd, memfds, until
+from vram.testing.keeper import (
+    FUTURE_WRITE,
+    GROW,
+    READ_ONLY,
+    SHRINK,
+    SOON,
+    WRITABLE,
+    WRITE,
+    make_memfd,
+    memfds,
+    until,
+)
 
 KIB4 = Segment(4096)
 PIECE = m.Piece(4096, 1, 0)
@@ -377,13 +388,14 @@ def unfit(kind: str) -> Iterator[int]:
         else:
             seals = {
                 "unsealed": 0,
-                "may shrink": GROW | 0x10,
-                "may grow": SHRINK | 0x10,
+                "may shrink": GROW | WRITE,
+                "may grow": SHRINK | WRITE,
                 "may be written": WRITABLE,
+                "may be written by who mapped it before": WRITABLE | FUTURE_WRITE,
                 "small": READ_ONLY,
                 "empty": READ_ONLY,
                 "not open for writing": WRITABLE,
-                "not open for reading": READ_ONLY & ~0x10,
+                "not open for reading": WRITABLE,
             }[kind]
             fd = make_memfd({"small": 4095, "empty": 0}.get(kind, 4096), seals=seals)
             if kind.startswith("not open"):
@@ -393,7 +405,7 @@ def unfit(kind: str) -> Iterator[int]:
                 if "reading" in kind:
                     import fcntl
 
-                    fcntl.fcntl(fd, 1033, 0x10)
+                    fcntl.fcntl(fd, 1033, WRITE)
         stack.callback(os.close, fd)
         yield fd
 
@@ -413,7 +425,8 @@ def unfit(kind: str) -> Iterator[int]:
             "may shrink",
             "may grow",
         ),
-        *("may be written", "small", "empty", "not open for writing", "not open for reading"),
+        *("may be written", "may be written by who mapped it before"),
+        *("small", "empty", "not open for writing", "not open for reading"),
     ],
 )
 def test_s8_memory_that_is_unfit_is_refused_and_costs_only_its_publication(keeper: KeeperProcess, kind: str) -> None:

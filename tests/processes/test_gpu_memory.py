@@ -21,8 +21,10 @@ from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
 from vram.errors import AccessDeniedError, UnsupportedError
+from vram.keeper.client import KeeperClient
 from vram.keeper.private import short_directory
-from vram.memory import Region
+from vram.memory import Received, Region
+from vram.open_files import close_fds
 from vram.spec import Access, HandleKind, Location
 from vram.testing.keeper import SOON
 
@@ -58,6 +60,22 @@ def answer(pipe: Connection) -> Any:
 
 
 resource_tracker.ensure_running()  # starts with the first child otherwise, and stays
+
+
+def all_bytes(name: str) -> bytes:
+    """What a hostile reader sees: all of what is behind the descriptors of an entry."""
+    driver: Any = drivers.get(Location("cuda"))
+    found = bytearray()
+    with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as client:
+        attachment = client.attach(name)
+        for fd, segment in zip(attachment.fds, attachment.segments, strict=True):
+            with Region.from_allocations(driver, [Received(fd, segment.size)], managed=True) as region:
+                part = bytearray(region.nbytes)
+                driver.copy_out(memoryview(part), region.address)
+                found += part
+        close_fds(attachment.fds)
+        attachment.fds.clear()
+    return bytes(found)
 
 
 class GpuMemory:
@@ -98,6 +116,27 @@ class GpuMemory:
                 lease["a"][1] = 7
                 assert a.to_host().sum() == 28
             assert not a.readonly
+
+    def test_a_reader_sees_what_was_published_and_nothing_else(self) -> None:
+        """Decision 020: a slice is copied, what a shrink left is zeroed, and what is whole goes as it is."""
+        shown, secret = 0x5A, 0xA5
+        with vram.zeros((64, 1024), "uint8", device=GPU) as a:
+            a.fill(secret)
+            a[8:16].fill(shown)
+            assert set(vram.publish("numbers", {"part": a[8:16]}).copied) == {"part"}
+            assert not a.readonly
+            found = all_bytes("numbers")
+            assert (found.count(shown), found.count(secret)) == (8 << 10, 0)
+            assert vram.publish("numbers", {"part": a[8:16]}, writable=True, whole=True).zero_copy
+            found = all_bytes("numbers")
+            assert (found.count(shown), found.count(secret)) == (8 << 10, 56 << 10)
+        with vram.zeros((64, 1024), "uint8", device=GPU) as a:
+            a.fill(secret)
+            a.resize(8)
+            a.fill(shown)
+            assert vram.publish("numbers", {"a": a}).zero_copy
+            found = all_bytes("numbers")
+            assert (found.count(shown), found.count(secret)) == (8 << 10, 0)
 
     def test_what_is_copied_stays_on_its_device(self) -> None:
         with vram.zeros((8, 8), "float32", device=GPU) as a:

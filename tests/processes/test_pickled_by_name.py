@@ -52,7 +52,7 @@ def test_a_published_array_travels_as_its_name() -> None:
 def test_slices_travel_as_their_part_of_it() -> None:
     with rows() as a:
         part = a[2:6]
-        vram.publish("n", {"part": part})
+        vram.publish("n", {"part": part}, whole=True)
         for look in (lambda x: x[:], lambda x: x[1:3], lambda x: x[0], lambda x: x[3][1:2], lambda x: x[4:]):
             with look(part) as slice_, again(slice_) as found:
                 assert found.shape == slice_.shape

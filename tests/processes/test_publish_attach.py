@@ -112,7 +112,7 @@ def test_slices_and_views_are_shared_as_they_are() -> None:
         with made() as a:
             part = look(a)
             wanted = np.asarray(part).copy()
-            assert vram.publish("n", {what: part}).zero_copy, what
+            assert vram.publish("n", {what: part}, whole=True).zero_copy, what
             del part
         found = read("n")[what]
         assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
@@ -428,7 +428,7 @@ def test_consume_closes_what_was_shared_as_it_is() -> None:
     a, b = made(), made(start=50)
     view = a.numpy()
     sources: dict[str, Any] = {"a": a, "b": b[2:4], "x": np.arange(3)}
-    receipt = vram.publish("n", sources, consume=True)
+    receipt = vram.publish("n", sources, consume=True, whole=True)
     assert receipt.copied == {"x": "it is not in vram memory"}
     assert sources == {}
     assert a.is_closed
@@ -479,7 +479,7 @@ def test_consume_needs_a_mapping_that_can_be_emptied() -> None:
 def test_s8_the_publishers_own_views_are_frozen() -> None:
     with made(capacity=1000) as a, made() as other:
         view, part = a.numpy(), a[1:3]
-        vram.publish("n", {"a": part, "other": other.numpy()})
+        vram.publish("n", {"a": part, "other": other.numpy()}, whole=True)
         assert a.readonly
         assert part.readonly
         assert other.readonly

@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 
 from vram import driver as drivers
-from vram.driver import libc
+from vram.driver import libc, seals
 from vram.driver.available import AvailableMemory
 from vram.driver.host import HostDriver
 from vram.driver.protocol import LiveObjects
 from vram.errors import (
     AccessDeniedError,
+    BusyError,
     DriverError,
     OutOfMemoryError,
     ProtocolError,
@@ -164,6 +165,64 @@ def test_memory_whose_seals_are_closed_cannot_be_frozen(scene, fds):
     with scene.refused(AccessDeniedError):
         scene.driver.mem_seal(handle)
     assert not scene.driver.mem_is_sealed(handle)
+
+
+def test_s8_a_seal_that_the_kernel_refuses_changes_nothing(scene, fds):
+    """Not the rights of any mapping here either: writable, readable and hidden ones are what they were."""
+    address, handle = scene.memory()
+    mapped = {Access.READ_WRITE: address}
+    for access in (Access.NONE, Access.READ):
+        mapped[access] = scene.map(scene.reserve(1), handle, access)
+    fds.append(fd := scene.driver.mem_export(handle, FD))
+    with mmap.mmap(fd, G) as others:  # of which the driver knows nothing
+        with scene.refused(BusyError):
+            scene.driver.mem_seal(handle)
+        assert not scene.driver.mem_is_sealed(handle)
+        for access, at in mapped.items():
+            assert scene.driver.mem_get_access(at, HOST) is access
+            assert protection_at(at) == {"NONE": "---s", "READ": "r--s", "READ_WRITE": "rw-s"}[access.name] + " memfd"
+        others[:5] = b"after"
+        assert scene.read(address, 5) == b"after"
+        scene.write(address, b"again")
+        scene.driver.mem_set_access(mapped[Access.READ], G, Access.READ_WRITE, (HOST,))
+        scene.write(mapped[Access.READ], b"whole")
+    scene.driver.mem_seal(handle)
+    assert scene.driver.mem_is_sealed(handle)
+    for at in mapped.values():
+        with scene.refused(AccessDeniedError):
+            scene.driver.mem_set_access(at, G, Access.READ_WRITE, (HOST,))
+    assert scene.read(address, 5) == b"whole"
+
+
+def test_s8_a_writer_that_goes_while_the_seal_is_asked_for_is_waited_for(scene, fds, monkeypatch):
+    address, handle = scene.memory()
+    fds.append(fd := scene.driver.mem_export(handle, FD))
+    others, real = mmap.mmap(fd, G), time.sleep
+    monkeypatch.setattr(seals.time, "sleep", lambda seconds: (others.close(), real(0)))
+    scene.driver.mem_seal(handle)
+    assert others.closed
+    assert protection_at(address) == "r--s memfd"
+
+
+def test_s8_sealed_memory_is_mapped_where_the_kernel_wants_a_descriptor_for_reading(scene, monkeypatch):
+    """As Linux does before 6.7: a shared mapping counts as writable if its descriptor is, whatever is asked for."""
+    address, handle = scene.memory()
+    scene.write(address, b"sealed")
+    scene.driver.mem_seal(handle)
+    real = libc.mmap
+
+    def older(at: int, nbytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+        if flags & libc.MAP_SHARED and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+        return int(real(at, nbytes, protection, flags, fd, offset))
+
+    monkeypatch.setattr(libc, "mmap", older)
+    later = scene.map(scene.reserve(1), handle, Access.READ)
+    assert scene.read(later, 6) == b"sealed"
+    with scene.refused(AccessDeniedError):
+        scene.driver.mem_set_access(later, G, Access.READ_WRITE, (HOST,))
+    monkeypatch.undo()
 
 
 # -- descriptors of strangers (S7) ----------------------------------------------------------------------------------

@@ -504,7 +504,12 @@ class TestOfAnotherLibrary:
             }
             for number, name in enumerate(("vmm", "legacy", "pool")):
                 arrays[name][...] = number + 1  # type: ignore[index]
-            done = vram.publish("n", arrays)
+            done = vram.publish("part", arrays)
+            assert set(done.copied) == {"vmm", "legacy", "pool", "plain"}
+            assert "memory that holds more" in done.copied["vmm"]  # and whose allocator puts something else there
+            with vram.attach("part") as lease:
+                assert lease["vmm"].to_host().tolist() == [1] * GRANULE
+            done = vram.publish("n", arrays, whole=True)
             assert set(done.copied) == {"legacy", "pool", "plain"}
             assert "only as long as its maker" in done.copied["legacy"]
             assert "as long as its maker" in done.copied["pool"]
@@ -519,6 +524,13 @@ class TestOfAnotherLibrary:
                 assert lease["pool"].to_host().tolist() == [3] * 10
                 assert not isinstance(lease["vmm"].region, ForeignRegion)
             assert vram.list()[0].name == "n"
+
+    def test_publish_of_a_whole_allocation_shares_it(self, stranger: CudaStranger) -> None:
+        vmm = stranger.mapped((GRANULE,), FD)
+        with vram.keeper(), vram.share((vmm, GRANULE, "cuda:0")) as a, vram.share((vmm, GRANULE // 2, "cuda:0")) as b:
+            assert vram.publish("n", {"a": a}).zero_copy
+            assert vram.publish("n", {"a": a, "b": b}).zero_copy
+            assert set(vram.publish("n", {"b": b}).copied) == {"b"}
 
     def test_publish_without_share_copies(self, stranger: CudaStranger) -> None:
         vmm = stranger.mapped((GRANULE,), FD)

@@ -128,7 +128,7 @@ class Array(Viewable):
         home = Home.of(region)
         home.arrays.add(id(self))
         if owns_growth:
-            home.is_owned = True
+            home.is_grown = home.is_owned = True
         self._home = home
 
     @classmethod
@@ -239,7 +239,7 @@ class Array(Viewable):
         """Set the length of the first dimension, in place: the address stays, and nothing is copied.
 
         Views taken before keep their shape; take a new one to see more. Rows that come into being are zero, except
-        those that an earlier shrinking left in memory that was kept: they come back as they were.
+        those that an earlier shrinking left in memory that was kept: unless it was published since, they come back.
 
         Parameters
         ----------

@@ -39,6 +39,8 @@ class Home:
         Kept as long as an array or a view of it lives.
     arrays : set of int
         The open arrays, by `id`.
+    is_grown : bool
+        Whether all of the region is the rows of one array, which is resized with it.
     is_owned : bool
         Whether the region is to be closed with the last array.
     addressable : bool
@@ -47,7 +49,7 @@ class Home:
         The ordinal of the GPU that works on it.
     """
 
-    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_owned", "region", "views")
+    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_grown", "is_owned", "region", "views")
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -56,6 +58,7 @@ class Home:
             (place.id for place in region.users if isinstance(place.id, int) and place.kind == "cuda"), None
         )
         self.arrays: set[int] = set()
+        self.is_grown = False
         self.is_owned = False
         self.views: set[_ViewRef] = set()
 

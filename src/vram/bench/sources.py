@@ -191,7 +191,7 @@ def _try(way: str, source: Any, folder: Path, other: Child, channel: vram.ArrayC
             channel.send(vram.share(source))
             found = other.ask(way)
         elif way == "publish":
-            done = vram.publish("source", {"a": _shared_or_not(source)}, writable=_is_ours(source))
+            done = vram.publish("source", {"a": _shared_or_not(source)}, writable=_is_ours(source), whole=True)
             found = other.ask(way)
             vram.remove("source")
             if done.copied and found == wanted:

@@ -26,6 +26,7 @@ __all__ = [
     "catch_up",
     "free",
     "make_final",
+    "make_open",
     "populate",
     "protect",
     "put_back",
@@ -220,25 +221,39 @@ def protect(due: Sequence[Mapping], address: int, nbytes: int, access: Access, b
     return code
 
 
-def make_final(mapping: Mapping, fd: int, books: Books, ballast: Ballast) -> None:
-    """Map sealed memory anew over a mapping from before the seal, and so take away that it could be made writable.
+def make_final(mapping: Mapping, reader: int, books: Books, ballast: Ballast) -> None:
+    """Map memory anew over a mapping of it, through a descriptor that is open for reading only.
+
+    So it cannot be made writable any more, at the same address and without a gap for readers. Nothing happens if it is
+    unmapped meanwhile.
 
     Raises
     ------
     DriverError
         If the kernel cannot.
     """
+    _map_anew(mapping, reader, min(mapping.access, Access.READ), books, ballast, is_final=True)
+
+
+def make_open(mapping: Mapping, access: Access, books: Books, ballast: Ballast) -> None:
+    """Take :func:`make_final` back, to the `access` from before; see there."""
+    if mapping.is_final:
+        if mapping.access < min(access, Access.READ):
+            access = mapping.access  # taken away meanwhile
+        _map_anew(mapping, mapping.memory.fd(), access, books, ballast, is_final=False)
+
+
+def _map_anew(mapping: Mapping, fd: int, access: Access, books: Books, ballast: Ballast, *, is_final: bool) -> None:
     ticket = Ticket()
     try:
         mapping.queue(ticket)
         # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
-        if mapping.wait(ticket) and not mapping.is_final:
-            access = min(mapping.access, Access.READ)
+        if mapping.wait(ticket) and mapping.is_final is not is_final:
             flags = libc.MAP_SHARED | libc.MAP_FIXED
             if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
-                raise libc.failure(f"mmap of sealed memory at {mapping.address:#x}")
+                raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
             mapping.access = access
-            mapping.is_final = True
+            mapping.is_final = is_final
     finally:
         ticket.is_over = True
         mapping.leave(ticket)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UsageError
 from ..lifetime import uninterrupted
+from ..open_files import is_read_only
 from ..spec import HOST, Access, HandleKind, Location
 from . import libc
 from .addresses import (
@@ -28,7 +29,6 @@ from .addresses import (
     await_late,
     catch_up,
     free,
-    make_final,
     populate,
     protect,
     put_back,
@@ -46,8 +46,9 @@ from .arguments import (
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
-from .memfds import Memfds, look
+from .memfds import Memfds, look, reading
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from .seals import seal
 
 __all__ = ["HostDriver"]
 
@@ -56,7 +57,6 @@ _T = TypeVar("_T")
 _GRANULARITY = Granularity(GRANULARITY, GRANULARITY)
 _SHARED = libc.MAP_SHARED | libc.MAP_FIXED
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
-_READ_ONLY = libc.F_SEAL_FUTURE_WRITE | libc.F_SEAL_WRITE
 
 
 class HostDriver:
@@ -247,35 +247,10 @@ class HostDriver:
         return (stat := look("mem_identity", fd)[0]).st_dev, stat.st_ino
 
     def mem_seal(self, handle: int) -> None:
-        memory = self._books.memory("mem_seal", handle)
-        try:
-            fcntl.fcntl(memory.fd(), libc.F_ADD_SEALS, libc.F_SEAL_FUTURE_WRITE)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                raise UnsupportedError(
-                    "sealing memory read-only", "Linux 5.1 (F_SEAL_FUTURE_WRITE)", f"Linux {os.uname().release}"
-                ) from None
-            if error.errno != errno.EPERM:
-                raise libc.failure(f"sealing handle {handle}", error.errno) from None
-            if not self.mem_is_sealed(handle):
-                raise AccessDeniedError(
-                    f"mem_seal({handle}): its descriptor is read-only or its set of seals is closed; only who may "
-                    f"write to the memory can seal it"
-                ) from None
-        # Now nobody can make a writable mapping, but those that exist remain, and so does one that mprotect could
-        # open again. Mapping anew over them takes that away, at the same address and without a gap for readers.
-        # One of them may be on its way out in another thread, as a lease of the same memory is: see make_final.
-        if memory.identity is None:
-            ours = [user for user in tuple(memory.users) if isinstance(user, Mapping)]
-        else:
-            ours = [m for m in tuple(self._books.mappings.values()) if m.memory.identity == memory.identity]
-        for mapping in ours:
-            if not mapping.private and not mapping.is_final:
-                # If one fails the seal stands, and sealing again goes on from there.
-                make_final(mapping, memory.fd(), self._books, self._ballast)
+        seal(f"mem_seal({handle})", self._books.memory("mem_seal", handle), self._books, self._ballast)
 
     def mem_is_sealed(self, handle: int) -> bool:
-        return bool(fcntl.fcntl(self._books.memory("mem_is_sealed", handle).fd(), libc.F_GET_SEALS) & _READ_ONLY)
+        return is_read_only(self._books.memory("mem_is_sealed", handle).fd())
 
     # -- bytes --------------------------------------------------------------------------------------------------
     def copy(self, destination: int, source: int, nbytes: int) -> None:
@@ -355,7 +330,7 @@ class HostDriver:
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
         kept, memory = duplicate(fd), None
         try:
-            memory = Memory(kept, nbytes, kind, identity, is_sealed=(seals & _READ_ONLY) != 0)
+            memory = Memory(kept, nbytes, kind, identity, is_sealed=(seals & libc.F_SEAL_WRITE) != 0)
             return use(memory)
         except BaseException:
             _give_back(kept, memory)
@@ -373,8 +348,14 @@ class HostDriver:
         try:
             fd = self._books.claim(call, mapping)
             if memory.identity is not None and not private:
-                mapping.is_final = memory.is_sealed or bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & _READ_ONLY)
-            if libc.mmap(address, nbytes, PROTECTION[access], _PRIVATE if private else _SHARED, fd, 0) == -1:
+                mapping.is_final = memory.is_sealed or is_read_only(fd)
+            flags = _PRIVATE if private else _SHARED
+            placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
+            if placed == -1 and ctypes.get_errno() == errno.EPERM and access <= Access.READ and is_read_only(fd):
+                # Before Linux 6.7 (and in some of 6.12): a descriptor that can write does not map such memory at all.
+                with reading(fd) as reader:
+                    placed = libc.mmap(address, nbytes, PROTECTION[access], flags, reader, 0)
+            if placed == -1:
                 raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             mapping.access = access
             mapping.settle()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from functools import partial
 
 from ..errors import ProtocolError, UsageError
-from ..lifetime import uninterrupted
+from ..lifetime import close_all, own, uninterrupted
 from . import libc
 
-__all__ = ["Memfds", "look"]
+__all__ = ["Memfds", "look", "reading"]
 
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 
@@ -103,3 +106,24 @@ def look(call: str, fd: int) -> tuple[os.stat_result, int]:
         return os.fstat(fd), seals
     except OSError:
         raise ProtocolError(f"{call}({fd}): this is no shared memory (memfd)") from None
+
+
+@contextlib.contextmanager
+def reading(fd: int) -> Iterator[int]:
+    """Open a memfd once more, for reading only, for the length of a block: what is mapped through it stays read-only.
+
+    Raises
+    ------
+    DriverError
+        If it cannot be opened, as where there is no ``/proc``.
+    """
+    opened: list[int] = []
+    claim = own("descriptor for reading", partial(close_all, opened))  # closed whenever an interrupt comes
+    try:
+        try:
+            opened += map(os.open, (f"/proc/self/fd/{fd}",), (os.O_RDONLY | os.O_CLOEXEC,))  # as lifetime.uninterrupted
+        except OSError as error:
+            raise libc.failure(f"opening /proc/self/fd/{fd} for reading", error.errno) from None
+        yield opened[0]
+    finally:
+        claim.release()

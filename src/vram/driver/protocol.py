@@ -268,10 +268,11 @@ class Sealing(Protocol):
     """A driver whose kernel can make memory read-only for everybody."""
 
     def mem_seal(self, handle: int) -> None:
-        """Make the memory read-only for good. Nobody, in any process and as any user, can newly map it writable.
+        """Make the memory read-only for good: nobody, in any process and as any user, can write to it any more.
 
-        This process's own shared mappings of it become read-only too, at the same addresses and for good. A writable
-        mapping that another process made before stays writable.
+        This process's own shared mappings of it become read-only too, at the same addresses and for good. Raises
+        :class:`~vram.errors.BusyError` while another process, or anything that this driver does not know of, can write
+        to it, after waiting for a second; then nothing has changed.
         """
 
     def mem_is_sealed(self, handle: int) -> bool:

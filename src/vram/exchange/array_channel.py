@@ -190,9 +190,10 @@ class ArrayChannel(Owned):
         """Send an array, a plain value (None, bool, int, float, str, bytes), or a tuple, list or dict of all these.
 
         Anything that :func:`vram.share` takes is an array here, such as a tensor on a GPU. Its owner is kept until the
-        other end is done with it, if its memory lives only as long as that. Containers arrive as they were sent, up to
-        32 in one another, with at most 512 arrays and 64 KiB of everything else; an array that is in one twice is the
-        same object twice. If one thing in it cannot be sent, nothing is.
+        other end is done with it, if its memory lives only as long as that. Memory goes as whole allocations: the other
+        end can read all of them, such as the rest of the array that a slice is of. Containers arrive as they were sent,
+        up to 32 in one another, with at most 512 arrays and 64 KiB of everything else; an array that is in one twice is
+        the same object twice. If one thing in it cannot be sent, nothing is.
 
         Parameters
         ----------

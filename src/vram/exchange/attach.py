@@ -110,6 +110,7 @@ def attach_or_publish(
     expect: Mapping[str, str] | None = None,
     access: str = "r",
     writable: bool = False,
+    whole: bool = False,
     ttl: float | None = None,
     timeout: float | None = None,
     device: str | Location | None = None,
@@ -126,9 +127,9 @@ def attach_or_publish(
     Parameters
     ----------
     load : callable
-        Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are; the
-        others are copied, one by one, and let go of, so that a mapping that nothing else refers to costs no second
-        copy.
+        Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are, where
+        there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
+        let go of, so that a mapping that nothing else refers to costs no second copy.
     timeout : float or None
         Seconds to wait for a keeper to be there, and then for another process to load, each time it does; 0 does not
         wait, None waits for ever.
@@ -152,7 +153,7 @@ def attach_or_publish(
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
     check_access(access)
-    writable = check_flag(writable, "writable")
+    writable, whole = check_flag(writable, "writable"), check_flag(whole, "whole")
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
     if not callable(load):
@@ -174,7 +175,7 @@ def attach_or_publish(
             return Lease(client, got, access, user=user)
         before = _loading.set(_loading.get() | {key})
         try:
-            version = _load_and_publish(client, name, load, meta, writable, ttl, got)
+            version = _load_and_publish(client, name, load, meta, writable, whole, ttl, got)
         except BaseException as error:
             with contextlib.suppress(VramError):
                 client.abandon(got)
@@ -198,6 +199,7 @@ def _load_and_publish(
     load: Callable[[], Mapping[str, object]],
     meta: dict[str, str],
     writable: bool,
+    whole: bool,
     ttl: float | None,
     claim: PublishClaim,
 ) -> int:
@@ -210,7 +212,7 @@ def _load_and_publish(
     arrays = dict(loaded)
     del loaded
     published = publish_to(
-        client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, close=False, claim=claim
+        client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim
     )
     return published.version
 

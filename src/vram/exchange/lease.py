@@ -78,7 +78,8 @@ class Lease(Owned, Mapping[str, Array]):
                 entry = handles.get(number)
                 if entry is None:
                     count = len(memory.segments)
-                    regions.append(map_memory(memory, fds[at : at + count], access=access, depends=depends, user=user))
+                    some, sealed = fds[at : at + count], not attachment.writable
+                    regions.append(map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed))
                     at += count
                 else:
                     from .by_handle import open_leased  # most leases are on what has descriptors

@@ -189,7 +189,8 @@ def lend(
     Parameters
     ----------
     obj : object, or mapping of str to objects
-        What :func:`vram.share` takes. Nothing is copied; the owners are kept as long as it is lent.
+        What :func:`vram.share` takes. Nothing is copied; the owners are kept as long as it is lent. Memory goes as
+        whole allocations: who may connect can read all of them, such as the rest of the array that a slice is of.
     at : str or PathLike
         The path of a unix socket, at most 107 bytes, in a directory that exists; it can be mounted into a container.
     writable : bool
@@ -216,7 +217,7 @@ def lend(
     UnsupportedError
         If some of the memory cannot be shared as it is, with the reason and the remedy; see :func:`vram.explain`.
     BusyError
-        If somebody listens at the path.
+        If somebody listens at the path; or if memory of the host is lent read-only, and something else can write to it.
     UsageError
         For something that is no array, or a path that cannot be.
 

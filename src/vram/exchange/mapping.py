@@ -7,11 +7,12 @@ import struct
 from collections.abc import Sequence
 
 from .. import driver as drivers
-from ..errors import ProtocolError, UnsupportedError, UsageError
+from ..driver.protocol import Driver
+from ..errors import AccessDeniedError, BusyError, ProtocolError, UnsupportedError, UsageError
 from ..keeper.client import Attachment
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
-from ..open_files import is_memory
+from ..open_files import is_memory, is_read_only
 from ..sharing.descriptor import (
     MAX_MANIFEST,
     MAX_SEGMENTS,
@@ -99,6 +100,7 @@ def map_memory(
     depends: Sequence[Handle] = (),
     follow: bool = False,
     user: Location | None = None,
+    sealed: bool = False,
 ) -> Region:
     """Map memory that another process described.
 
@@ -116,19 +118,28 @@ def map_memory(
         Set the owner's whole capacity aside, so that growth can be mapped behind the same address.
     user : Location, optional
         The GPU that will work on memory of a GPU; by default the one that it is on.
+    sealed : bool
+        Whether it was said that nobody can write to it. Of memory of the host the kernel is asked; memory of a GPU has
+        no seals.
 
     Raises
     ------
     ProtocolError
-        If a descriptor is not what was stated, or the numbers are such as no memory has.
+        If a descriptor is not what was stated, the numbers are such as no memory has, or somebody can write to what is
+        said to be read-only.
     AccessDeniedError
         For "rw" on what its owner sealed.
     """
     location = location_of(memory.device)
     received = _received(memory.segments, fds)
+    driver = drivers.get(location)
     try:
+        if sealed and location == HOST:
+            for one in received:
+                if not is_read_only(one.fd):
+                    _complete_seal(driver, one)
         return Region.from_allocations(
-            drivers.get(location),
+            driver,
             received,
             capacity=memory.capacity if follow else None,
             access=ACCESS[access],
@@ -149,6 +160,22 @@ def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequenc
         region.extend(more, region.mapped + sum(one.nbytes for one in more))
     except UsageError as error:
         raise _not_memory(error) from None
+
+
+def _complete_seal(driver: Driver, one: Received) -> None:
+    """Seal memory that is said to be read-only, and is not quite.
+
+    Versions of vram before the one that asks for ``F_SEAL_WRITE`` made their own mappings read-only, and then set
+    ``F_SEAL_FUTURE_WRITE``. What they published is still served by a keeper that took it over, or was never updated.
+    With such memory the kernel grants the other seal, too, unless somebody kept a mapping that can write.
+    """
+    try:
+        with PhysicalAllocation.import_(driver, one.fd, one.nbytes) as memory:
+            memory.seal()
+    except (BusyError, AccessDeniedError) as error:
+        raise ProtocolError(
+            f"memory that is said to be read-only can still be written by others, its publisher for one: {error}"
+        ) from None
 
 
 def _received(segments: Sequence[SegmentEntry], fds: Sequence[int]) -> list[Received]:

@@ -11,7 +11,7 @@ from ..arrays.sources import CudaSource, Source, as_source, find
 from ..arrays.views import Home, let_go
 from ..errors import UnsupportedError, UsageError
 from ..keeper.client import Segment
-from ..lifetime import Handle
+from ..lifetime import Handle, noted
 from ..memory import Pin, Region
 from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import (
@@ -25,6 +25,7 @@ from ..sharing.descriptor import (
 )
 from ..spec import HOST, Access, HandleKind, Location
 from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
+from .hidden import clear, what_else
 from .mapping import describe
 from .pieces import CONSUME_CHUNKS, Copy, Item, Span, named
 from .provenance import Provenance
@@ -40,6 +41,8 @@ class Placement:
 
     With `sources`, each packed array is replaced in that mapping by a vram array over its copy, whose memory grows as
     it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
+
+    What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class Placement:
         close: bool,
         *,
         lends: bool = False,
+        whole: bool = False,
     ) -> None:
         self._writable = writable
+        self._whole = whole or lends
+        self._unclear: list[Region] = []  # what is shared where it is, and has rows that a shrink left
         self._sources = sources
         self._close = close
         self._taken: dict[str, Array] = {}
@@ -124,13 +130,20 @@ class Placement:
             if goes_by_handle(span.region):
                 shared += 1
                 continue
-            allocations = span.region.segments(span.start, span.stop)[0]
-            if all(HandleKind.POSIX_FD in allocation.handle_kinds for allocation in allocations):
+            allocations, offset = span.region.segments(span.start, span.stop)
+            if not all(HandleKind.POSIX_FD in allocation.handle_kinds for allocation in allocations):
+                reason = "its memory was made not to leave this process"
+            elif self._whole:
+                reason = ""
+            else:
+                reason, has_remains = what_else(span, allocations, offset)
+                self._unclear += [span.region] * has_remains
+            if not reason:
                 shared += len(allocations)
                 continue
             del self.spans[handle]
             for item in span.items:
-                item.give_up("its memory was made not to leave this process")
+                item.give_up(reason)
         return shared
 
     # -- in this order --------------------------------------------------------------------------------------------
@@ -169,7 +182,8 @@ class Placement:
         return memories, tuple(handles)
 
     def copy(self) -> None:
-        """Pack what cannot be shared where it is."""
+        """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""
+        clear(self._unclear)
         for copy in self._copies:
             if self._sources is None:
                 copy.region.grow(copy.region.capacity)
@@ -179,7 +193,16 @@ class Placement:
                 if self._sources is None:
                     target.close()
                     continue
-                self._taken[item.name] = self._sources[item.name] = target
+                try:
+                    self._sources[item.name] = target
+                except BaseException as error:
+                    with noted(error):
+                        if self._sources.get(item.name) is not target:
+                            target.close()
+                            # Or those before it would lie beside what is in no array, and be copied once more.
+                            copy.region.shrink(item.offset)
+                    raise
+                self._taken[item.name] = target
                 if self._close and isinstance(item.value, Array):
                     item.value.close()
                 item.value, item.source = target, None
@@ -191,12 +214,20 @@ class Placement:
             region.synchronize()
 
     def freeze(self) -> None:
-        """Seal everything. Of what is lent only memory of the host: work on a GPU may be about to write there (S8)."""
-        for region in self._regions():
+        """Seal everything. Of what is lent only memory of the host: work on a GPU may be about to write there (S8).
+
+        What others may be able to write comes first: if that is refused, nothing has changed.
+        """
+        for region in reversed(self._regions()):
             if self._lends and region.location != HOST:
                 continue
             region.freeze()
             Home.of(region).freeze_views()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether any of what is shared where it is has become read-only."""
+        return any(span.region.is_frozen for span in self.spans.values())
 
     def _regions(self) -> list[Region]:
         return [*(copy.region for copy in self._copies), *(span.region for span in self.spans.values())]

@@ -57,6 +57,7 @@ def publish(
     writable: bool = False,
     ttl: float | None = None,
     consume: bool = False,
+    whole: bool = False,
     keeper: Keeper | str | None = None,
 ) -> Published:
     """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
@@ -69,8 +70,9 @@ def publish(
     name : str
         1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots.
     arrays : mapping of str to array
-        vram arrays (and contiguous slices and numpy or torch views of them) are shared as they are; other numpy
-        arrays, torch CPU tensors and buffers are copied, once and packed, into new memory.
+        vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
+        its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
+        buffers are, too. Copies are made once and packed, into new memory.
     meta : mapping of str to str, optional
         Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
@@ -83,6 +85,12 @@ def publish(
     consume : bool
         Take the arrays out of the mapping, freeing each source as soon as it is copied, so that the peak stays at
         one copy. What is zero copy is closed. If publishing fails, what was copied is in the mapping as vram arrays.
+    whole : bool
+        Share memory as it is also where there is more in it than these arrays. Memory goes as whole allocations, and
+        everybody who may attach the entry can read all of them: the rest of the array that a slice is of, rows from
+        before a shrink, other tensors of the same allocator. By default such arrays are copied, and rows that a shrink
+        left behind the end of an array, where nobody uses them, are zeroed. What is written later to memory that was
+        published with ``writable=True`` is seen in any case, also beyond the arrays.
     keeper : Keeper or str, optional
         Whom to give it to; see :func:`vram.attach`.
 
@@ -103,6 +111,9 @@ def publish(
         If the keeper's quota does not allow it.
     OutOfMemoryError
         If a copy is needed and there is no room for it.
+    BusyError
+        If memory of the host is to be read-only, and something else can write to it: another process that has it
+        mapped, a forked child, or a device that it is pinned for. The error says what to do.
     """
     return publish_to(
         connect(keeper),
@@ -112,6 +123,7 @@ def publish(
         writable=check_flag(writable, "writable"),
         ttl=ttl,
         consume=check_flag(consume, "consume"),
+        whole=check_flag(whole, "whole"),
         close=True,
     )
 
@@ -125,6 +137,7 @@ def publish_to(
     writable: bool,
     ttl: float | None,
     consume: bool,
+    whole: bool = False,
     close: bool = False,
     claim: PublishClaim | None = None,
 ) -> Published:
@@ -143,7 +156,7 @@ def publish_to(
         kind = type(arrays).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
     sources = arrays if consume and isinstance(arrays, MutableMapping) else None
-    with Placement(arrays, writable, sources, close) as plan:
+    with Placement(arrays, writable, sources, close, whole=whole) as plan:
         version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
@@ -202,9 +215,9 @@ def _publish(
             plan.copy()
         plan.synchronize()
         manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
-        if not writable:
-            plan.freeze()
         try:
+            if not writable:
+                plan.freeze()
             return client.publish(
                 name,
                 segments,
@@ -217,6 +230,6 @@ def _publish(
                 claim=claim,
             )
         except BaseException as error:
-            if isinstance(plan, Placement) and plan.spans and not writable:
+            if isinstance(plan, Placement) and not writable and plan.is_frozen:
                 error.add_note("the arrays that were to be shared in place are read-only from now on all the same")
             raise

@@ -43,7 +43,8 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     kind, device : int, str
         What its sender says it is.
     writable : bool
-        Whether its readers may write; if not it has to be sealed against writing (S8).
+        Whether its readers may write; if not nobody may, its publisher included: it has to be sealed with
+        ``F_SEAL_WRITE`` (S8).
     what : str
         Its place in the message, for errors.
 
@@ -91,11 +92,20 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     if writable:
         if mode != os.O_RDWR:
             raise InadmissibleError(f"{what} of a writable version is not open for reading and writing")
-    elif not seals & (_SEAL_WRITE | _SEAL_FUTURE_WRITE):
-        raise InadmissibleError(f"{what} of a read-only version is not sealed against writing")
+    elif not seals & _SEAL_WRITE:
+        raise InadmissibleError(f"{what} of a read-only version {_not_read_only(seals)}")
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
     return _taken(found, mode)
+
+
+def _not_read_only(seals: int) -> str:
+    if seals & _SEAL_FUTURE_WRITE:
+        return (
+            "is sealed with F_SEAL_FUTURE_WRITE only: who mapped it before can still write to it. It takes "
+            "F_SEAL_WRITE, which old versions of vram do not set: update the publisher, or publish with writable=True"
+        )
+    return "is not sealed against writing (F_SEAL_WRITE)"
 
 
 def _taken(found: os.stat_result, mode: int) -> int:

@@ -21,7 +21,7 @@ class MappedRegion(Owned):
 
     __slots__ = (
         "_access", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
-        "_least", "_nbytes", "_size_lock", "_warn_on_leak",
+        "_least", "_nbytes", "_reached", "_shown_full", "_size_lock", "_warn_on_leak",
     )  # fmt: skip
 
     # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
@@ -50,6 +50,8 @@ class MappedRegion(Owned):
         self._imported = imported
         self._frozen = False
         self._nbytes = 0
+        self._reached = 0  # bytes: its largest size so far, as far as that memory is still here
+        self._shown_full = False
         self._size_lock = threading.RLock()
         self._changing_lock = threading.RLock()
         self._warn_on_leak = not managed
@@ -131,6 +133,33 @@ class MappedRegion(Owned):
             return self._frozen
         return all(is_sealed(chunk.memory) for chunk in row)
 
+    @property
+    def remains(self) -> tuple[int, int]:
+        """From where to where (bytes) there may be something behind its size, in memory that goes with it elsewhere.
+
+        New memory is zero; what an earlier, larger size left, or a view of the whole capacity wrote, is not. Of memory
+        that was made elsewhere nothing is known.
+        """
+        size, end = self._nbytes, self.mapped
+        known = end if self._imported or self._shown_full else min(self._reached, end)
+        return size, max(size, known)
+
+    @property
+    def may_clear(self) -> bool:
+        """Whether nobody can be using what lies behind its size, so that :meth:`Region.clear` may be called.
+
+        Not if it has left this process before: another one, or another mapping here, may show what was there then.
+        """
+        size = self._nbytes
+        tail = [chunk.known for chunk in self._chunks.row if chunk.stop > size]
+        return self._is_ours_behind(size) and not any(memory is not None and memory.exported for memory in tail)
+
+    def _is_ours_behind(self, size: int) -> bool:
+        """Whether this region may write behind its size, and no pin reaches there."""
+        if self._imported or self.is_private or self._access is not Access.READ_WRITE:
+            return False
+        return not any(isinstance(tag, Span) and tag.is_live and tag.stop > size for tag in self.handle.tags())
+
     def __repr__(self) -> str:
         size, ceiling = format_size(self._nbytes), format_size(self.capacity)
         if size.split()[-1] == ceiling.split()[-1]:
@@ -180,6 +209,7 @@ class MappedRegion(Owned):
                     f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region "
                     f"(capacity {self.capacity})"
                 )
+            self._shown_full = self._shown_full or full
             span = Span(start, stop, holder)
             return Pin(handle.claim(holder, span), span, keeps)
 

@@ -214,7 +214,8 @@ class Region(MappedRegion):
     def grow(self, nbytes: int | str) -> None:
         """Make it larger, behind the same address.
 
-        New chunks are zeroed. Bytes that an earlier :meth:`shrink` left in a chunk it kept come back as they were.
+        New chunks are zeroed. Bytes that an earlier :meth:`shrink` left in a chunk it kept come back as they were,
+        unless :meth:`clear` was called.
 
         Parameters
         ----------
@@ -318,6 +319,33 @@ class Region(MappedRegion):
             finally:
                 using.release()
 
+    def clear(self) -> bool:
+        """Zero what an earlier, larger size left behind the present one: whoever gets the memory sees that, too.
+
+        For who has asked :attr:`may_clear`, before the memory left this process.
+
+        Returns
+        -------
+        bool
+            Whether there is nothing now. Not if it is being looked at, or cannot be written; then nothing has changed.
+        """
+        with self._alone():
+            driver, using = self.driver, self.handle.claim("clear")  # another thread may close this object meanwhile
+            try:
+                start, stop = self.remains
+                if start == stop:
+                    return True
+                shown, self._shown_full = self._shown_full, False  # first: a pin that comes now sets it again
+                if not self._is_ours_behind(start):
+                    self._shown_full = self._shown_full or shown
+                    return False
+                driver.fill(self.address + start, 0, stop - start)
+                self._reached = start
+                self.synchronize()
+                return True
+            finally:
+                using.release()
+
     # -- read-only for good -------------------------------------------------------------------------------------
     def freeze(self) -> None:
         """Make its memory read-only for everybody and for good; it cannot grow any more. Idempotent.
@@ -381,6 +409,7 @@ class Region(MappedRegion):
         if nbytes > present:
             sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
             mapped.make(sizes, self._kinds, self._access)
+        self._reached = max(self._reached, nbytes)  # first: see clear
         self._nbytes = nbytes
 
     def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
@@ -393,6 +422,7 @@ class Region(MappedRegion):
             for chunk in dropped:
                 chunk.undo.is_idle = is_idle
             mapped.unmap(dropped)
+            self._reached = min(self._reached, mapped.mapped)
         except BaseException:
             if self._nbytes != before:  # an interrupt: what was begun is finished
                 mapped.unmap(dropped)

@@ -18,7 +18,7 @@ AT_ONCE = SOON / 4
 _F_ADD_SEALS = 1033
 SHRINK, GROW, WRITE, FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
 WRITABLE = SHRINK | GROW
-READ_ONLY = WRITABLE | FUTURE_WRITE
+READ_ONLY = WRITABLE | WRITE
 
 
 def make_memfd(nbytes: int = 4096, *, seals: int = READ_ONLY, content: bytes = b"") -> int:

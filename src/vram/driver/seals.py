@@ -1,0 +1,106 @@
+"""Memory that nobody can write any more: ``F_SEAL_WRITE``, and what has to go before the kernel grants it.
+
+The kernel refuses the seal with ``EBUSY`` while anything could still write: a shared mapping, in any process, that was
+made from a descriptor with the right to write (whatever its protection is at the moment), or a page that is pinned.
+That is the point of it. ``F_SEAL_FUTURE_WRITE`` is granted beside a writable mapping, whose owner then goes on writing
+under readers who were told that nobody can.
+
+So this process's own mappings go first: each is mapped anew, at the same address and without a gap for readers, through
+a descriptor that is open for reading only. Unlike a seal that can be taken back, which is what is done if the kernel
+refuses after all.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import time
+
+from ..errors import AccessDeniedError, BusyError
+from ..open_files import is_read_only
+from ..spec import Access
+from . import libc
+from .addresses import Ballast, make_final, make_open
+from .books import Books, Mapping, Memory
+from .memfds import reading
+
+__all__ = ["PATIENCE", "seal"]
+
+# Seconds to go on asking. What passes by itself is a process that was forked and has not called exec yet, another
+# thread that just maps the memory, and a page that a system call of somebody has in use; the kernel waits 0.15 s for
+# each of the last kind itself.
+PATIENCE = 1.0
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two attempts
+
+
+def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
+    """Seal a memory against writing, this process's own mappings of it included. Idempotent.
+
+    Raises
+    ------
+    BusyError
+        If something else can write to it. Nothing has changed then.
+    AccessDeniedError
+        If the descriptor is read-only, or the set of seals is closed.
+    DriverError
+        If the kernel cannot.
+    """
+    # First without: where the seal may not be set at all, or is there, no mapping is touched.
+    code = _add(memory.fd())
+    if code == errno.EPERM and not is_read_only(memory.fd()):
+        raise AccessDeniedError(
+            f"{call}: its descriptor is read-only or its set of seals is closed; only who may write to the memory can "
+            f"seal it"
+        )
+    if code not in (0, errno.EPERM, errno.EBUSY):
+        raise libc.failure(call, code)
+    if not _open(memory, books) and code != errno.EBUSY:
+        return
+    taken: list[tuple[Mapping, Access]] = []
+    with reading(memory.fd()) as reader:
+        try:
+            deadline, pause = 0.0, _FIRST_PAUSE
+            while True:
+                for mapping in _open(memory, books):
+                    taken.append((mapping, mapping.access))  # first: an interrupt may come at any call
+                    make_final(mapping, reader, books, ballast)
+                code = _add(memory.fd())
+                if not code or is_read_only(memory.fd()):
+                    return
+                if code != errno.EBUSY:
+                    raise libc.failure(call, code)
+                now = time.monotonic()
+                deadline = deadline or now + PATIENCE
+                if now > deadline:
+                    raise BusyError(
+                        f"{call}: the kernel does not make this memory read-only (EBUSY), since something else can "
+                        f"still write to it: another process that has it mapped, such as a forked child or one that it "
+                        f"was sent to, a mapping made from its descriptor without vram, or pages that are pinned for a "
+                        f"device (cudaHostRegister, RDMA, io_uring). Close those, or share a copy of it "
+                        f"(vram.copy_in), or share it with writable=True; nothing has changed"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+        except BaseException:
+            if not is_read_only(memory.fd()):
+                for mapping, access in taken:
+                    make_open(mapping, access, books, ballast)
+            raise
+
+
+def _open(memory: Memory, books: Books) -> list[Mapping]:
+    """Return the mappings of a memory here that could be made writable."""
+    if memory.identity is None:
+        ours = [user for user in tuple(memory.users) if isinstance(user, Mapping)]
+    else:
+        ours = [m for m in tuple(books.mappings.values()) if m.memory.identity == memory.identity]
+    return [mapping for mapping in ours if not mapping.private and not mapping.is_final]
+
+
+def _add(fd: int) -> int:
+    """Ask for the seal, and return 0 or the kernel's answer."""
+    try:
+        fcntl.fcntl(fd, libc.F_ADD_SEALS, libc.F_SEAL_WRITE)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
