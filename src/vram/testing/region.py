@@ -141,6 +141,27 @@ class RegionContract:
             region.shrink(0)
             assert (region.nbytes, sizes(region)) == (0, [])
 
+    def test_what_a_shrink_left_can_be_cleared(self, driver: Driver, location: Location, granule: int) -> None:
+        """Before the memory leaves the process: not once it has, nor while a pin reaches there."""
+        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=3 * granule) as region:
+            assert region.remains == (3 * granule, 3 * granule)  # new memory has nothing behind the end
+            driver.fill(region.address, 7, 3 * granule)
+            region.shrink(granule + 9)
+            assert region.remains == (granule + 9, 2 * granule)  # a whole chunk is gone with what was in it
+            with region.pin(0, 8 * granule, full=True):
+                assert not region.may_clear
+                assert not region.clear()
+                assert load(driver, region.address + granule, 16) == b"\7" * 16
+            assert region.may_clear
+            assert region.clear()
+            assert load(driver, region.address + granule, 16) == b"\7" * 9 + bytes(7)
+            assert region.remains == (granule + 9, granule + 9)
+            assert region.clear()  # there is nothing to do
+            region.segments(0, granule + 9)[0][1].export()
+            region.shrink(granule + 1)
+            assert region.remains == (granule + 1, granule + 9)
+            assert not region.may_clear  # another process may show what was there
+
     def test_each_verb_goes_its_own_way(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(driver, location, capacity=4 * granule, nbytes=granule) as region:
             with pytest.raises(UsageError, match="shrink or resize"):
