@@ -281,6 +281,7 @@ def test_torch_tensors_are_published_and_attached() -> None:
         receipt = vram.publish(
             "n",
             {"view": a.torch()[2:4], "own": torch.arange(5, dtype=torch.bfloat16), "column": a.torch()[:, 1]},
+            whole=True,
         )
         assert receipt.copied == {"own": "it is not in vram memory", "column": "it is not contiguous"}
     with vram.attach("n") as lease:

@@ -8,6 +8,7 @@ read. So a publication shares memory in place only if there is nothing else in i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..arrays.views import Home
 from ..errors import BusyError
@@ -89,12 +90,25 @@ def _is_padding(region: Region, between: Sequence[tuple[int, int]]) -> bool:
         return False
     if sum(stop - start for start, stop in between) > _MOST_READ:
         return False
-    buffer = bytearray(_STEP)
-    for start, stop in between:
-        for at in range(start, stop, _STEP):
-            nbytes = min(_STEP, stop - at)
-            part = memoryview(buffer)[:nbytes]
-            region.driver.copy_out(part, region.address + at)
-            if bytes(part) != _ZEROS[:nbytes]:
-                return False
+    first, last = between[0][0], between[-1][1]
+    if Home.of(region).addressable:
+        driver: Any = region.driver
+        with driver.buffer(region.address + first, last - first, readonly=True) as view:
+            return all(_is_zero(view[start - first : stop - first]) for start, stop in between)
+    return all(_is_zero_there(region, start, stop) for start, stop in between)
+
+
+def _is_zero(view: memoryview) -> bool:
+    return all(
+        part == _ZEROS[: len(part)] for part in (bytes(view[at : at + _STEP]) for at in range(0, len(view), _STEP))
+    )
+
+
+def _is_zero_there(region: Region, start: int, stop: int) -> bool:
+    """Whether a part of a GPU's memory is zero."""
+    for at in range(start, stop, _STEP):
+        part = bytearray(min(_STEP, stop - at))
+        region.driver.copy_out(memoryview(part), region.address + at)
+        if part != _ZEROS[: len(part)]:
+            return False
     return True

@@ -46,6 +46,11 @@ def sizes(region: Region) -> list[int]:
     return list(region.chunks)
 
 
+def may_clear(region: Region) -> bool:
+    """Return whether what lies behind its end can be cleared; see :func:`sizes`."""
+    return region.may_clear
+
+
 class RegionContract:
     """Regions: growing, shrinking, pins, importing, freezing."""
 
@@ -140,6 +145,27 @@ class RegionContract:
             assert load(driver, region.address + 2 * granule, 8) == bytes(8)  # in a new one
             region.shrink(0)
             assert (region.nbytes, sizes(region)) == (0, [])
+
+    def test_what_a_shrink_left_can_be_cleared(self, driver: Driver, location: Location, granule: int) -> None:
+        """Before the memory leaves the process: not once it has, nor while a pin reaches there."""
+        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=3 * granule) as region:
+            assert region.remains == (3 * granule, 3 * granule)  # new memory has nothing behind the end
+            driver.fill(region.address, 7, 3 * granule)
+            region.shrink(granule + 9)
+            assert region.remains == (granule + 9, 2 * granule)  # a whole chunk is gone with what was in it
+            with region.pin(0, 8 * granule, full=True):
+                assert not may_clear(region)
+                assert not region.clear()
+                assert load(driver, region.address + granule, 16) == b"\7" * 16
+            assert may_clear(region)
+            assert region.clear()
+            assert load(driver, region.address + granule, 16) == b"\7" * 9 + bytes(7)
+            assert region.remains == (granule + 9, granule + 9)
+            assert region.clear()  # there is nothing to do
+            region.segments(0, granule + 9)[0][1].export()
+            region.shrink(granule + 1)
+            assert region.remains == (granule + 1, granule + 9)
+            assert not may_clear(region)  # another process may show what was there
 
     def test_each_verb_goes_its_own_way(self, driver: Driver, location: Location, granule: int) -> None:
         with Region.create(driver, location, capacity=4 * granule, nbytes=granule) as region:
