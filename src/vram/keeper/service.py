@@ -107,7 +107,7 @@ class Service:
 
     def _do(self, effect: Effect) -> None:
         if isinstance(effect, Free):
-            effect.token.drop()
+            effect.token.drop(effect.whose)
             return
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
