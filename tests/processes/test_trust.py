@@ -233,6 +233,7 @@ def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: 
             for each in (thread, thread2):
                 each.join(SOON)
             (taken,) = came2
+            assert isinstance(taken, vram.RevokeInfo), repr(taken)
             assert ([one.pid for one in taken.forced], taken.holders, taken.nbytes) == ([reader.pid], (), 0)
             assert came == [vram.RevokeInfo("n", (), 0)]
             assert [(one.name, one.pid) for one in vram.holders()] == [("other", apart.pid)]
