@@ -592,5 +592,37 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
             busy.set()
 
 
+@needs_root
+def test_what_readers_give_back_does_not_make_its_publisher_wait_until_it_is_freed() -> None:
+    """It counted against them before, and it does while it is freed."""
+    busy = threading.Event()
+    with keeper_here(mode=0o666, max_bytes_per_user=16 * MIB) as server:
+        os.chmod(os.path.dirname(server.path), 0o711)
+        server._work(lambda: assert_set(busy), 2 * strangers.INLINE)
+        try:
+            with contextlib.ExitStack() as stack:
+                fds = stack.enter_context(memfds(1, 8 * MIB))
+                os.seteuid(OTHER)
+                owner = stack.enter_context(KeeperClient.connect(server.path))
+                os.seteuid(0)
+                os.seteuid(OTHER + 1)
+                reader = stack.enter_context(KeeperClient.connect(server.path))
+                os.seteuid(0)
+                for _ in range(3):
+                    owner.publish("w", [Segment(8 * MIB)], fds)
+                    close_fds(reader.attach("w").fds)
+                owner.remove("w")
+                assert not server.freeing
+                reader.close()
+                until(lambda: server.freeing, what="the end of the reader")
+                assert server.freeing == {OTHER + 1: 24 * MIB}
+                owner.publish("w", [Segment(8 * MIB)], fds)
+                busy.set()
+                until(lambda: not server.freeing, what="the end of what was given back")
+        finally:
+            os.seteuid(0)
+            busy.set()
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(SOON)

@@ -50,6 +50,27 @@ X = {"x": np.arange(4)}
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _everything_is_loaded() -> None:
+    """What becomes another user may not be able to read this interpreter's files."""
+    with short_directory() as directory, contextlib.closing(vram.zeros(4, device="host")) as array:
+        keeper = KeeperProcess(f"{directory}/k")
+        try:
+            for _ in range(2):
+                vram.publish("n", {"x": np.arange(4), "array": array}, keeper=keeper.path)
+            with vram.attach_or_publish("m", lambda: X, keeper=keeper.path) as lease:
+                assert not lease.revoked
+                lease.upgrade().close()
+                vram.show("n", keeper=keeper.path)
+                vram.holders(keeper=keeper.path)
+                vram.revoke("m", timeout=0, keeper=keeper.path)
+            with pytest.raises(vram.NotFoundError):
+                vram.remove("o", keeper=keeper.path)
+        finally:
+            close_clients()
+            keeper.stop()
+
+
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where every user of the machine reaches a keeper, which is the default."""
@@ -212,6 +233,7 @@ def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: 
             for each in (thread, thread2):
                 each.join(SOON)
             (taken,) = came2
+            assert isinstance(taken, vram.RevokeInfo), repr(taken)
             assert ([one.pid for one in taken.forced], taken.holders, taken.nbytes) == ([reader.pid], (), 0)
             assert came == [vram.RevokeInfo("n", (), 0)]
             assert [(one.name, one.pid) for one in vram.holders()] == [("other", apart.pid)]

@@ -300,12 +300,15 @@ def test_what_is_not_current_any_more_counts_against_who_leases_it(way: str) -> 
         books.expire(5.0)
     new = (7, 1, 1) if way == "replaced" else (0, 0, 0)
     for each in (books, taken_over(books)):
-        assert [used(each, uid) for uid in (ANN, BOB, BOB + 1)] == [new, (100, 0, 3), (100, 0, 3)]
+        found = [used(each, uid) for uid in (ANN, BOB, BOB + 1)]
+        assert found == [new, (100, 0, 3), (100, 0, 3)], "against whom it counts"
         assert vars_of(each.accounts.total) == (100 + new[0], new[1], 3 + new[2])
     if way == "replaced":
         by_number = lease(books, also, version=1)
         assert used(books, ANN) == (107, 1, 4), "an owner that leases what it replaced pays as all do"
         books.release(also, by_number.id)
+        books.release(bob, lease(books, bob, version=1).id)
+        assert used(books, BOB) == (100, 0, 3)
     books.release(bob, held[0].id)
     assert used(books, BOB) == (100, 0, 3)
     books.release(bob, held[1].id)
@@ -677,7 +680,7 @@ def test_connections_of_one_user_do_not_hand_a_claim_round_while_another_waits(b
         assert isinstance(passed, Claimed)
         held = passed.claim
         users.append(passed.session.uid)
-    assert now <= 2 * 60.0
+    assert now <= 2 * 60.0, "the third user waits"
     assert users.count(ANN) > 3
 
 
@@ -688,6 +691,16 @@ def test_workers_of_one_user_have_the_whole_time_each(brief: Catalogue) -> None:
     (passed,) = brief.disconnect(ann, 50.0)
     assert isinstance(passed, Claimed)
     assert passed.claim.until == 110.0
+
+
+def test_workers_of_one_user_have_one_time_for_all_while_another_user_waits(brief: Catalogue) -> None:
+    ann, also, bob = (brief.connect(uid) for uid in (ANN, ANN, BOB))
+    claims(brief, ann)
+    waits(brief, also, 1, claim=True)
+    waits(brief, bob, 1, claim=True)
+    (passed,) = brief.disconnect(ann, 50.0)
+    assert isinstance(passed, Claimed)
+    assert (passed.session, passed.claim.until) == (also, 60.0)
 
 
 def test_who_waits_is_told_who_makes_it_and_for_how_long(brief: Catalogue) -> None:

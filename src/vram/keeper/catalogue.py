@@ -834,7 +834,7 @@ class Catalogue:
         if known.current is version:
             return []
         del known.older[version.number]
-        effect = self._free(version)
+        effect = self._free(version, uid)
         self._tidy(version.name, known)
         return [effect]
 
@@ -859,14 +859,14 @@ class Catalogue:
             self._tidy(name, known)
         return effects
 
-    def _free(self, version: Version) -> Free:
+    def _free(self, version: Version, whose: int | None = None) -> Free:
         self.versions -= 1
         self.accounts.total.add(-version.charge, 0, -version.handles)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1
         version.watchers.clear()
-        return Free(version.token)
+        return Free(version.token, version.owner if whose is None else whose)
 
     def _tidy(self, name: str, known: Name) -> None:
         """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:

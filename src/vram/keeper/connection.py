@@ -40,9 +40,7 @@ class Held:
 
     __slots__ = ("_dispose", "_uses", "fds", "nbytes")
 
-    def __init__(
-        self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int], None], *, uses: int = 1
-    ) -> None:
+    def __init__(self, fds: list[int], nbytes: int, dispose: Callable[..., None], *, uses: int = 1) -> None:
         self.fds = fds
         self.nbytes = nbytes
         self._uses = uses
@@ -52,12 +50,15 @@ class Held:
         """Count one more use."""
         self._uses += 1
 
-    def drop(self) -> None:
-        """Count one use less; the last one closes the descriptors."""
+    def drop(self, uid: int | None = None) -> None:
+        """Count one use less; the last one closes the descriptors, for user `uid` if it is said."""
         self._uses -= 1
         if not self._uses:
             fds, self.fds = self.fds, []
-            self._dispose(fds, self.nbytes)
+            if uid is None:
+                self._dispose(fds, self.nbytes)
+            else:
+                self._dispose(fds, self.nbytes, uid=uid)
 
 
 class Partial:

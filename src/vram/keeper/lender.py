@@ -222,7 +222,7 @@ class LenderServer(KeeperServer):
         else:
             self.stop()
 
-    def _returned(self, fds: list[int], nbytes: int) -> None:
+    def _returned(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
         """Nobody holds what was lent any more."""
         close_fds(fds)
         self._keeps = None

@@ -211,9 +211,10 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Nobody has a right to this memory any more."""
+    """Nobody has a right to this memory any more; the last who had one was user `whose`."""
 
     token: Any
+    whose: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class Service:
                 self._due.append(effect)
             return
         if isinstance(effect, Free):
-            effect.token.drop()
+            effect.token.drop(effect.whose)
             return
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
