@@ -634,7 +634,10 @@ class Catalogue:
     def _serve(self, name: str, now: float) -> list[Effect]:
         """Go through those who wait for a name, in the order they came."""
         effects: list[Effect] = []
+        last = self._last_number(name)
         for waiter in list(self._waiters.get(name, {}).values()):
+            if waiter.wants > last:  # at once: anybody may have thousands of these wait for a name of somebody else's
+                continue
             try:
                 result = self._try(waiter, now)
             except VramError as error:
