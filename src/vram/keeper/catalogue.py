@@ -732,7 +732,9 @@ class Catalogue:
         """Go through those who wait for a name, in the order they came: a claim whose time is over, or that was given
         up just now (`before`), goes to a user who has not had it for its time, if such a one waits."""
         effects: list[Effect] = []
-        line = list(self._waiters.get(name, {}).values())
+        last = self._last_number(name)
+        # Who waits for a later version goes on waiting: anybody may have thousands of those on somebody else's name.
+        line = [waiter for waiter in self._waiters.get(name, {}).values() if waiter.wants <= last]
         passing = before or self._claim_of.get(name)
         if passing is not None:
             run = passing.run

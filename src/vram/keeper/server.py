@@ -245,7 +245,7 @@ class KeeperServer:
     def _accept(self) -> None:
         if self.paused:
             return
-        for _ in range(64):  # then the others get their turn
+        for _ in range(8):  # then the others get their turn
             if self.strangers_closer.is_full or self._spare_fd < 0:
                 self.loop.remove_reader(self.listener.sock)
                 self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
