@@ -862,6 +862,17 @@ def test_s7_an_address_that_answers_nonsense_is_refused(monkeypatch: pytest.Monk
             loads(dumps_for(impostor.address))
 
 
+def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
+    """It is not in its queue any more: nobody would ever take it."""
+    with rows() as a:
+        address, *rest = endpoint().write_down(a)
+        rest[3] = "a type of tomorrow"
+        with pytest.raises(ProtocolError, match="whose type this process does not know"):
+            _rebuild(address, *rest)
+        assert landed()
+        a.resize(2)
+
+
 def test_s7_an_address_may_not_describe_more_than_it_sends() -> None:
     with Impostor((described(), 1)) as impostor:
         with pytest.raises(ProtocolError, match="does not lie in its memory"):

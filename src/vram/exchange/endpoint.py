@@ -147,13 +147,18 @@ class Endpoint:
         reference = Reference(memory, segments, offset, dtype, shape)
         # Where it came from, before it came from the process that pickled it.
         first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
-        array = self._known(origin or address, first)
-        if array is None:
-            array = self._source(address).array(reference, by)
-            handle = array.region.handle
-            if handle not in self._origins:
-                with self._lock:
-                    self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+        try:
+            array = self._known(origin or address, first)
+            if array is None:
+                array = self._source(address).array(reference, by)
+                handle = array.region.handle
+                if handle not in self._origins:
+                    with self._lock:
+                        self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+        except BaseException:  # it is not in its queue any more
+            if address == self.address or address in self._sources:
+                self._took(address, memory, by)
+            raise
         self._took(address, memory, by)
         return array
 

@@ -117,6 +117,7 @@ class State(Struct, array_like=True):
     tokens: list[tuple[int, int]]  # number of descriptors, bytes
     connections: list[ConnectionRow]
     limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
+    pid: int = 0  # who hands over; 0: of a keeper that did not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +234,7 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
     ]
     quotas = server.catalogue.accounts.quotas
     limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
-    state = State(books, [(len(held.fds), held.nbytes) for held in numbers], rows, limits)
+    state = State(books, [(len(held.fds), held.nbytes) for held in numbers], rows, limits, os.getpid())
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -301,7 +302,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         _settle_in(server, sockets[0])
         with contextlib.suppress(PeerError):  # it died just now; it had let go
             channel.send(m.encode(m.Serving()), timeout=PATIENCE)
-    return Succession(who.pid or 0, before, now)
+    # Not who listened when this process connected: another may have taken over since, and this connection with it.
+    return Succession((state.pid or who.pid) if who.pid else 0, before, now)
 
 
 def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
