@@ -373,9 +373,9 @@ class MulticastMapping(Owned):
     @property
     def access(self) -> Access:
         """What this process's first device may do here, as the driver says; once closed, what was last allowed."""
-        with contextlib.suppress(VramError, IndexError):  # the device is lost, or none was added
+        with contextlib.suppress(VramError, StopIteration):  # the device is lost, or none was added
             if not self.is_closed:
-                self._access = self.driver.mem_get_access(self.address, tuple(self._team.added.values())[0])
+                self._access = self.driver.mem_get_access(self.address, next(iter(self._team.added.values())))
         return self._access
 
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
