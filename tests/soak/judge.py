@@ -2,8 +2,8 @@
 
 How flat is judged, from the samples after the warm-up, of which each was taken while all stood still:
 
-* What is counted (descriptors, mappings of shared memory, threads, and all that a keeper counts) is exactly what it was:
-  the least of the last third is no more than the most of the first third.
+* What is counted (descriptors, mappings of shared memory, threads, and all that a keeper counts) is exactly what it
+  was: the least of the last third is no more than the most of the first third.
 * What is mapped in all, where the allocator of the interpreter has its part, has grown by at most 16 mappings.
 * Memory (RSS, and PSS, which shares what is shared) has grown by at most 1 MiB and 2 %, from the median of the first
   third to the median of the last: an allocator settles by less, and one byte for each of the millions is more.

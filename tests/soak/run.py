@@ -1,9 +1,9 @@
 """Ten million hand-overs and a million attaches: nothing grows from the warm-up to the end. `make soak` runs this.
 
 Eight processes work against one keeper until all is done, or the time is up: four attach an entry, read it and let go;
-two hand arrays to two others and back, over an ArrayChannel and through queues of multiprocessing, mostly the same array
-again and now and then a new one or one that has grown. Now and then all of them stop where they hold nothing, and what
-each process holds, and what the keeper counts, is written down; see :mod:`judge` for how it is judged.
+two hand arrays to two others and back, over an ArrayChannel and through queues of multiprocessing, mostly the same
+array again and now and then a new one or one that has grown. Now and then all of them stop where they hold nothing, and
+what each process holds, and what the keeper counts, is written down; see :mod:`judge` for how it is judged.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Gate:
         return not self.over[self.kind]
 
     def rest(self, settle: Callable[[], object]) -> None:
-        """Stand still whenever all are to, until it is over for everybody: what is measured to the end stays as it is."""
+        """Stand still whenever all are to, until it is over for everybody: all are measured to the end."""
         while not all(self.over):
             self.passes(0, settle)
             time.sleep(0.005)
@@ -195,7 +195,7 @@ class Soak:
     def works(self) -> bool:
         """Whether everybody has done something."""
         self.check()
-        return all(count > 2 * FRESH for count in self.shared[2])
+        return all(count > 100 for count in self.shared[2])
 
     def check(self) -> None:
         """Raise if a process ended before it was told to."""
@@ -222,7 +222,7 @@ class Soak:
             phase.value += 1
 
     def look(self) -> None:
-        """Write down what everybody holds. What is told without being waited for, such as the end of a lease, has 5 s."""
+        """Write down what everybody holds. What is told and not waited for, such as the end of a lease, has 5 s."""
         pids = {"keeper": self.keeper.pid, **{name: one.pid for name, one in self.processes.items()}}
         base = self.base.held if self.base else None
         with self.still():
@@ -299,8 +299,8 @@ def main() -> int:
     done = soak.done()
     took = soak.samples[-1].seconds if soak.samples else 0.0
     print(
-        f"soak: {done['hand-overs']:,} of {HAND_OVERS:,} hand-overs and {done['attaches']:,} of {ATTACHES:,} attaches by "
-        f"{ATTACHERS} processes in {took:.0f} s, {len(soak.samples)} samples: "
+        f"soak: {done['hand-overs']:,} of {HAND_OVERS:,} hand-overs and {done['attaches']:,} of {ATTACHES:,} attaches "
+        f"by {ATTACHERS} processes in {took:.0f} s, {len(soak.samples)} samples: "
         + ("flat" if not wrong else f"NOT FLAT, {len(wrong)} wrong")
     )
     for line in wrong:

@@ -297,15 +297,13 @@ class TestOfAnotherLibrary:
         with pytest.raises(UsageError):
             vram.share(Interface(0x1000, 10))
 
-    @pytest.mark.parametrize(
-        "data", [(1.5, False), (math.inf, False), ("1", False), (None, False), (2**70, False), 5, ()]
-    )
+    @pytest.mark.parametrize("data", [(1.5, False), (math.inf, False), ("1", False), (None, False), 5, ()])
     def test_an_interface_whose_address_is_none_is_refused(self, data: Any) -> None:
         """A float was cut to an integer, and infinity an OverflowError."""
         x = Interface(0, 4)
         x.__cuda_array_interface__["data"] = data
         for verb in (vram.share, vram.copy_in, vram.explain):
-            with pytest.raises(UsageError, match=r"CUDA array interface|is no address"):
+            with pytest.raises(UsageError, match="CUDA array interface"):
                 verb(x)
 
     def test_an_interface_whose_shape_is_none_is_refused(self, stranger: CudaStranger) -> None:

@@ -124,7 +124,9 @@ def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, 
     if isinstance(keeper, Keeper):
         if keeper.is_closed:
             raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
-        return keeper.path, keeper.label
+        if not isinstance(keeper.path, (str, os.PathLike)) or not isinstance(keeper.label, str):
+            raise UsageError(f"a Keeper's path and label are strings, not {keeper.path!r:.80} and {keeper.label!r:.80}")
+        return os.fspath(keeper.path), keeper.label
     raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
 
 

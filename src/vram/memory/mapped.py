@@ -175,7 +175,11 @@ class MappedRegion(Owned):
         """
         handle = self.handle
         with self._size_lock:
-            if not 0 <= start <= stop <= (self.capacity if full else self._nbytes):
+            try:
+                fits = 0 <= start <= stop <= (self.capacity if full else self._nbytes)
+            except ValueError:  # of an array of several numbers
+                raise UsageError(f"bytes {start!r:.40} to {stop!r:.40} are no span: two integers are") from None
+            if not fits:
                 raise RangeError(
                     f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region "
                     f"(capacity {self.capacity})"
