@@ -34,8 +34,10 @@ def a_mapping() -> None:
     os.close(fd)
 
 
-def half_a_megabyte() -> None:
-    kept.append(b"x" * (1 << 19))
+def four_megabytes() -> None:
+    memory = mmap.mmap(-1, 1 << 22)  # not of the allocator, which may have as much to spare
+    memory.write(b"x" * len(memory))
+    kept.append(memory)
 
 
 def taken(leak: Callable[[], None], count: int = 12) -> list[Sample]:
@@ -59,9 +61,7 @@ def give_back() -> object:
 
 
 @pytest.mark.parametrize(
-    ("leak", "what"),
-    [(a_descriptor, "fds"), (a_mapping, "shared"), (half_a_megabyte, "rss")],
-    ids=lambda v: str(v)[:30],
+    ("leak", "what"), [(a_descriptor, "fds"), (a_mapping, "shared"), (four_megabytes, "rss")], ids=["fd", "map", "rss"]
 )
 def test_what_a_process_really_leaks_is_found(leak: Callable[[], None], what: str) -> None:
     lines = grown(taken(leak))
