@@ -8,7 +8,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo test test-gpu test-all fuzz mutants lint format types imports bench clean
+.PHONY: help venv weights demo test test-gpu test-all fuzz soak mutants lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -92,6 +92,11 @@ test-all: $(stamp) ## every suite with its slow forms
 
 fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
 	@HYPOTHESIS_PROFILE=fuzz "$(bin)/python" -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+# At most so long; it ends before, when all is done.
+SOAK_MINUTES ?= 60
+soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from the warm-up on fails (SOAK_MINUTES=60)
+	@"$(bin)/python" tests/soak/run.py --minutes "$(SOAK_MINUTES)"
 
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)

@@ -205,8 +205,11 @@ class Watchdog:
         return found
 
     def _left(self) -> list[int]:
-        """Return those that do not end with this process, as the helpers of its own multiprocessing do."""
-        return [pid for pid in self._processes() if not any(name in _words(pid) for name in _HELPERS)]
+        """Return those that do not end with this process, as the helpers of its own multiprocessing do.
+
+        A process that a helper forked, such as a child by the method forkserver, has the same words, and does not.
+        """
+        return [pid for pid in self._processes() if not _is_helper(pid)]
 
     def _kill(self, chosen: Callable[[int], bool]) -> None:
         for _ in range(5):  # what one of them starts meanwhile is found the next time
@@ -232,6 +235,10 @@ def _state(pid: int) -> str:
 
 def _parent(pid: int) -> int:
     return int(_stat(pid)[1])
+
+
+def _is_helper(pid: int) -> bool:
+    return _parent(pid) == os.getpid() and any(name in _words(pid) for name in _HELPERS)
 
 
 def _children(pid: int) -> list[int]:

@@ -88,7 +88,7 @@ class Handle:
         self._label = label
         self._undo = undo
         self._at_exit = at_exit
-        self._claims: dict[int, tuple[str | Handle, object]] = {}  # who, and the owner's tag
+        self._claims: dict[int, tuple[object, object]] = {}  # who, and the owner's tag
         self._depends: dict[int, Handle] = {}
         self._generation = _generation
         self._state = _OPEN
@@ -119,13 +119,13 @@ class Handle:
         if self._state != _OPEN:
             raise ClosedError(f"{self.label} is closed")
 
-    def claim(self, holder: str, tag: object = None) -> Claim:
+    def claim(self, holder: object, tag: object = None) -> Claim:
         """Take a claim.
 
         Parameters
         ----------
-        holder : str
-            Who holds on, as :class:`BusyError` will name it.
+        holder : str or object
+            Who holds on, as :class:`BusyError` will name it: by what ``str()`` says of it at that time.
         tag : object
             Anything the owner of the handle wants to find again in :meth:`tags`.
 
@@ -516,8 +516,8 @@ class FileDescriptor(Owned):
         return fd
 
 
-def _who(holder: str | Handle) -> str:
-    return holder if isinstance(holder, str) else holder.label
+def _who(holder: object) -> str:
+    return holder.label if isinstance(holder, Handle) else str(holder)
 
 
 def close_all(fds: list[int]) -> None:

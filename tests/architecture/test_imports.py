@@ -148,7 +148,7 @@ def test_the_suites_are_loaded_by_nobody() -> None:
 
 # Whoever loads multiprocessing, and whenever: what is pickled for it goes without a copy.
 PICKLED = """
-import subprocess, sys
+import importlib, subprocess, sys
 class Asks:
     def find_spec(self, name, path=None, target=None):
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
@@ -169,7 +169,11 @@ there.send(7)
 assert ours.recv() == 7
 import multiprocessing.reduction as reduction
 assert type(reduction.__loader__) is type(reduction.__spec__.loader) is type(subprocess.__loader__)
-assert [finder for finder in sys.meta_path if type(finder).__module__.startswith("vram")] == []
+finders = len([finder for finder in sys.meta_path if type(finder).__module__.startswith("vram")])
+importlib.reload(reduction)
+assert reduction.ForkingPickler.loads(reduction.ForkingPickler.dumps(a)) is a, "a reload makes a new table"
+assert type(reduction.__loader__) is type(reduction.__spec__.loader) is type(subprocess.__loader__)
+assert len([finder for finder in sys.meta_path if type(finder).__module__.startswith("vram")]) == finders
 print("passed")
 """
 

@@ -23,6 +23,7 @@ import pytest
 from msgspec import Raw
 from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_hostile import PIECE, Peer, running
+from tests.keeper_here import serving
 from tests.processes.other_users import OTHER, as_user
 
 import vram
@@ -449,17 +450,8 @@ TALKATIVE = {
 @contextlib.contextmanager
 def keeper_here(**options: Any) -> Iterator[KeeperServer]:
     """A keeper in a thread of this process, for a look at its memory."""
-    with short_directory() as place:
-        server = KeeperServer(f"{place}/k", raises_limit=False, **options)
-        ready = threading.Event()
-        thread = threading.Thread(target=server.serve, args=(ready.set,), kwargs={"signals": False})
-        thread.start()
-        try:
-            assert ready.wait(SOON)
-            yield server
-        finally:
-            server.loop.call_soon_threadsafe(server.stop)
-            thread.join(SOON)
+    with short_directory() as place, serving(KeeperServer(f"{place}/k", raises_limit=False, **options)) as server:
+        yield server
 
 
 def taken() -> int:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,65 @@ def test_a_peer_that_is_killed_is_gone_and_its_memory_freed(echo: tuple[ArrayCha
             channel.send(a)
         assert a.numpy()[0, 0] == 1
     assert mappings() == before
+
+
+def held_memory() -> int:
+    """Return how much memory of ours has a descriptor here, in the inodes of memfds."""
+    gc.collect()
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:vram"):
+                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+    return len(found)
+
+
+@pytest.mark.parametrize("heard_by", ["send", "recv", "the drop of an array"])
+def test_what_a_killed_peer_did_not_read_is_freed_when_its_end_is_heard_of(
+    echo: tuple[ArrayChannel, Any], heard_by: str
+) -> None:
+    """It was until the channel was closed."""
+    channel, process = echo
+    channel.send(1)
+    assert channel.recv(timeout=SOON) == 1
+    before = held_memory()
+    os.kill(process.pid, signal.SIGSTOP)
+    kept = rows()
+    for array in (rows(), rows(), kept):
+        channel.send(array, timeout=SOON)
+    del array
+    assert held_memory() == before + 3, "it may come back"
+    process.kill()
+    process.join(SOON)
+    assert kept.numpy()[0, 1] == 1
+    if heard_by == "send":
+        with pytest.raises(PeerGoneError):
+            channel.send(2)
+        assert held_memory() == before + 1
+    elif heard_by == "recv":
+        with pytest.raises(PeerGoneError):
+            channel.recv(timeout=SOON)
+        assert held_memory() == before + 1
+    kept.close()
+    del kept
+    assert held_memory() == before
+
+
+def test_what_a_dead_peer_had_said_is_heard_before_its_memory_is_freed() -> None:
+    """An array that comes back is there, although the send that failed had to do with the end of the other side."""
+    one, other = ArrayChannel.pair()
+    with one:
+        with other:
+            with rows() as a:
+                other.send(pass_on(one, other, a))
+            one.send(1)  # unread: the end of file comes with an error before it
+        with pytest.raises(PeerGoneError):
+            one.send(2)
+        back = one.recv(timeout=SOON)
+        assert back.numpy()[7, 3] == 31
+        with pytest.raises(PeerGoneError):
+            one.recv(timeout=SOON)
+        assert back.numpy()[7, 3] == 31
 
 
 # -- what the receiver sees -----------------------------------------------------------------------------------------

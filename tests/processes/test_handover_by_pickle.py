@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,7 +27,7 @@ from vram.exchange import endpoint as module
 from vram.exchange import fetching, flights
 from vram.exchange.endpoint import endpoint
 from vram.exchange.reducers import _rebuild
-from vram.testing.keeper import SOON, WRITABLE, make_memfd, until
+from vram.testing.keeper import AT_ONCE, SOON, WRITABLE, make_memfd, until
 
 pytestmark = pytest.mark.usefixtures("hand_over")
 GRANULE = 2 << 20
@@ -345,9 +345,9 @@ def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
     words: list[int] = []
     really = flights.Flights.land
 
-    def land(self: flights.Flights, memory: int, times: int) -> None:
+    def land(self: flights.Flights, memory: int, times: int, by: int) -> None:
         words.append(times)
-        really(self, memory, times)
+        really(self, memory, times, by)
 
     incoming = SPAWN.SimpleQueue()
     with pytest.MonkeyPatch.context() as patch, rows() as a:
@@ -374,10 +374,10 @@ def test_last_words_are_heard_although_the_speaker_is_gone(monkeypatch: pytest.M
         serving = endpoint()
         really = serving.flights.land
 
-        def land(memory: int, times: int) -> None:
+        def land(memory: int, times: int, by: int) -> None:
             entered.set()
             assert go_on.wait(SOON)
-            really(memory, times)
+            really(memory, times, by)
 
         monkeypatch.setattr(serving.flights, "land", land)
         sock.connect(serving.address)
@@ -420,6 +420,127 @@ def test_a_worker_that_is_killed_costs_nothing_for_good(mortal: Servant, monkeyp
         assert a.numpy().sum() == 780
     del a, pickled
     until(lambda: mappings() == 0)
+
+
+def pickled_elsewhere(array: vram.Array) -> bytes:
+    """What another thread pickles, as that of another queue would."""
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(dumps, array).result(SOON)
+
+
+def test_what_a_killed_process_was_to_take_can_be_shrunk_at_once(
+    mortal: Servant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds it is named before; what others are to take stays as it was; a time nobody waits for is not awaited."""
+    monkeypatch.setattr(flights, "ORPHAN_SECONDS", 10 * SOON)
+    module.shut_down()
+    with rows(200_000, chunk="2MiB") as a, rows(200_000, chunk="2MiB") as b:
+        dumps(a)
+        with pytest.raises(BusyError, match=r"1 times not yet unpickled.*Nobody is connected who .* try again 600 s"):
+            a.resize(8)
+        mortal("keep", "a", a)
+        until(lambda: endpoint().flights._flights[1, 1].count == 1, seconds=SOON)
+        dumps(a)
+        pickled_elsewhere(b)
+        with pytest.raises(BusyError, match=rf"2 times not yet .*Have process {mortal.process.pid} take it out"):
+            a.resize(8)
+        mortal.kill()
+        until(lambda: is_free_to_shrink(a), seconds=AT_ONCE)
+        assert a.nbytes == 8 * 32
+        with pytest.raises(BusyError, match="Nobody is connected"):
+            b.resize(8)
+    module.shut_down()
+
+
+def is_free_to_shrink(array: vram.Array) -> bool:
+    try:
+        array.resize(8)
+    except BusyError:
+        return False
+    return True
+
+
+def test_what_a_killed_process_was_to_take_is_freed_soon(mortal: Servant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon, not at once: another may take its place, and finds what is in the queue."""
+    module.shut_down()
+    before = mappings()
+    unread = [rows() for _ in range(3)]
+    with rows() as taken:
+        mortal("keep", "taken", taken)
+        until(landed)
+    pickled = [dumps(array) for array in unread]
+    unread.clear()
+    elsewhere = pickled_elsewhere(rows())
+    assert mappings() == before + 4
+    mortal.kill()
+    until(lambda: len(endpoint().flights._orphans) == 3, seconds=AT_ONCE)
+    assert loads(pickled.pop()).numpy()[9, 3] == 39, "whoever comes next finds it"
+    assert len(endpoint().flights._orphans) == 2
+    for flight in endpoint().flights._orphans:
+        endpoint().flights._orphans[flight] -= flights.ORPHAN_SECONDS
+    endpoint()._poke()
+    until(lambda: mappings() == before + 1, seconds=AT_ONCE)
+    for one in pickled:
+        with pytest.raises(ClosedError, match="closed by its sender"):
+            loads(one)
+    assert loads(elsewhere).numpy()[9, 3] == 39, "that was not for the one who died"
+    assert mappings() == before
+    module.shut_down()
+
+
+def test_what_others_may_take_is_not_given_up_with_one_of_them(mortal: Servant, servant: Servant) -> None:
+    module.shut_down()
+    with rows() as a:
+        mortal("keep", "a", a)
+        servant("keep", "a", a)
+        until(landed)
+        dumps(a)
+        (mine,) = (reader for reader in endpoint()._readers.values() if reader.pid == mortal.process.pid)
+        mortal.kill()
+        until(lambda: mine not in endpoint()._readers.values(), seconds=AT_ONCE)
+        assert not endpoint().flights._orphans
+        with pytest.raises(BusyError, match=f"Have process {servant.process.pid} take it"):
+            a.resize(8)
+        servant("drop")
+    module.shut_down()
+
+
+def test_who_ends_of_its_own_accord_leaves_the_rest_to_others() -> None:
+    """As the workers of a pool do after so many tasks: the next one takes what is in the queue."""
+    module.shut_down()
+    incoming = SPAWN.SimpleQueue()
+    for _ in range(2):
+        incoming.put(rows())
+    process = SPAWN.Process(target=workers.take, args=(incoming, 1))
+    process.start()
+    until(lambda: len(endpoint().flights._flights) == 1)
+    process.join(SOON)
+    assert process.exitcode == 0
+    process.close()
+    until(lambda: not endpoint()._readers, seconds=AT_ONCE)
+    assert not endpoint().flights._orphans
+    assert incoming.get().numpy()[9, 3] == 39
+    incoming.close()
+    module.shut_down()
+
+
+def test_an_array_that_its_sender_has_can_be_shrunk_once_nobody_seems_to_wait() -> None:
+    """It was held for ever. Who comes later finds what is there then."""
+    with rows(200_000, chunk="2MiB") as a:
+        pickled = dumps(a)
+        (flight,) = endpoint().flights._flights.values()
+        with pytest.raises(BusyError, match="in flight"):
+            a.resize(8)
+        flight.since -= 2 * flights.FLIGHT_SECONDS
+        endpoint().flights.end_stale()
+        assert loads(pickled) is a
+        dumps(a)
+        a_again = endpoint().flights._flights[flight.lent.id, flight.by]
+        assert a_again.pin is not None, "what is pickled anew is pinned anew"
+        a_again.since -= 2 * flights.FLIGHT_SECONDS
+        endpoint().flights.end_stale()
+        a.resize(8)
+    module.shut_down()
 
 
 # -- memory of the other process ------------------------------------------------------------------------------------
@@ -738,6 +859,17 @@ def test_s7_an_address_that_answers_nonsense_is_refused(monkeypatch: pytest.Monk
         print(answers)
         with Impostor(*answers) as impostor, pytest.raises(error):
             loads(dumps_for(impostor.address))
+
+
+def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
+    """It is not in its queue any more: nobody would ever take it."""
+    with rows() as a:
+        address, *rest = endpoint().write_down(a)
+        rest[3] = "a type of tomorrow"
+        with pytest.raises(ProtocolError, match="whose type this process does not know"):
+            _rebuild(address, *rest)
+        assert landed()
+        a.resize(2)
 
 
 def test_s7_an_address_may_not_describe_more_than_it_sends() -> None:

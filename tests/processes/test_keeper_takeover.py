@@ -23,8 +23,8 @@ from msgspec import Struct
 from tests.processes.other_users import OTHER, as_user
 
 from vram.errors import CapacityError, NotFoundError, PeerGoneError, WaitTimeoutError
+from vram.keeper import conversation, takeover
 from vram.keeper import messages as m
-from vram.keeper import takeover
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Watch
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import Books
@@ -264,6 +264,27 @@ def test_readers_at_work_notice_nothing(place: str) -> None:
         assert wrong == []
         assert publisher.statistics().leases == 0
     keepers[-1].stop()
+
+
+def test_successors_in_a_row_say_whom_they_took_over_from(place: str) -> None:
+    """Both were connected to the first keeper before either took over from it; the second took over from the other."""
+    path = f"{place}/k"
+    with contextlib.ExitStack() as stack:
+        first = KeeperProcess(path)
+        stack.callback(first.stop)
+        waits = stack.enter_context(Channel.connect(path, SOON))  # as the second successor does, in its turn
+        conversation.greet(waits, path, "successor", SOON)
+        second = KeeperProcess(path, ["--takeover"])
+        stack.callback(second.stop)
+        first.process.wait(SOON)
+        waits.send(m.encode(m.Takeover(1)), timeout=SOON)
+        state, fds = takeover._receive(waits)
+        close_fds(fds)
+        assert waits.peer().pid == first.pid, "who listened when it connected"
+        assert state.pid == second.pid
+        waits.close()  # which is abandoned
+        with KeeperClient.connect(path) as client:
+            assert client.statistics().pid == second.pid
 
 
 def test_without_a_keeper_a_successor_simply_starts(place: str) -> None:
@@ -535,7 +556,7 @@ def test_the_state_of_a_takeover_is_read_across_versions(place: str) -> None:
     encode = msgspec.msgpack.encode
     older = msgspec.msgpack.decode(encode(Older(books, [(1, 2)], [])), type=takeover.State)
     assert (older.books, older.tokens, older.limits, older.claim_timeout) == (books, [(1, 2)], None, None)
-    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, 7.0, {"x": 1})), type=takeover.State)
+    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, 7.0, 7, {"x": 1})), type=takeover.State)
     assert (newer.books, newer.tokens, newer.limits, newer.claim_timeout) == (books, [(1, 2)], limits, 7.0)
     back = msgspec.msgpack.decode(encode(takeover.State(books, [(1, 2)], [], limits)), type=Older)
     assert (back.books, back.tokens) == (books, [(1, 2)])

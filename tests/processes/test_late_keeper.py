@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ import pytest
 import vram
 from vram.errors import PeerGoneError, WaitTimeoutError
 from vram.exchange import keepers
+from vram.keeper import conversation
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.testing.keeper import SOON
+from vram.sharing.channel import Channel
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 X = {"w": np.arange(4)}
 
@@ -111,6 +114,53 @@ def test_an_upgrade_waits_for_the_next_keeper(place: str, looks: Looks) -> None:
         lease.close()
         close_client(place)
         second.stop()
+
+
+@pytest.mark.parametrize("how", ["attach", "attach_or_publish"])
+def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: str) -> None:
+    """Not waited for again: what was to be published there is not, and the next one knows nothing of it."""
+    keeper = KeeperProcess(place)
+    try:
+        with vram.attach_or_publish("x", lambda: dict(X), keeper=place), KeeperClient.connect(place) as other:
+            if how == "attach":
+                waits = in_thread(lambda: total(vram.attach("y", timeout=100 * SOON, keeper=place)))
+            else:
+                other.attach_or_claim("y")  # somebody loads it
+                waits = in_thread(
+                    lambda: total(vram.attach_or_publish("y", lambda: dict(X), timeout=100 * SOON, keeper=place))
+                )
+            until(lambda: other.statistics().waiting == 1, seconds=SOON, what="the wait for the name")
+            keeper.kill()
+            with pytest.raises(PeerGoneError, match=r"the keeper at .* is gone"):
+                waits.result(AT_ONCE)
+    finally:
+        keeper.kill()
+
+
+@pytest.mark.parametrize("verb", ["attach", "attach_or_publish", "borrow"])
+@pytest.mark.parametrize("timeout", [0, 0.2, 1])
+def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str, timeout: float, place: str) -> None:
+    """It had 5 s. Where nobody waits, 2: a keeper may be busy."""
+    said: list[float] = []
+    real = conversation.greet
+
+    def greet(channel: Channel, path: str, label: str, seconds: float) -> Any:
+        said.append(seconds)
+        return real(channel, path, label, seconds)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "attach": lambda: vram.attach("x", timeout=timeout, keeper=place),
+        "attach_or_publish": lambda: vram.attach_or_publish("x", dict, timeout=timeout, keeper=place),
+        "borrow": lambda: vram.borrow(place, timeout=timeout),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversation, "greet", greet)
+        listener.bind(place)
+        listener.listen()
+        with pytest.raises(WaitTimeoutError, match="hangs, or no keeper"):
+            calls[verb]()
+    assert len(said) == 1
+    assert 0 < said[0] <= (timeout or 2)
 
 
 def test_the_error_says_which_of_the_two_was_missing(place: str, looks: Looks) -> None:

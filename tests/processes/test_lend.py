@@ -533,7 +533,7 @@ def test_s5_a_release_by_handle_is_told_after_the_last_view(
 
 def test_a_lending_that_is_dropped_warns_and_ends(path: str, sources: Sources) -> None:
     lending = vram.lend(sources.make("host"), at=path)
-    assert repr(lending) == f"<Lending at {path}, 1 arrays, {4 * COUNT} bytes>"
+    assert repr(lending) == f"<Lending at {path}, 1 array, {4 * COUNT} bytes>"
     kept = [lending]
     del lending
     with pytest.warns(vram.LeakWarning):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,20 @@ class NoMapping:
 
 ODD: list[Any] = [
     *(None, True, -1, 0, 1, 1.5, math.nan, math.inf, 1j, 2**31, 2**62, 2**63, 2**64, 2**100, -(2**63), 10**400),
-    *("", "x", "\0", "\ud800", "x" * 5000, b"x", b"\xff", memoryview(b"ab"), ..., slice(None)),
+    *(
+        "",
+        "x",
+        "\0",
+        "\ud800",
+        "x" * 5000,
+        "/" + "x" * 200,
+        "/a\0b",
+        b"x",
+        b"\xff",
+        memoryview(b"ab"),
+        ...,
+        slice(None),
+    ),
     *((), (1,), (-1,), (2**63,), ("a",), (None,), [], [1], [[1]], {}, {"a": 1}, {1: "a"}, {"x": None}, set(), range(3)),
     *(object(), int, len, np.zeros(2), np.float64("nan"), np.int64(-1), np.array("x"), TooLarge(), NoMapping()),
 ]
@@ -51,6 +65,50 @@ def published() -> Iterator[None]:
 
 def array(*_: object) -> vram.Array:
     return vram.zeros((2, 2), "int32", device="host")
+
+
+def on_region(verb: str) -> Callable[..., Any]:
+    def act(*given: Any) -> Any:
+        with vram.Region.create(drivers.get(HOST), HOST, capacity=G, nbytes=10) as region:
+            return getattr(region, verb)(*given)
+
+    return act
+
+
+def on_lease(do: Callable[[vram.Lease], Any]) -> Any:
+    with vram.attach("a") as lease:
+        return do(lease)
+
+
+def upgrade(*, timeout: Any = 0.01) -> Any:
+    return on_lease(lambda lease: lease.upgrade(timeout=timeout))
+
+
+def changed(name: Any, value: Any) -> Any:
+    """A Keeper's attributes are anybody's to set: what is odd in them is found when it is used."""
+    kept = vram.Keeper(os.environ["VRAM_KEEPER"])
+    if isinstance(name, str) and name == "label":
+        kept.label = value
+    else:
+        kept.path = name
+    return vram.list(keeper=kept)
+
+
+def connect(path: Any, *, timeout: Any = 0.01) -> vram.ArrayChannel:
+    return vram.ArrayChannel.connect(path, timeout)
+
+
+def send(value: Any, *, timeout: Any = 0.01, stream: Any = None) -> None:
+    one, other = vram.ArrayChannel.pair()
+    with one, other:
+        one.send(value, timeout=timeout, stream=stream)
+
+
+def recv(*, timeout: Any = 0.01, stream: Any = None) -> Any:
+    one, other = vram.ArrayChannel.pair()
+    with one, other:
+        one.send(1)
+        return other.recv(timeout=timeout, stream=stream)
 
 
 VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
@@ -86,6 +144,35 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "Array.fill": (lambda value: array().fill(value), lambda d: ((1,), {})),
     "Array.resize": (lambda rows: array().resize(rows), lambda d: ((1,), {})),
     "Array.__getitem__": (lambda key: array()[key], lambda d: ((0,), {})),
+    "Array.create": (vram.Array.create, lambda d: ((drivers.get(HOST), HOST, (2,), "int32"), {})),
+    "Array": (vram.Array, lambda d: ((array().region, "int32", (2,)), {})),
+    "Region.grow": (on_region("grow"), lambda d: ((G,), {})),
+    "Region.shrink": (on_region("shrink"), lambda d: ((0,), {})),
+    "Region.pin": (on_region("pin"), lambda d: ((0, 1), {})),
+    "Region.extend": (on_region("extend"), lambda d: (((), G), {})),
+    "AllocationSpec": (vram.AllocationSpec, lambda d: ((HOST, G), {})),
+    "IpcMemHandle": (vram.IpcMemHandle, lambda d: ((bytes(64),), {})),
+    "IpcMemHandle.from_bytes": (vram.IpcMemHandle.from_bytes, lambda d: ((bytes(64),), {"offset": 0})),
+    "IpcMemHandle.of": (vram.IpcMemHandle.of, lambda d: ((4096,), {})),
+    "IpcMemHandle.open": (vram.IpcMemHandle(bytes(64)).open, lambda d: ((10,), {})),
+    "MulticastObject.create": (vram.MulticastObject.create, lambda d: ((drivers.get(HOST), 2, G), {})),
+    "Lease.__getitem__": (lambda key: on_lease(lambda lease: lease[key]), lambda d: (("x",), {})),
+    "Lease.get": (lambda key: on_lease(lambda lease: lease.get(key)), lambda d: (("x",), {})),
+    "Lease.array": (lambda name: on_lease(lambda lease: lease.array(name)), lambda d: (("x",), {})),
+    "Lease.keep_only": (lambda name: on_lease(lambda lease: lease.keep_only(name)), lambda d: (("x",), {})),
+    "Lease.on_revoke": (lambda do: on_lease(lambda lease: lease.on_revoke(do)), lambda d: ((len,), {})),
+    "Lease.upgrade": (upgrade, lambda d: ((), {})),
+    "Keeper": (
+        lambda label: vram.list(keeper=vram.Keeper(os.environ["VRAM_KEEPER"], label=label)),
+        lambda d: (("",), {}),
+    ),
+    "Keeper of a path": (lambda path: vram.list(keeper=vram.Keeper(path)), lambda d: ((f"{d}/none",), {})),
+    "a path of a keeper": (lambda path: vram.attach("a", keeper=path), lambda d: ((f"{d}/none",), {})),
+    "a Keeper whose words were changed": (changed, lambda d: (("label", ""), {})),
+    "ArrayChannel": (vram.ArrayChannel, lambda d: ((None,), {})),
+    "ArrayChannel.connect": (connect, lambda d: ((f"{d}/none",), {})),
+    "ArrayChannel.send": (send, lambda d: ((1,), {})),
+    "ArrayChannel.recv": (recv, lambda d: ((), {})),
 }
 
 

@@ -14,7 +14,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +116,71 @@ def test_the_default_is_the_newest_that_is_open_and_in_the_end_what_it_was(
     finally:
         for one in kept:
             one.close()
+
+
+def test_the_default_and_what_it_was_change_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else of two that start at once, each finds what was before both, and the end of one leaves none."""
+    monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
+    seen, go_on = threading.Event(), threading.Event()
+    real = os.environ.get
+
+    def get(name: str, default: Any = None) -> Any:
+        found = real(name, default)
+        if name == "VRAM_KEEPER" and threading.current_thread() is slow and not seen.is_set():
+            seen.set()
+            assert go_on.wait(SOON)
+        return found
+
+    kept: dict[str, vram.Keeper] = {}
+
+    def start(name: str) -> None:
+        kept[name] = vram.keeper()
+
+    slow, other = (threading.Thread(target=start, args=(name,)) for name in ("slow", "other"))
+    ending = vram.keeper()
+    monkeypatch.setenv("VRAM_KEEPER", ending.path)
+    monkeypatch.setattr(os.environ, "get", get)
+    slow.start()
+    assert seen.wait(SOON)  # it has looked, and set nothing yet
+    other.start()
+    ending.close()  # does not wait for it
+    go_on.set()
+    slow.join(SOON)
+    other.join(SOON)
+    monkeypatch.setattr(os.environ, "get", real)
+    newest = next(one for one in kept.values() if one.path == os.environ["VRAM_KEEPER"])
+    older = next(one for one in kept.values() if one is not newest)
+    newest.close()
+    assert os.environ["VRAM_KEEPER"] == older.path
+    older.close()
+    assert os.environ["VRAM_KEEPER"] == "/nowhere/k", "not the one that ended meanwhile"
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "not ours to write to"])
+def test_a_temporary_directory_that_is_none_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    where = tmp_path / "t"
+    if what == "a file":
+        where.write_text("")
+    monkeypatch.setattr(tempfile, "tempdir", str(where))
+    if what == "not ours to write to":
+        monkeypatch.setattr(tempfile, "tempdir", "/proc/1")
+    with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"):
+        vram.keeper()
+    with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"), short_directory():
+        pass
+
+
+def test_no_temporary_directory_at_all_is_a_usage_error(tmp_path: Path) -> None:
+    """Where none of those that Python tries lets this process write."""
+    script = (
+        "import os, tempfile, vram; tempfile._candidate_tempdir_list = lambda: ['/proc/1', '/nowhere']\n"
+        "try: vram.keeper()\n"
+        "except vram.UsageError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON)
+    assert "no temporary directory can be written to" in done.stdout, done.stderr
 
 
 def test_what_the_user_chose_meanwhile_stays_chosen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

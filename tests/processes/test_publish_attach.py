@@ -85,7 +85,7 @@ def test_a_vram_array_is_shared_as_it_is() -> None:
             assert (lease.name, lease.version, lease.meta, lease.access) == ("vectors", 1, {"config": "sha256:1"}, "r")
             assert lease.nbytes == 2 * MIB
             assert vram.statistics().nbytes == 2 * MIB
-            assert repr(lease) == "<Lease 'vectors' version 1, r, 1 arrays, 2097152 bytes>"
+            assert repr(lease) == "<Lease 'vectors' version 1, r, 1 array, 2097152 bytes>"
 
 
 def test_what_is_published_outlives_the_array() -> None:

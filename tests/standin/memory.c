@@ -197,12 +197,19 @@ static bool without_access(const Span *span) { // a VMM mapping that no place ha
     return !access;
 }
 
-// Measured: the allocation, or for VMM memory the mapping, that an address lies in, once it is accessible; and it wants
-// a current context, which the attributes do not.
+static bool without_gpu(const Span *span) { // a VMM mapping that no GPU has access to
+    if (span->kind != VMM_MAPPING) return false;
+    int access = 0;
+    for (int d = 0; d < device_count; d++) access |= span->access[d];
+    return !access;
+}
+
+// Measured: the allocation, or for VMM memory the mapping, that an address lies in, once a GPU may access it; and it
+// wants a current context, which the attributes do not.
 static CUresult f_cuMemGetAddressRange(CUdeviceptr *base, size_t *size, CUdeviceptr address) {
     ENTER_CONTEXT;
     const Span *span = (Span *)ranges_at(&spans, address);
-    NEED(span && !without_access(span), CUDA_ERROR_NOT_FOUND);
+    NEED(span && !without_gpu(span), CUDA_ERROR_NOT_FOUND);
     if (base) *base = span->range.base;
     if (size) *size = span->range.size;
     return CUDA_SUCCESS;

@@ -389,6 +389,15 @@ def test_i10_an_errno_becomes_a_typed_error_with_a_remedy(code, kind, words):
     assert words in str(error)
 
 
+def test_the_remedy_for_an_unmap_is_not_to_ask_for_less():
+    """It asked for nothing: the kernel had no memory to note the two parts that are left."""
+    error = libc.failure("munmap(0x1000, 4096)", errno.ENOMEM)
+    assert isinstance(error, MemoryError)
+    assert "makes two of it" in str(error)
+    assert "ulimit -v" not in str(error)
+    assert "ulimit -v" in str(libc.failure("mmap(4096)", errno.ENOMEM))
+
+
 def test_flags_that_a_kernel_does_not_know_are_left_out():
     driver = HostDriver()
     driver._memfds._flags |= 1 << 12  # unknown to all kernels so far

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.keeper_here import serving
 
 from vram.errors import (
     AccessDeniedError,
@@ -38,22 +39,6 @@ SOMEBODY_ELSE = os.geteuid() + 1
 def path() -> Iterator[str]:
     with short_directory() as place:
         yield f"{place}/k"
-
-
-@contextlib.contextmanager
-def serving(server: KeeperServer) -> Iterator[KeeperServer]:
-    """Have a keeper serve from a thread for the length of a block, or until another takes over from it."""
-    ready = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(ready.set,), kwargs={"signals": False})
-    thread.start()
-    try:
-        assert ready.wait(SOON)
-        yield server
-    finally:
-        with contextlib.suppress(RuntimeError):  # its loop is closed: it was taken over from
-            server.loop.call_soon_threadsafe(server.stop)
-        thread.join(SOON)
-        assert not thread.is_alive()
 
 
 def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6, kept_back: int = 0) -> KeeperServer:

@@ -25,6 +25,27 @@ def context() -> Iterator[None]:
     ok("cuDevicePrimaryCtxRelease", 0)
 
 
+@pytest.mark.standin
+def test_memory_of_a_numa_node_says_that_it_is_of_the_host() -> None:
+    """Whether a GPU may access it, so that the driver knows its bounds, or none may, as measured."""
+    with vram.empty(10, "float32", device="cuda:numa:0") as array:
+        with pytest.raises(UsageError, match=r"is of cuda:numa:0, memory of the host.*no GPU may access it"):
+            IpcMemHandle.of(array.address)
+        driver = array.region.driver
+    with vram.Region.create(driver, "cuda:numa:0", capacity=4096, nbytes=4096, users=["cuda:0", "cuda:numa:0"]) as both:
+        with pytest.raises(UsageError, match="it is memory of the host, which has no such handle"):
+            IpcMemHandle.of(both.address)
+
+
+def test_what_is_no_handle_is_shown() -> None:
+    with pytest.raises(UsageError, match="open takes an IpcMemHandle, not 5; see"):
+        open_handle(5, 10)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is read from 64 bytes, not from 5"):
+        IpcMemHandle.from_bytes(5)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has exactly 64 bytes; 5 came"):
+        IpcMemHandle(5)  # type: ignore[arg-type]
+
+
 def test_it_is_exactly_64_bytes() -> None:
     handle = IpcMemHandle.from_bytes(DATA)
     assert handle.to_bytes() == DATA

@@ -171,6 +171,11 @@ def test_the_state_is_in_the_repr(driver: Any, close: contextlib.ExitStack) -> N
     mapping.set_access(Access.READ_WRITE)
     assert repr(mapping).endswith(", rw>")
     assert (mapping.access, mapping.nbytes, mapping.driver) == (Access.READ_WRITE, 2 * G, driver)
+    mapping.set_access(Access.NONE, ["cuda:1"])
+    assert mapping.access is Access.READ_WRITE, "that of another device"
+    driver.mem_set_access(mapping.address, 2 * G, Access.NONE, [Location("cuda", 0)])
+    assert mapping.access is Access.NONE, "whoever set it"
+    mapping.set_access(Access.READ_WRITE)
     mapping.close()
     assert repr(mapping).endswith(", closed>")
     thing.export()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
@@ -295,6 +296,24 @@ class TestOfAnotherLibrary:
             assert not vram.explain(x)
         with pytest.raises(UsageError):
             vram.share(Interface(0x1000, 10))
+
+    @pytest.mark.parametrize("data", [(1.5, False), (math.inf, False), ("1", False), (None, False), 5, ()])
+    def test_an_interface_whose_address_is_none_is_refused(self, data: Any) -> None:
+        """A float was cut to an integer, and infinity an OverflowError."""
+        x = Interface(0, 4)
+        x.__cuda_array_interface__["data"] = data
+        for verb in (vram.share, vram.copy_in, vram.explain):
+            with pytest.raises(UsageError, match="CUDA array interface"):
+                verb(x)
+
+    def test_an_interface_whose_shape_is_none_is_refused(self, stranger: CudaStranger) -> None:
+        base = stranger.legacy(MIB)
+        for shape in ((1.5,), (-1,), ("a",), (2, -2), (math.nan,)):
+            with pytest.raises(UsageError, match="CUDA array interface"):
+                vram.share(Interface(base, shape))
+        for strides in ((1.5,), (math.inf,), 3):
+            with pytest.raises(UsageError, match="CUDA array interface"):
+                vram.share(Interface(base, (4,), strides=strides))
 
     def test_strides_on_a_gpu_are_refused(self, stranger: CudaStranger) -> None:
         base = stranger.legacy(MIB)

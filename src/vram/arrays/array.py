@@ -11,6 +11,7 @@ from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
 from ..lifetime import unwinding
 from ..memory import Pin, Region
+from ..memory.mapped import MappedRegion
 from ..spec import Location, format_size
 from . import cuda
 from .dtypes import as_dtype
@@ -101,6 +102,10 @@ class Array(Viewable):
     ) -> None:
         self._home = None  # so that an array whose construction failed owns nothing
         self._shown = self._stream = None
+        if not isinstance(region, MappedRegion):
+            raise UsageError(f"an array lies on a vram.Region, not on {region!r:.80}")
+        if not isinstance(owns_growth, bool):
+            raise UsageError(f"owns_growth must be True or False, not {owns_growth!r:.40}")
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
         nbytes = nbytes_of(lengths, kind)

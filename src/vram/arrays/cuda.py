@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -125,13 +126,15 @@ def of_interface(value: object, name: str) -> CudaSource:
     """
     said: Any = getattr(value, "__cuda_array_interface__", None)
     try:
-        shape = tuple(int(length) for length in said["shape"])
+        shape = tuple(operator.index(length) for length in said["shape"])
+        if min(shape, default=0) < 0:
+            raise ValueError(f"a shape of {shape}")
         dtype = as_dtype(np.dtype(said["typestr"]))
-        address, readonly, strides = int(said["data"][0]), bool(said["data"][1]), said.get("strides")
+        address, readonly, strides = operator.index(said["data"][0]), bool(said["data"][1]), said.get("strides")
         if said.get("mask") is not None:
             raise ValueError("it has a mask")
-        strides = None if strides is None else tuple(int(step) for step in strides)
-    except (TypeError, KeyError, ValueError, IndexError) as error:
+        strides = None if strides is None else tuple(operator.index(step) for step in strides)
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise UsageError(f"the {name} has no CUDA array interface that makes an array: {error}") from None
     nbytes = math.prod(shape) * dtype.itemsize
     gpu = _ordered_driver().ordinal_of(address) if nbytes else 0

@@ -138,6 +138,11 @@ def _explain(call: str, code: int) -> tuple[type[DriverError], str]:
             f"this process holds {count} mappings and the limit is {limit}; use fewer and larger chunks, or raise "
             f"sysctl vm.max_map_count"
         )
+    if call.startswith("munmap"):
+        return AddressSpaceError, (
+            f"giving up a part of a mapping makes two of it, and the kernel had no memory to note that; this process "
+            f"holds {count} mappings. Try again, or give up whole ranges"
+        )
     return AddressSpaceError, (
         "no such range of addresses is left; ask for less, or raise RLIMIT_AS (ulimit -v) if it is set"
     )

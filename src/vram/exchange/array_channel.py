@@ -108,9 +108,10 @@ class ArrayChannel(Owned):
     One thread may send while another receives. What is sent is not copied: sender and receiver must agree on who
     writes when; the message itself orders everything written before it. When the sender closes an array, the
     receiver's own arrays over it stay valid until they are dropped, and can be sent back: what the other end has stays
-    known, and allocated, at the end that sent it until the other end has said that it let go, which is heard with the
-    next send or recv. That holds for memory of ``cudaMalloc`` and of
-    pools as long as both ends are open: drop such arrays before you close the end that received them.
+    known, and allocated, at the end that sent it until the other end has said that it let go, or is gone: both are
+    heard with the next send or recv, and the latter when an array that was sent is dropped, too. That holds for memory
+    of ``cudaMalloc`` and of pools as long as both ends are open: drop such arrays before you close the end that
+    received them.
     """
 
     __slots__ = (
@@ -241,8 +242,13 @@ class ArrayChannel(Owned):
                     self._channel.send(message, timeout=timeout)
                 except VramError:
                     if keep:
-                        self._hear_dropped(keep, 1)  # nobody will say so
+                        self._take_back(keep)
                     raise
+        except PeerGoneError:
+            if self._is_over():
+                self._lender.expect_nothing()
+                self._kept.close()
+            raise
         finally:
             self._tell_due()
 
@@ -392,8 +398,8 @@ class ArrayChannel(Owned):
             # Each is encoded already, as a message of its own.
             self._channel.send(encode(Mixed(packed.tree, tuple(referred))), timeout=timeout)  # type: ignore[arg-type]
         except BaseException:
-            for number in kept:  # nobody will say so
-                self._hear_dropped(number, 1)
+            for number in kept:
+                self._take_back(number)
             self._last, self._last_keep = nothing, 0
             for number in self._lender.numbers() - before:
                 self._lender.let_go(number)
@@ -497,11 +503,30 @@ class ArrayChannel(Owned):
                     return
             finally:
                 self._sending.release()
+        if self._due.is_over and self._lender.remembered and self._is_over():
+            self._lender.expect_nothing()
+
+    def _is_over(self) -> bool:
+        """Whether the other end is gone and nothing that it said is unread. Finalizers reach it: it never waits."""
+        if not self._receiving.acquire(blocking=False):
+            return False  # whoever receives hears of it
+        try:
+            # Twice: where it closed without having read all, the first look finds that, and the second what it said.
+            return self._channel.is_hung_up() and not (self._channel.peek(1) or self._channel.peek(1))
+        except VramError:  # closed by another thread, or the parent's
+            return False
+        finally:
+            self._receiving.release()
 
     def _let_go(self, memory: int) -> None:
         """Have the other end close what it uses no more, unless it was sent last. Called with the sending lock."""
         if memory != self._warm and self._kept.is_idle(memory):
             self._lender.let_go(memory)
+
+    def _take_back(self, number: int) -> None:
+        """What was kept for the other end did not go there: nobody will say that it is done with."""
+        with contextlib.suppress(ProtocolError):  # another thread heard that the other end is gone
+            self._hear_dropped(number, 1)
 
     def _hear_dropped(self, number: int, times: int) -> None:
         memory = self._kept.dropped(number, times)
@@ -532,6 +557,7 @@ class ArrayChannel(Owned):
             payload, fds = self._channel.recv(timeout=timeout)
         except PeerGoneError:
             self._lender.expect_nothing()
+            self._kept.close()
             raise
         try:
             try:

@@ -51,8 +51,8 @@ def attach(
     expect : mapping of str to str, optional
         What the entry's `meta` must say under these keys. Its publisher wrote that, whoever they are: see `owner`.
     timeout : float or None
-        Seconds to wait for a keeper to be there and for the name to be published, both together; 0 does not wait, None
-        waits for ever.
+        Seconds to wait for a keeper to be there, to greet, and for the name to be published, all together; None waits
+        for ever. 0 does not wait for either to come; a keeper that listens has 2 s to greet, then.
     device : str, optional
         The GPU that will work on memory of a GPU, such as ``"cuda:1"``: it reads the memory of the other one over the
         link between the two, if they are peers. By default the one that the memory is on. Memory of the host is
@@ -84,9 +84,10 @@ def attach(
         If this user has come past its ceilings at the keeper by leases on versions that are not current any more; it
         says which.
     WaitTimeoutError
-        If nothing was published within `timeout`.
+        If nothing was published within `timeout`, or whoever listens there did not greet.
     PeerGoneError
-        If there is no keeper, or none came within `timeout`; or if it went away.
+        If there is no keeper, or none came within `timeout`. If it went away while this waited for the name, at once:
+        what was to be published there is not, and the next keeper knows nothing of it. Attach again to wait for that.
     UnsupportedError
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
@@ -131,8 +132,8 @@ def attach_or_publish(
         there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
         let go of, so that a mapping that nothing else refers to costs no second copy.
     timeout : float or None
-        Seconds to wait for a keeper to be there, and then for another process to load, each time it does; 0 does not
-        wait, None waits for ever.
+        Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;
+        0 does not wait for either, None waits for ever.
     owner : int or str, optional
         The user whom it must belong to, as of :func:`attach`. Who is another user does not load: this attaches what
         `owner` has published, or waits while a process of that user is loading.
@@ -148,7 +149,7 @@ def attach_or_publish(
     AccessDeniedError
         If nothing is there, and this user may not publish it: not under ``~user/`` of another, nor for another `owner`.
     PeerGoneError
-        If there is no keeper, or none came within `timeout`; or if it went away meanwhile.
+        If there is no keeper, or none came within `timeout`; or, at once, if it went away meanwhile.
     BusyError
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
@@ -207,7 +208,7 @@ def _load_and_publish(
 
     loaded = load()
     if not isinstance(loaded, Mapping):
-        raise UsageError(f"load() returned a {type(loaded).__name__}; it has to return a mapping of names to arrays")
+        raise UsageError(f"load() returned {loaded!r:.80}; it has to return a mapping of names to arrays")
     # A mapping of our own, to take out of what is copied. What is shared in place stays the loader's to close.
     arrays = dict(loaded)
     del loaded

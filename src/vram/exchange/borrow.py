@@ -12,7 +12,7 @@ from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.rules import LENT
 from ..spec import Location
 from .attach import check_access, user_of
-from .keepers import check_seconds
+from .keepers import check_seconds, for_greeting
 from .lease import Lease, wire_access
 
 __all__ = ["as_path", "borrow"]
@@ -73,11 +73,12 @@ def borrow(
     waits = None if stream is None else as_stream(stream)
     seconds = check_seconds(timeout)
     path = as_path(at)
-    deadline = None if seconds is None else time.monotonic() + seconds
+    begin = time.monotonic()
+    deadline = None if seconds is None else begin + seconds
     pause = _FIRST_LOOK
     while True:
         try:
-            connection = _connect(path)
+            connection = _connect(path, for_greeting(seconds, begin))
         except PeerGoneError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(f"nobody lent anything at {path} for {seconds:g} s") from error
@@ -106,9 +107,9 @@ def borrow(
         raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
 
 
-def _connect(path: str) -> KeeperClient:
+def _connect(path: str, timeout: float) -> KeeperClient:
     """Return the connection to a lender: one for each path, as long as anybody lends there."""
-    connection = client(path)
+    connection = client(path, timeout=timeout)
     if connection not in _connections:
         for other in list(_connections):
             if not other.is_usable:  # each lender has a path of its own: nobody would ever look at it again

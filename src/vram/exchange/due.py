@@ -13,11 +13,18 @@ __all__ = ["Due"]
 
 
 class Due:
-    """Short messages in their order, many in one where they are of a kind. Finalizers put them in: nothing waits."""
+    """Short messages in their order, many in one where they are of a kind. Finalizers put them in: nothing waits.
 
-    __slots__ = ("_items",)
+    Attributes
+    ----------
+    is_over : bool
+        Whether the other end was found to be gone.
+    """
+
+    __slots__ = ("_items", "is_over")
 
     def __init__(self) -> None:
+        self.is_over = False
         self._items: deque[tuple[str, int, int]] = deque()
 
     def __bool__(self) -> bool:
@@ -58,6 +65,7 @@ class Due:
             except WaitTimeoutError:
                 return False
             except (VramError, OSError):  # the end of the connection makes the other end forget everything
+                self.is_over = True
                 items.clear()
                 return True
             for _ in some:

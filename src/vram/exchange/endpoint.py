@@ -6,8 +6,10 @@ descriptors of a memory once, and finds it in its cache ever after. Each process
 on first use: a listening socket and one thread that serves fetches.
 
 Who keeps the memory alive in between? Every array that was pickled and not yet unpickled is *in flight*: it pins its
-memory at the sender, until the reader says ``Took``. What nobody ever unpickles (its reader was killed, its queue
-thrown away) would stay for ever, so a flight whose sender has dropped the array ends after :data:`FLIGHT_SECONDS`.
+memory at the sender, until the reader says ``Took``. What nobody ever unpickles (its queue was thrown away) would stay
+for ever, so a flight whose sender has dropped the array ends after :data:`FLIGHT_SECONDS`. A reader that was killed is
+known by the end of file of its connection, without a ``Bye`` before it: what was meant for it can be shrunk at once,
+and ends after :data:`ORPHAN_SECONDS` unless another reader takes it.
 
 The socket is in Linux's abstract namespace: nothing is left in the file system whoever is killed. It serves processes
 of the same user only, as the kernel vouches for them, and its name is not guessable.
@@ -41,12 +43,18 @@ from . import flights
 from .fetching import FETCH_SECONDS, TELL_SECONDS, Reader, Source
 from .flights import Flights
 from .handover import Lender, Lent
-from .wire import Fetch, Gone, Part, Reference, Took, decode_request, encode
+from .wire import Bye, Fetch, Gone, Part, Reference, Took, decode_request, encode
 
 __all__ = ["Endpoint", "endpoint", "shut_down"]
 
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
 _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
+
+
+class _Thread(threading.local):
+    """The number of the thread that asks, among those that pickled; 0 is none yet."""
+
+    number = 0
 
 
 class Endpoint:
@@ -55,7 +63,9 @@ class Endpoint:
     def __init__(self) -> None:
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.lender = Lender(self._retire)
-        self.flights = Flights(self._retire, lambda lent: self.lender.find(lent.id) is lent)
+        self.flights = Flights(self._retire, lambda lent: self.lender.find(lent.id) is lent, self._who_unpickles)
+        self._thread_of = _Thread()
+        self._numbered = 0  # threads that pickled
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Lent, tuple[object, ...]] | None = None
         self._sources: dict[str, Source] = {}
         self._origins: dict[Handle, tuple[str, int]] = {}
@@ -77,7 +87,7 @@ class Endpoint:
             self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
             self._thread.start()
             # A process that ends tells what it has taken. multiprocessing's own way: its children run no atexit.
-            self._last_words = Finalize(None, self._tell_taken, (1.0,), exitpriority=10)
+            self._last_words = Finalize(None, self._take_leave, exitpriority=10)
         except BaseException:
             self._close_sockets()
             raise
@@ -88,23 +98,29 @@ class Endpoint:
         region = array.region
         region.synchronize()  # whoever unpickles it may read it at once (S10)
         # The same array again is what queues are for. Each of these is replaced, never changed.
-        state = (array.shape, region.layout, region.access)
         with self._lock:
             self._check()
+            by = self._thread_of.number or self._number_thread()
+            state = (array.shape, region.layout, region.access, by)
             last = self._last
             if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
                 lent, written = last[2:]
             else:
-                lent, written = self._write_anew(array)
+                lent, written = self._write_anew(array, by)
                 self._last = (weakref.ref(array), state, lent, written)
-            self.flights.begin(lent, region)
+            self.flights.begin(lent, region, by)
         return written
 
-    def _write_anew(self, array: Array) -> tuple[Lent, tuple[object, ...]]:
+    def _number_thread(self) -> int:
+        self._numbered += 1  # with the lock
+        self._thread_of.number = self._numbered
+        return self._numbered
+
+    def _write_anew(self, array: Array, by: int) -> tuple[Lent, tuple[object, ...]]:
         lent = self.lender.lend(array)
         origin, number = self._origins.get(array.region.handle, ("", 0))
         where = (len(lent.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
-        return lent, (self.address, lent.id, *where, origin, number)
+        return lent, (self.address, lent.id, *where, origin, number, by)
 
     def read(
         self,
@@ -116,6 +132,7 @@ class Endpoint:
         shape: tuple[int, ...],
         origin: str,
         origin_memory: int,
+        by: int = 0,
     ) -> Array:
         """Return the array that a pickle means; the very object if it was made in this process.
 
@@ -124,19 +141,25 @@ class Endpoint:
         PeerGoneError
             If the memory is not known here and its sender is gone.
         ClosedError
-            If it was dropped by its sender, and nobody unpickled it for :data:`~vram.exchange.flights.FLIGHT_SECONDS`.
+            If it was dropped by its sender, and nobody unpickled it for :data:`~vram.exchange.flights.FLIGHT_SECONDS`,
+            or for :data:`~vram.exchange.flights.ORPHAN_SECONDS` after whoever was to do so had been killed.
         """
         reference = Reference(memory, segments, offset, dtype, shape)
         # Where it came from, before it came from the process that pickled it.
         first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
-        array = self._known(origin or address, first)
-        if array is None:
-            array = self._source(address).array(reference)
-            handle = array.region.handle
-            if handle not in self._origins:
-                with self._lock:
-                    self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
-        self._took(address, memory)
+        try:
+            array = self._known(origin or address, first)
+            if array is None:
+                array = self._source(address).array(reference, by)
+                handle = array.region.handle
+                if handle not in self._origins:
+                    with self._lock:
+                        self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+        except BaseException:  # it is not in its queue any more
+            if address == self.address or address in self._sources:
+                self._took(address, memory, by)
+            raise
+        self._took(address, memory, by)
         return array
 
     def _known(self, address: str, reference: Reference) -> Array | None:
@@ -151,13 +174,13 @@ class Endpoint:
         """Return what was lent under an id. In flight it outlives its being lent anew, as after a freeze."""
         return self.lender.find(memory) or self.flights.find(memory)
 
-    def _took(self, address: str, memory: int) -> None:
+    def _took(self, address: str, memory: int, by: int) -> None:
         if address == self.address:
-            self.flights.land(memory, 1)
+            self.flights.land(memory, 1, by)
             return
         try:
             source = self._sources.get(address) or self._source(address)
-            if source.took(memory) and not self._is_to_tell:
+            if source.took(memory, by) and not self._is_to_tell:
                 self._is_to_tell = True
                 self._poke()
         except (VramError, OSError):  # a sender that is gone needs not be told
@@ -193,10 +216,10 @@ class Endpoint:
 
     # -- the thread ---------------------------------------------------------------------------------------------
     def _serve(self) -> None:
-        told = 0.0
+        told, look = 0.0, 0.0
         while not self._stopping:
             behind = any(reader.asked or reader.forgets for reader in self._readers.values())
-            wait = _SOON if behind else flights.FLIGHT_SECONDS / 10
+            wait = min(_SOON, look) if behind else look
             if self._is_to_tell:
                 wait = min(wait, max(0.0, told + TELL_SECONDS - time.monotonic()))
             for key, _ in self._selector.select(timeout=wait):
@@ -207,10 +230,11 @@ class Endpoint:
             self._tell_retired()
             for reader in tuple(self._readers.values()):
                 self._catch_up(reader)
-            self.flights.end_stale()
+            look = self.flights.end_stale()
 
     def _react(self, key: selectors.SelectorKey) -> None:
         peer = key.data
+        is_over = False
         try:
             if isinstance(peer, Source):
                 peer.hear()
@@ -221,11 +245,30 @@ class Endpoint:
                     os.eventfd_read(self._wake)
             else:
                 self._accept()
-        except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._drop(peer)
+            is_over = isinstance(error, PeerGoneError)
         except Exception:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
             traceback.print_exc(file=sys.stderr)
             self._drop(peer)
+        if is_over and isinstance(peer, Reader) and not peer.said_bye:
+            for by in peer.threads:
+                if not self._readers_of(by):
+                    self.flights.orphan(by)
+
+    def _readers_of(self, by: int) -> list[Reader]:
+        """Return who is connected and has unpickled something that a thread pickled."""
+        return [reader for reader in tuple(self._readers.values()) if by in reader.threads]
+
+    def _who_unpickles(self, by: int) -> str:
+        readers = self._readers_of(by)
+        if not readers:
+            return (
+                f"Nobody is connected who unpickled any of these: have it unpickled and dropped, or try again "
+                f"{flights.FLIGHT_SECONDS:g} s after it was pickled"
+            )
+        pids = ", ".join(f"{reader.pid or 'of another PID namespace'}" for reader in readers[:8])
+        return f"Have process{'es' * (len(readers) > 1)} {pids} take it out of the queue, or end: that lets go of it"
 
     def _accept(self) -> None:
         try:
@@ -247,8 +290,13 @@ class Endpoint:
         payload, fds = reader.channel.recv(timeout=0)
         close_fds(fds)
         request = decode_request(payload)
+        if isinstance(request, Bye):
+            reader.said_bye = True
+            return
+        if 0 < request.by <= self._numbered:
+            reader.threads.add(request.by)
         if isinstance(request, Took):
-            self.flights.land(request.memory, request.times)
+            self.flights.land(request.memory, request.times, request.by)
         else:
             reader.asked.append((request, time.monotonic() + FETCH_SECONDS))
 
@@ -328,6 +376,12 @@ class Endpoint:
             if source.tell(timeout):
                 self._is_to_tell = True
 
+    def _take_leave(self) -> None:
+        """Tell all who sent something what was taken of it, and that this process ends of its own accord."""
+        self._tell_taken(1.0)
+        for source in tuple(self._sources.values()):
+            source.take_leave()
+
     def _tell_retired(self) -> None:
         while self._retired:
             memory = self._retired.popleft()
@@ -344,7 +398,7 @@ class Endpoint:
         self._last_words.cancel()
         self._poke()
         self._thread.join(5.0)
-        self._tell_taken(1.0)
+        self._take_leave()
         self.flights.end_all()
         with self._lock:
             sources, self._sources = self._sources, {}

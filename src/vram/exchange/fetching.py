@@ -14,7 +14,7 @@ from ..arrays import Array
 from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..sharing.channel import Channel, close_fds
 from .borrower import Borrower, UnknownMemoryError
-from .wire import MAX_FORGOTTEN, Fetch, Forget, Gone, Part, Reference, Took, decode_reply, encode
+from .wire import MAX_FORGOTTEN, Bye, Fetch, Forget, Gone, Part, Reference, Took, decode_reply, encode
 
 __all__ = ["FETCH_SECONDS", "TELL_SECONDS", "Reader", "Source"]
 
@@ -23,13 +23,26 @@ TELL_SECONDS = 0.02  # between two messages about what was taken: each wakes a t
 
 
 class Reader:
-    """A process that uses our arrays: what it asked for and is owed, while its socket has no room."""
+    """A process that uses our arrays: what it asked for and is owed, while its socket has no room.
 
-    __slots__ = ("asked", "channel", "fd", "forgets", "is_heard")
+    Attributes
+    ----------
+    pid : int or None
+        As its connection says.
+    threads : set of int
+        The numbers of those threads here which pickled something that it unpickled.
+    said_bye : bool
+        Whether it ends of its own accord.
+    """
+
+    __slots__ = ("asked", "channel", "fd", "forgets", "is_heard", "pid", "said_bye", "threads")
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.fd = channel.fileno()
+        self.pid = channel.peer().pid
+        self.threads: set[int] = set()
+        self.said_bye = False
         self.asked: deque[tuple[Fetch, float]] = deque()
         self.forgets: deque[int] = deque()
         self.is_heard = False
@@ -61,12 +74,19 @@ class Source:
         self._lock = threading.Lock()  # the borrower's; never taken by a finalizer
         self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
         self._forgets: deque[int] = deque()
-        self._taken: deque[int] = deque()
+        self._taken: deque[tuple[int, int]] = deque()
         self._told = 0.0
         self._is_gone = False
 
-    def array(self, reference: Reference) -> Array:
+    def array(self, reference: Reference, by: int = 0) -> Array:
         """Return the array that a reference means, fetching what is not known of its memory.
+
+        Parameters
+        ----------
+        reference : Reference
+            What the pickle says.
+        by : int
+            The number of the thread that pickled it.
 
         Raises
         ------
@@ -86,7 +106,7 @@ class Source:
                         if asked == (unknown.memory, unknown.known):
                             raise  # it answered, and we are none the wiser
                         asked = (unknown.memory, unknown.known)
-                    self._fetch(asked[0], max(asked[1], 0))
+                    self._fetch(asked[0], max(asked[1], 0), by)
         finally:
             self.tidy()  # what the endpoint's thread left to us, since we were at it
 
@@ -101,9 +121,9 @@ class Source:
                 return None
 
     # -- what was taken -----------------------------------------------------------------------------------------
-    def took(self, memory: int) -> bool:
+    def took(self, memory: int, by: int) -> bool:
         """An array on a memory was unpickled. Return whether the process has still to be told, by :meth:`tell`."""
-        self._taken.append(memory)
+        self._taken.append((memory, by))
         if time.monotonic() - self._told < TELL_SECONDS:
             return True
         return self.tell()
@@ -114,25 +134,30 @@ class Source:
         It only needs that to end flights: a queue that is full, or an end, is no reason to fail.
         """
         self._told = time.monotonic()
-        taken: Counter[int] = Counter()
+        taken: Counter[tuple[int, int]] = Counter()
         with contextlib.suppress(IndexError):
             while True:
                 taken[self._taken.popleft()] += 1
-        for memory, times in taken.items():
+        for (memory, by), times in taken.items():
             try:
-                self.channel.send(encode(Took(memory, times)), timeout=timeout)
+                self.channel.send(encode(Took(memory, times, by)), timeout=timeout)
             except WaitTimeoutError:
-                self._taken.extend([memory] * times)
+                self._taken.extend([(memory, by)] * times)
             except (VramError, OSError):
                 self._taken.clear()
                 break
         return bool(self._taken)
 
-    def _fetch(self, memory: int, first: int) -> None:
+    def take_leave(self) -> None:
+        """Tell the process, once all is said that was taken, that this one ends of its own accord."""
+        with contextlib.suppress(VramError, OSError):  # it then keeps less long what others might still unpickle
+            self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
+
+    def _fetch(self, memory: int, first: int, by: int) -> None:
         if self._is_gone:
             raise _gone(memory)
         try:
-            self.channel.send(encode(Fetch(memory, first)), timeout=FETCH_SECONDS)
+            self.channel.send(encode(Fetch(memory, first, by)), timeout=FETCH_SECONDS)
         except (PeerGoneError, ClosedError):
             raise _gone(memory) from None
         deadline = time.monotonic() + FETCH_SECONDS

@@ -6,30 +6,77 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..lifetime import Claim
 from ..memory import Pin, Region
 from .handover import Lent
 
-__all__ = ["FLIGHT_SECONDS", "Flights"]
+__all__ = ["FLIGHT_SECONDS", "ORPHAN_SECONDS", "Flights"]
 
 FLIGHT_SECONDS = 600.0
+ORPHAN_SECONDS = 10.0  # for whoever takes the place of a process that died to unpickle what was meant for it
 
 
 class _Flight:
-    """The pin of a memory that was pickled more often than it was unpickled."""
+    """A memory that one thread pickled more often than it was unpickled since.
 
-    __slots__ = ("count", "lent", "pin", "since")
+    While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size.
+    """
 
-    def __init__(self, lent: Lent, region: Region) -> None:
+    __slots__ = ("by", "claim", "count", "lent", "pin", "since", "who")
+
+    def __init__(self, lent: Lent, by: int, who: Callable[[int], str]) -> None:
         self.lent = lent
-        self.pin = _pinned(region)
+        self.by = by
+        self.who = who
+        self.pin: Pin | None = None
+        self.claim: Claim | None = None  # in place of the pin
         self.count = 0
         self.since = 0.0
+
+    def __str__(self) -> str:
+        """Say who holds it and what to do, for the BusyError of a shrink."""
+        return (
+            f"in flight to another process (pickled, and {max(self.count, 1)} times not yet unpickled). "
+            f"{self.who(self.by)}"
+        )
+
+    def keep(self, region: Region) -> None:
+        """Pin all that a region has by now."""
+        if self.pin is not None and region.nbytes <= self.pin.stop:
+            return
+        before, self.pin = self.pin, region.pin(0, region.nbytes, self)
+        if before is not None:
+            before.release()
+        self._let_go_of_claim()
+
+    def loosen(self) -> None:
+        """Keep the memory, and let its owner shrink it."""
+        if self.pin is not None:
+            self.claim = self.lent.memory.claim("in flight to another process")
+            self.pin.release()
+            self.pin = None
+
+    def release(self) -> None:
+        """Keep nothing."""
+        if self.pin is not None:
+            self.pin.release()
+        self._let_go_of_claim()
+
+    def _let_go_of_claim(self) -> None:
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.release()
 
 
 class Flights:
     """Keeps memory until what was pickled of it has arrived.
 
-    A flight whose sender has dropped the array ends :data:`FLIGHT_SECONDS` after the last sign of it.
+    A flight whose sender has dropped the array ends :data:`FLIGHT_SECONDS` after the last sign of it. One that was
+    meant for a process which died ends :data:`ORPHAN_SECONDS` after that, and lets its owner shrink it at once.
+
+    For whom a pickle is nobody can know. What one thread pickles goes the same way, mostly: a queue of multiprocessing
+    has a thread of its own to pickle. So flights are told apart by the thread that pickled them, and who has unpickled
+    one is expected to unpickle the others.
 
     Parameters
     ----------
@@ -37,68 +84,98 @@ class Flights:
         Told the id of a memory that was lent anew while in flight, once the flight is over.
     is_known : callable
         Whether an id still stands for what was lent under it.
+    who : callable
+        Returns what to say of who is to unpickle what the thread of a number pickled.
     """
 
-    def __init__(self, late: Callable[[int], None], is_known: Callable[[Lent], bool]) -> None:
+    def __init__(
+        self, late: Callable[[int], None], is_known: Callable[[Lent], bool], who: Callable[[int], str]
+    ) -> None:
         self._late = late
         self._is_known = is_known
-        self._flights: dict[int, _Flight] = {}
+        self._who = who
+        self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
+        self._orphans: dict[_Flight, float] = {}  # those whose readers died, and when they end
         self._lock = threading.Lock()  # never taken by a finalizer
 
-    def begin(self, lent: Lent, region: Region) -> None:
-        """One more array on this memory was pickled."""
+    def begin(self, lent: Lent, region: Region, by: int) -> None:
+        """One more array on this memory was pickled, by the thread of this number."""
         with self._lock:
-            flight = self._flights.get(lent.id)
+            flight = self._flights.get((lent.id, by))
             if flight is None:
-                flight = _Flight(lent, region)
-            elif region.nbytes > flight.pin.stop:  # it has grown since
-                before, flight.pin = flight.pin, _pinned(region)
-                before.release()
+                flight = _Flight(lent, by, self._who)
+            flight.keep(region)
             flight.count += 1
             flight.since = time.monotonic()
-            self._flights[lent.id] = flight
+            self._flights[lent.id, by] = flight
+            if self._orphans:
+                self._orphans.pop(flight, None)
 
     def find(self, memory: int) -> Lent | None:
         """Return what is in flight under an id, if it is."""
-        flight = self._flights.get(memory)
-        return None if flight is None else flight.lent
-
-    def land(self, memory: int, times: int) -> None:
-        """So many arrays on a memory arrived."""
         with self._lock:
-            flight = self._flights.get(memory)
+            return next((flight.lent for (number, _), flight in self._flights.items() if number == memory), None)
+
+    def land(self, memory: int, times: int, by: int = 0) -> None:
+        """So many arrays on a memory arrived; 0 for `by` is whoever pickled it."""
+        with self._lock:
+            if not by:
+                by = next((thread for number, thread in self._flights if number == memory), 0)
+            flight = self._flights.get((memory, by))
             if flight is None:
                 return
             flight.count -= times
             flight.since = time.monotonic()
+            if self._orphans:
+                self._orphans.pop(flight, None)
             if flight.count > 0:
                 return
-            del self._flights[memory]
+            del self._flights[memory, by]
         self._end(flight)
 
-    def end_stale(self) -> None:
-        """End the flights that nobody seems to wait for."""
-        horizon = time.monotonic() - FLIGHT_SECONDS
+    def orphan(self, by: int) -> None:
+        """All who unpickled what a thread pickled are gone, and the last of them did not take its leave."""
+        until = time.monotonic() + ORPHAN_SECONDS
         with self._lock:
-            flights = tuple(self._flights.items())
-            ended = [n for n, flight in flights if flight.since < horizon and not flight.lent.is_at_home]
-            stale = [self._flights.pop(number) for number in ended]
+            for (_, thread), flight in self._flights.items():
+                if thread == by:
+                    flight.loosen()
+                    self._orphans[flight] = until
+
+    def end_stale(self) -> float:
+        """End the flights that nobody seems to wait for; return in how many seconds to look again."""
+        now = time.monotonic()
+        horizon = now - FLIGHT_SECONDS
+        with self._lock:
+            ended = [key for key, flight in self._flights.items() if self._is_over(flight, now, horizon)]
+            stale = [self._flights.pop(key) for key in ended]
+            for flight in stale:
+                self._orphans.pop(flight, None)
+            soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
         for flight in stale:
             self._end(flight)
+        return min(FLIGHT_SECONDS / 10, max(soon, 0.0))
+
+    def _is_over(self, flight: _Flight, now: float, horizon: float) -> bool:
+        if self._orphans and self._orphans.get(flight, now + 1.0) <= now:
+            return True
+        if flight.since >= horizon:
+            return False
+        if flight.lent.is_at_home:  # then whoever comes late finds it all the same; its size is its owner's again
+            flight.loosen()
+            return False
+        return True
 
     def end_all(self) -> None:
         """End every flight: what has not arrived is lost."""
         with self._lock:
             flights, self._flights = self._flights, {}
+            self._orphans.clear()
         for flight in flights.values():
-            flight.pin.release()
+            flight.release()
 
     def _end(self, flight: _Flight) -> None:
         late = not self._is_known(flight.lent)
-        flight.pin.release()
+        flight.release()
         if late:
             self._late(flight.lent.id)
-
-
-def _pinned(region: Region) -> Pin:
-    return region.pin(0, region.nbytes, "in flight to another process")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..arrays.numpy_on_use import np
 from ..errors import CapacityError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError
 from ..keeper.client import KeeperClient, client
+from ..keeper.conversation import CONNECT_SECONDS
 from ..sharing.channel import close_fds
 from .mapping import read_manifest
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_owner",
     "check_version",
     "connect",
+    "for_greeting",
     "holders",
     "list_entries",
     "remove",
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
+# Seconds in which a keeper that listens has to greet, where nobody waits for anything: it may be busy.
+_ASKED_ONCE = 2.0
 _LEAST = 0.001  # seconds that are left for the name, however long the keeper was waited for
 _QUIETLY = 3.0  # seconds to wait for one without a word, where nobody set an end
 
@@ -66,12 +70,16 @@ def wait_for_keeper(
     Parameters
     ----------
     timeout : float or None
-        Seconds to wait for a keeper to listen; 0 does not wait, None waits for ever, and warns of that after 3 s.
+        Seconds to wait for a keeper to listen, and to greet; None waits for ever for one to listen, and warns of that
+        after 3 s. 0 does not wait for one to listen, and gives one that does 2 s to greet. None of them has more than
+        5 s for the greeting.
 
     Raises
     ------
     PeerGoneError
         If none came in time.
+    WaitTimeoutError
+        If who listens there did not greet in time.
     AccessDeniedError, ProtocolError
         As :func:`connect`, at once: whoever listens there stays who they are.
     """
@@ -80,7 +88,7 @@ def wait_for_keeper(
     pause, warned = _FIRST_LOOK, False
     while True:
         try:
-            found = client(path, label=label)
+            found = client(path, label=label, timeout=for_greeting(timeout, begin))
         except PeerGoneError as error:
             waited = time.monotonic() - begin
             if timeout is not None and waited >= timeout:
@@ -99,6 +107,15 @@ def wait_for_keeper(
         pause = min(pause * 1.5, _LAST_LOOK)
 
 
+def for_greeting(timeout: float | None, begin: float) -> float:
+    """Return the seconds that a new connection may take to be greeted, of those that a caller has since `begin`."""
+    if timeout is None:
+        return CONNECT_SECONDS
+    if not timeout:
+        return _ASKED_ONCE
+    return min(CONNECT_SECONDS, max(_LEAST, timeout - (time.monotonic() - begin)))
+
+
 def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:
     """Return the path of a keeper, if one was named, and what this process calls itself there, if it chose that."""
     if keeper is None or isinstance(keeper, (str, os.PathLike)):
@@ -108,7 +125,9 @@ def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, 
     if isinstance(keeper, Keeper):
         if keeper.is_closed:
             raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
-        return keeper.path, keeper.label
+        if not isinstance(keeper.path, (str, os.PathLike)) or not isinstance(keeper.label, str):
+            raise UsageError(f"a Keeper's path and label are strings, not {keeper.path!r:.80} and {keeper.label!r:.80}")
+        return os.fspath(keeper.path), keeper.label
     raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
 
 

@@ -18,7 +18,7 @@ from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest
 from ..sharing.lease import LeaseReturn
-from ..spec import Location
+from ..spec import Location, format_count
 from .keepers import check_seconds, wait_for_keeper
 from .mapping import map_memory, read_manifest
 from .provenance import Provenance
@@ -386,7 +386,7 @@ class Lease(Owned, Mapping[str, Array]):
         return id(self)
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{len(self)} arrays, {self.nbytes} bytes"
+        state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {self.nbytes} bytes"
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 

@@ -24,7 +24,7 @@ from ..keeper.rules import LENT, MAX_MANIFEST, check_meta
 from ..lifetime import Owned, own, unwinding
 from ..memory import Event
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
-from ..spec import HOST
+from ..spec import HOST, format_count
 from .borrow import as_path
 from .keepers import as_notes, check_flag, check_seconds
 from .mapping import device_name, sealed_copy
@@ -150,7 +150,8 @@ class Lending(Owned):
         return []
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{len(self.manifest.arrays)} arrays, {self.nbytes} bytes"
+        count = format_count(len(self.manifest.arrays), "array")
+        state = "closed" if self.is_closed else f"{count}, {self.nbytes} bytes"
         return f"<Lending at {self.path}, {state}>"
 
 

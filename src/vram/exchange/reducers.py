@@ -3,12 +3,11 @@
 An end of an :class:`ArrayChannel` can be the argument of a process, too.
 
 Most who attach or publish never load :mod:`multiprocessing`, which takes as long as half of what they need. So it is
-taught when it is loaded, whoever does that: nothing can be pickled for it before.
+taught when it is loaded, whoever does that, and again when it is loaded again: nothing can be pickled for it before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -27,10 +26,10 @@ _REDUCTION = "multiprocessing.reduction"  # which holds the table of how things 
 
 def register() -> None:
     """Teach :mod:`multiprocessing` (queues, pipes, pools, process arguments) to pass arrays without copying them."""
+    # First: another thread may be about to load it. It stays, since a reload makes a new table.
+    sys.meta_path.insert(0, _Finder())
     if _REDUCTION in sys.modules:
         _teach()
-    else:
-        sys.meta_path.insert(0, _Finder())
 
 
 def _teach() -> None:
@@ -61,7 +60,7 @@ class _Finder:
                 spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
                 if spec is not None:
                     if spec.loader is not None:
-                        spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
                     return spec
         finally:
             self._asking.discard(thread)
@@ -71,9 +70,8 @@ class _Finder:
 class _Loader:
     """The loader of a module, which it gets back when it is loaded."""
 
-    def __init__(self, loader: Any, finder: _Finder) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._finder = finder
 
     def __getattr__(self, name: str) -> Any:  # who only looks at what was found sees the loader itself
         return getattr(self._loader, name)
@@ -86,8 +84,6 @@ class _Loader:
         """Load the module as its loader does, then teach it."""
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self._finder)
         _teach()
 
 

@@ -139,17 +139,26 @@ class Mixed(Struct, frozen=True, array_like=True, tag="t"):
 
 # -- between endpoints, besides ---------------------------------------------------------------------------------
 class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
-    """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer."""
+    """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer.
+
+    `by` is the number of the thread that pickled what they are for, as the pickle says; 0 where it does not.
+    """
 
     memory: Size
     first: Count
+    by: Size = 0
 
 
 class Took(Struct, frozen=True, array_like=True, tag="took"):
-    """So many pickled arrays on this memory were unpickled."""
+    """So many arrays on this memory, pickled by this thread, were unpickled."""
 
     memory: Size
     times: Size
+    by: Size = 0
+
+
+class Bye(Struct, frozen=True, array_like=True, tag="bye"):
+    """The sender of this message ends of its own accord: others may unpickle what it did not."""
 
 
 class Gone(Struct, frozen=True, array_like=True, tag="gone"):
@@ -159,7 +168,7 @@ class Gone(Struct, frozen=True, array_like=True, tag="gone"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Fetch | Took).decode
+decode_request = msgspec.msgpack.Decoder(Fetch | Took | Bye).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Forget).decode
 decode_message = msgspec.msgpack.Decoder(
     Shared | Returned | Part | GoOn | Forget | Dropped | Closed | EventIs | Value | Mixed

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
 from ..sharing.channel import MAX_FDS, close_fds
 from . import messages as m
+from .conversation import CONNECT_SECONDS
 from .leases import Attachment, PublishClaim, Segment, attachment
 from .listening import Listening, listen
 from .looking import Looking
@@ -442,7 +443,7 @@ _clients: dict[str, KeeperClient] = {}
 _clients_lock = threading.RLock()  # for a signal handler that ends connections while its thread makes one
 
 
-def client(path: str | None = None, *, label: str = "") -> KeeperClient:
+def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT_SECONDS) -> KeeperClient:
     """Return this process's one connection to the keeper at `path`; made on first use, anew after a fork, and anew
     once the keeper went away and another one came.
 
@@ -450,6 +451,8 @@ def client(path: str | None = None, *, label: str = "") -> KeeperClient:
     ----------
     label : str
         What this process calls itself there; by default :func:`own_label`. A connection says it once.
+    timeout : float
+        Seconds for a new connection: to be let in, and greeted.
 
     Raises
     ------
@@ -473,7 +476,7 @@ def client(path: str | None = None, *, label: str = "") -> KeeperClient:
                 return _labelled(existing, label)
             del _clients[found]
             existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
-        made = _clients[found] = KeeperClient.connect(path, label=label or own_label())
+        made = _clients[found] = KeeperClient.connect(path, timeout=timeout, label=label or own_label())
         return made
 
 

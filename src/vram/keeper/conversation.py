@@ -39,8 +39,9 @@ from .rules import clip_host, clip_label
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["GRACE", "Conversation", "greet", "open_channel", "own_host"]
+__all__ = ["CONNECT_SECONDS", "GRACE", "Conversation", "greet", "open_channel", "own_host"]
 
+CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
 _LENDERS_GRACE = 2.0  # the same of a lender, which has little to do, and may be stopped
 _LENDER_GONE = (
@@ -93,7 +94,12 @@ class Conversation:
 
     @classmethod
     def connect(
-        cls, path: str | None = None, *, timeout: float = 5.0, label: str = "", like: Conversation | None = None
+        cls,
+        path: str | None = None,
+        *,
+        timeout: float = CONNECT_SECONDS,
+        label: str = "",
+        like: Conversation | None = None,
     ) -> Self:
         """Connect to a keeper.
 
@@ -482,7 +488,7 @@ def own_host() -> str:
 def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     """Say hello and return what the keeper answers; see :meth:`Conversation.connect` for the errors."""
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=5.0)
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
     try:
         payload, fds = channel.recv(timeout=max(0.01, timeout))
         close_fds(fds)

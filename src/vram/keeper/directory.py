@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 
 from ..errors import VramError
 from .listener import clear_path, lock_directory
+from .paths import make_directory
 
 __all__ = ["SOCKET", "make_locked", "sweep"]
 
@@ -28,7 +28,7 @@ _OURS = re.compile(_PREFIX + r"[a-z0-9_]{8}")  # what mkdtemp makes of the prefi
 def make_locked(place: str) -> tuple[str, int]:
     """Make a directory, 0700, and return its path and a descriptor that holds its lock."""
     while True:
-        directory = tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+        directory = make_directory(_PREFIX, place)
         fd = -1
         try:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

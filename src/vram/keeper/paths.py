@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import stat
 import sys
 
-from ..errors import AccessDeniedError, PeerGoneError, UnsupportedError, UsageError
+from ..errors import AccessDeniedError, DriverError, PeerGoneError, UnsupportedError, UsageError
 from ..sharing.channel import Credentials, check_path
 
-__all__ = ["check_platform", "check_server", "default_path", "find_path", "prepare_directory"]
+__all__ = ["check_platform", "check_server", "default_path", "find_path", "make_directory", "prepare_directory"]
 
 ENVIRONMENT = "VRAM_KEEPER"
 
@@ -52,6 +53,32 @@ def _checked(path: str) -> str:
     found = os.path.abspath(path)
     check_path(found)
     return found
+
+
+def make_directory(prefix: str, place: str) -> str:
+    """Make a directory of a new name, 0700, and return its path.
+
+    Raises
+    ------
+    UsageError
+        If there is no such place, or it lets nobody in.
+    DriverError
+        If the system has no room for it.
+    """
+    import tempfile  # who only connects makes none
+
+    try:
+        return tempfile.mkdtemp(prefix=prefix, dir=place)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(
+            f"a socket needs a directory, and none can be made in {place} ({error.strerror}): set TMPDIR to one "
+            f"that is there and can be written to"
+        ) from None
+    except OSError as error:
+        number = error.errno or 0
+        raise DriverError(
+            f"mkdtemp in {place}", number, errno.errorcode.get(number, "unknown"), f"{error.strerror}; set TMPDIR"
+        ) from None
 
 
 def check_platform() -> None:

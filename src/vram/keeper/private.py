@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import PeerGoneError, UsageError, WaitTimeoutError
 from ..sharing.channel import MAX_PATH
 from ..spec import parse_size
-from .paths import check_platform
+from .paths import check_platform, make_directory
 from .rules import check_entries
 
 __all__ = ["KeeperProcess", "PrivateKeeper", "private_keeper", "short_directory"]
@@ -72,7 +72,7 @@ class KeeperProcess:
         # Nothing is ever written here: it reads end of file when the last copy of our end is gone, however we end.
         parent_child, self._parent = os.pipe2(os.O_CLOEXEC)
         # No pipe: nobody would read it, and a full one stops the keeper.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
+        self._stderr = open(os.memfd_create("vram-keeper-stderr", os.MFD_CLOEXEC), "w+b")  # noqa: SIM115  (see _reap)
         try:
             self.process = subprocess.Popen(
                 [
@@ -252,7 +252,7 @@ def private_keeper(
 def short_directory() -> Iterator[str]:
     """Make a directory, 0700, whose path leaves room for a socket's name, for the length of a ``with`` block."""
     owner = os.getpid()
-    directory = tempfile.mkdtemp(prefix="vram-", dir=_short_place())
+    directory = make_directory("vram-", _short_place())
     try:
         yield directory
     finally:
@@ -263,7 +263,10 @@ def short_directory() -> Iterator[str]:
 
 def _short_place() -> str:
     """Return the temporary directory, or one with a shorter path where a socket in it would have too long a one."""
-    place = tempfile.gettempdir()
+    try:
+        place = tempfile.gettempdir()
+    except FileNotFoundError as error:  # none of those that Python tries can be written to
+        raise UsageError(f"no temporary directory can be written to ({error.strerror}): set TMPDIR") from None
     if len(os.fsencode(place)) > MAX_PATH - 40:
         place = "/tmp"
         if not os.access(place, os.W_OK):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections import deque
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,8 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Keeper", "start"]
 
-# What the environment named before each private keeper that is open became the default.
+# What the environment named before each private keeper that is open became the default. Both change together, by
+# whoever has the lock; a finalizer leaves a note for them instead (I3).
 _before: dict[str, str | None] = {}
+_choosing = threading.Lock()
+_ended: deque[str] = deque()
 
 
 class Keeper:
@@ -106,14 +112,35 @@ def start(*, max_bytes: int | str | None = None, max_entries: int | None = None)
     except BaseException:
         private.stop()
         raise
-    _before[keeper.path] = os.environ.get(ENVIRONMENT)
-    os.environ[ENVIRONMENT] = keeper.path
+    with _choosing:
+        _before[keeper.path] = os.environ.get(ENVIRONMENT)
+        os.environ[ENVIRONMENT] = keeper.path
+    _put_back()
     return keeper
 
 
 def _end(private: PrivateKeeper) -> None:
     """The undo of a private keeper. A finalizer may come here: it takes no locks (I3)."""
-    path = private.path
+    _ended.append(private.path)
+    _put_back()
+    try:
+        close_client(private.path)
+    finally:
+        private.stop()
+
+
+def _put_back() -> None:
+    """Make the default again what it was before those keepers that ended, unless somebody is at it: they do it then."""
+    while _ended and _choosing.acquire(blocking=False):
+        try:
+            with contextlib.suppress(IndexError):
+                while True:
+                    _forget(_ended.popleft())
+        finally:
+            _choosing.release()
+
+
+def _forget(path: str) -> None:
     before = _before.pop(path, None)
     if os.environ.get(ENVIRONMENT) == path:
         if before is None:
@@ -124,7 +151,12 @@ def _end(private: PrivateKeeper) -> None:
         for other, named in tuple(_before.items()):
             if named == path:
                 _before[other] = before
-    try:
-        close_client(path)
-    finally:
-        private.stop()
+
+
+def _after_fork_in_child() -> None:
+    global _choosing
+    _choosing = threading.Lock()  # a thread that is not here may have it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

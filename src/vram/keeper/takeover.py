@@ -118,6 +118,7 @@ class State(Struct, array_like=True):
     connections: list[ConnectionRow]
     limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
     claim_timeout: float | None = None  # the same
+    pid: int = 0  # who hands over; 0: of a keeper that did not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
     quotas = server.catalogue.accounts.quotas
     limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
     tokens = [(len(held.fds), held.nbytes) for held in numbers]
-    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout)
+    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout, os.getpid())
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -313,7 +314,9 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         _settle_in(server, sockets[0])
         with contextlib.suppress(PeerError):  # it died just now; it had let go
             channel.send(m.encode(m.Serving()), timeout=PATIENCE)
-    return Succession(who.pid or 0, before, now, state.claim_timeout, claims)
+    # Not who listened when this process connected: another may have taken over since, and this connection with it.
+    pid = (state.pid or who.pid) if who.pid else 0
+    return Succession(pid, before, now, state.claim_timeout, claims)
 
 
 def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:

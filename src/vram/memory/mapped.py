@@ -182,15 +182,15 @@ class MappedRegion(Owned):
             self.driver.synchronize(place)
 
     # -- who looks at it ----------------------------------------------------------------------------------------
-    def pin(self, start: int, stop: int, holder: str = "pin", *, full: bool = False, keeps: object = None) -> Pin:
+    def pin(self, start: int, stop: int, holder: object = "pin", *, full: bool = False, keeps: object = None) -> Pin:
         """Keep the bytes from `start` up to `stop` where they are until the pin is released.
 
         Parameters
         ----------
         start, stop : int
             Offsets in bytes, within the size.
-        holder : str
-            Who looks at them, as BusyError will say.
+        holder : str or object
+            Who looks at them, as BusyError will say: what ``str()`` says of it at that time.
         full : bool
             Allow a span up to the capacity. That keeps what is mapped there, now or later, from being unmapped; it
             does not make unmapped bytes readable.
@@ -204,7 +204,11 @@ class MappedRegion(Owned):
         """
         handle = self.handle
         with self._size_lock:
-            if not 0 <= start <= stop <= (self.capacity if full else self._nbytes):
+            try:
+                fits = 0 <= start <= stop <= (self.capacity if full else self._nbytes)
+            except ValueError:  # of an array of several numbers
+                raise UsageError(f"bytes {start!r:.40} to {stop!r:.40} are no span: two integers are") from None
+            if not fits:
                 raise RangeError(
                     f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region "
                     f"(capacity {self.capacity})"

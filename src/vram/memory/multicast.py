@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..driver.protocol import Driver, Granularity
-from ..errors import BusyError, RangeError, UsageError
+from ..errors import BusyError, RangeError, UsageError, VramError
 from ..lifetime import Claim, Owned, unwinding
 from ..spec import Access, HandleKind, Location, format_size
 from . import checks
@@ -372,7 +372,10 @@ class MulticastMapping(Owned):
 
     @property
     def access(self) -> Access:
-        """What was last allowed here through this object."""
+        """What this process's first device may do here, as the driver says; once closed, what was last allowed."""
+        with contextlib.suppress(VramError, StopIteration):  # the device is lost, or none was added
+            if not self.is_closed:
+                self._access = self.driver.mem_get_access(self.address, next(iter(self._team.added.values())))
         return self._access
 
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
@@ -383,7 +386,7 @@ class MulticastMapping(Owned):
         self._access = right
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else self._access.letters
+        state = "closed" if self.is_closed else self.access.letters
         return f"<MulticastMapping {self.address:#x} {format_size(self.nbytes)}, {state}>"
 
 

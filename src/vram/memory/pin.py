@@ -22,7 +22,7 @@ class Span:
 
     __slots__ = ("holder", "is_live", "start", "stop")
 
-    def __init__(self, start: int, stop: int, holder: str) -> None:
+    def __init__(self, start: int, stop: int, holder: object) -> None:
         self.start = start
         self.stop = stop
         self.holder = holder

@@ -274,8 +274,9 @@ def opened(
 def multicast(driver: Driver) -> Multicast:
     """Return the driver as one with multicast objects."""
     if not isinstance(driver, Multicast):
+        name = getattr(driver, "name", None) or f"{driver!r:.40} for a"
         raise UnsupportedError(
-            "a multicast object", "GPUs joined by NVSwitch", f"the {driver.name} driver, which has none",
+            "a multicast object", "GPUs joined by NVSwitch", f"the {name} driver, which has none",
             "Write to each memory on its own",
         )  # fmt: skip
     return driver

@@ -237,8 +237,8 @@ class Channel(lifetime.Owned):
     __slots__ = ("_handle", "_ours", "_sock", "_warn_on_leak")
 
     def __init__(self, sock: socket.socket) -> None:
-        if sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
-            raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r}")
+        if not isinstance(sock, socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+            raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
         sock = _Socket(sock.family, sock.type, sock.proto, sock.detach())
         sock.settimeout(None)
         sock.set_inheritable(False)

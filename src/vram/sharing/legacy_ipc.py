@@ -82,7 +82,7 @@ class IpcMemHandle:
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes) or len(self.data) != HANDLE_BYTES:
-            came = f"{len(self.data)} bytes" if isinstance(self.data, bytes) else f"a {type(self.data).__name__}"
+            came = f"{len(self.data)} bytes" if isinstance(self.data, bytes) else f"{self.data!r:.40}"
             raise UsageError(f"an IpcMemHandle has exactly {HANDLE_BYTES} bytes; {came} came")
         for name in ("offset", "nbytes", "allocation_nbytes"):
             parse_size(getattr(self, name), what=name)
@@ -121,7 +121,8 @@ class IpcMemHandle:
         able = legacy(asked)
         info = foreign(asked).pointer_info(address)
         if info.made_by != "legacy":
-            way = _OTHER_WAYS.get(info.made_by, f"it was made by {info.made_by}")
+            made_by = "host" if info.made_by == "vmm" and info.location.id == "host" else info.made_by
+            way = _OTHER_WAYS.get(made_by, f"it was made by {made_by}")
             raise UsageError(f"the memory at {address:#x} has no {HANDLE_BYTES}-byte handle of cudaMalloc's: {way}")
         offset = address - info.base
         return cls(able.ipc_export(info.base), offset, info.nbytes - offset, info.nbytes)
@@ -149,7 +150,7 @@ class IpcMemHandle:
             If they are not 64, or the offset is none.
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise UsageError(f"an IpcMemHandle is read from {HANDLE_BYTES} bytes, not from a {type(data).__name__}")
+            raise UsageError(f"an IpcMemHandle is read from {HANDLE_BYTES} bytes, not from {data!r:.40}")
         raw = bytes(data)
         if len(raw) != HANDLE_BYTES:
             raise ProtocolError(f"an IpcMemHandle has exactly {HANDLE_BYTES} bytes; {len(raw)} came")
@@ -220,7 +221,7 @@ def open(handle: IpcMemHandle, nbytes: int | str, *, device: str | Location = "c
         If there is no driver of GPUs, or the GPU cannot reach the memory's own.
     """
     if not isinstance(handle, IpcMemHandle):
-        raise UsageError(f"open takes an IpcMemHandle, not a {type(handle).__name__}; see IpcMemHandle.from_bytes")
+        raise UsageError(f"open takes an IpcMemHandle, not {handle!r:.40}; see IpcMemHandle.from_bytes")
     size = parse_size(nbytes, what="nbytes")
     if not size:
         raise UsageError("nbytes is 0: there is nothing to open; say how many bytes the sender meant")

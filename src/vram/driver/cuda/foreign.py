@@ -81,9 +81,7 @@ class ForeignCalls(WorkCalls):
         except DriverError as error:
             if error.code not in (NOT_FOUND, INVALID_VALUE):
                 raise
-            raise UsageError(
-                f"the memory at {address:#x} is mapped for nobody yet ({error.name}); give its GPU access first"
-            ) from None
+            raise UsageError(f"the memory at {address:#x} {self._why_unknown(address)} ({error.name})") from None
         made_by, ways = "vmm", HandleKind(kinds & 15)
         if pool:
             made_by, ways = "pool", HandleKind.POOL if kinds & 1 else HandleKind.NONE
@@ -103,6 +101,19 @@ class ForeignCalls(WorkCalls):
             write(where, 4, UINT32, ordinal)
             right = Access(int(self._call("cuMemGetAccess", where, address)))
         return PointerInfo(int(base), int(nbytes), location, ways, made_by, identity, right, pool)
+
+    def _why_unknown(self, address: int) -> str:
+        """Say why the driver knows no bounds of what is at an address: it does once a GPU may access it (measured)."""
+        memory: Any = None
+        with contextlib.suppress(RangeError):  # memory that this library did not map
+            memory = self._books.mapping_at("pointer_info", address).memory
+        if not isinstance(memory, CudaMemory) or memory.place[0] == DEVICE:
+            return "is mapped for nobody yet; give its GPU access first"
+        return (
+            f"is of {self._devices.location(*memory.place)}, memory of the host that NVIDIA's driver made, and no GPU "
+            f'may access it: it goes to no other process. Use device="host" for what is shared, or copy it: '
+            f"vram.copy_in()"
+        )
 
     def pointer_identity(self, address: int) -> int:
         try:
