@@ -357,7 +357,7 @@ def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
     *arguments
         Its positional arguments.
     """
-    (result,) = map(call, *zip(arguments))
+    (result,) = itertools.starmap(call, (arguments,))
     return result
 
 

@@ -11,6 +11,7 @@ LONG = {
     "vram/cli/demo.py": "one story, act by act, with the children that play it and the props",
     "vram/exchange/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/driver/books.py": "one set of books for both drivers; why each step needs no lock is only seen in one place",
+    "vram/driver/cuda/memory.py": "the other driver's: what each call leaves when it is refused or interrupted",
     "vram/driver/protocol.py": "the contract between house and drivers, more than half of it what each call promises",
     "vram/exchange/endpoint.py": "one thread and all that it is asked: who is told what, in which order, in one place",
     "vram/exchange/lease.py": "one lease from its mapping to its end; half of it is what each question promises",

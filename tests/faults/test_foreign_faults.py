@@ -19,7 +19,7 @@ import pytest
 
 import standin
 from faults.test_cuda_faults import CODES, attempt, current
-from strangers import CudaStranger, Maker
+from strangers import CudaStranger
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import DriverError, UsageError, VramError
@@ -67,36 +67,6 @@ class Scene:
         for thing in (self.opened, self.pool, self.imported, self.event, self.events):
             thing.close()
         self.driver.stream_destroy(self.stream)
-
-
-@pytest.fixture(scope="module")
-def neighbour() -> Iterator[OtherProcess]:
-    with OtherProcess(Maker) as other:
-        yield other
-
-
-@pytest.fixture
-def theirs(neighbour: OtherProcess) -> Iterator[dict[str, Any]]:
-    """What the other process made for us to open."""
-    base = neighbour.call("legacy", G)
-    pool = neighbour.call("pool_create", HERE, FD)
-    pointers = [neighbour.call("pool_allocate", pool, G, 1) for _ in range(2)]
-    event = neighbour.call("event_create", HERE, interprocess=True)
-    number = neighbour.call("pool_export", pool, FD)
-    fd = neighbour.take_fd(number)
-    neighbour.close_fd(number)
-    yield {
-        "legacy": neighbour.call("ipc_export", base),
-        "fd": fd,
-        "tokens": [neighbour.call("pool_export_pointer", pointer) for pointer in pointers],
-        "event": neighbour.call("event_export", event),
-    }
-    os.close(fd)
-    for pointer in pointers:
-        neighbour.call("pool_free", pointer, 1)
-    neighbour.call("pool_destroy", pool)
-    neighbour.call("event_destroy", event)
-    neighbour.call("free", base)
 
 
 @pytest.fixture

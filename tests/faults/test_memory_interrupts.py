@@ -1,8 +1,7 @@
 """Ctrl-C at every point where it can come while memory is made, changed or taken back (I4, I12).
 
-Python delivers an interrupt where a function begins and where a call of a C function returns. These are the two events
-that a profile function sees, and what it raises goes up from there: so each such point of ``vram.memory``, the host's
-driver and ``vram.lifetime`` is tried. Nothing is left that nobody owns, and everything goes on from there.
+Each such point of ``vram.memory``, the host's driver and ``vram.lifetime`` is tried. Nothing is left that nobody owns,
+and everything goes on from there. What is tried here ``test_cuda_interrupts.py`` tries on a GPU, too.
 """
 
 from __future__ import annotations
@@ -10,32 +9,36 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
+from typing import Any
 
 import pytest
 
+from faults.interrupting import interrupt
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
-from vram.spec import HOST, Access
+from vram.spec import HOST, Access, Location
 
 G = 2 << 20
-ROOMS = tuple(f"{os.sep}vram{os.sep}{room}" for room in (f"memory{os.sep}", f"driver{os.sep}", "lifetime.py"))
 
 
 class Scene:
-    def __init__(self) -> None:
-        self.driver = HostDriver()
-        self.allocation = PhysicalAllocation.create(self.driver, G, HOST)
+    def __init__(self, driver: Any = None, where: Location = HOST) -> None:
+        self.driver = HostDriver() if driver is None else driver
+        self.where = where
+        self.allocation = PhysicalAllocation.create(self.driver, G, where)
         self.reservation = AddressReservation.reserve(self.driver, 2 * G)
         self.mapping = MemoryMapping.map(self.reservation, 0, self.allocation)
-        self.region = Region.create(self.driver, HOST, capacity=8 * G, chunk=G, nbytes=2 * G)
+        self.region = Region.create(self.driver, where, capacity=8 * G, chunk=G, nbytes=2 * G)
         self.fd = self.region.segments(0, 1)[0][0].export()
+
+    def check(self) -> None:
+        """What can be seen at any time."""
+        assert not lifetime.stuck()
 
     def close(self) -> None:
         for part in (self.mapping, self.allocation, self.reservation, self.region):
@@ -43,12 +46,12 @@ class Scene:
 
 
 OPERATIONS: dict[str, Callable[[Scene], object]] = {
-    "create an allocation": lambda s: PhysicalAllocation.create(s.driver, G, HOST),
+    "create an allocation": lambda s: PhysicalAllocation.create(s.driver, G, s.where),
     "import an allocation": lambda s: PhysicalAllocation.import_(s.driver, s.fd, G),
     "export": lambda s: s.allocation.export(),
     "reserve": lambda s: AddressReservation.reserve(s.driver, G),
     "map": lambda s: MemoryMapping.map(s.reservation, G, s.allocation),
-    "create a region": lambda s: Region.create(s.driver, HOST, capacity=4 * G, chunk=G, nbytes=2 * G),
+    "create a region": lambda s: Region.create(s.driver, s.where, capacity=4 * G, chunk=G, nbytes=2 * G),
     "grow": lambda s: s.region.grow(4 * G),
     "import a region": lambda s: Region.from_allocations(s.driver, [s.allocation, s.allocation]),
     "import what was received": lambda s: Region.from_allocations(s.driver, [Received(s.fd, G), Received(s.fd, G)]),
@@ -66,16 +69,29 @@ UNDOING: dict[str, Callable[[Scene], object]] = {
 }
 
 
+Interrupt = Callable[[int, Callable[[], object]], bool]
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_interrupt_leaves_nothing_that_nobody_owns_i4(operation: str) -> None:
-    points = 0
+    assert made_under_interrupts(operation, Scene, interrupt, HostDriver().live()) >= 3
+
+
+@pytest.mark.parametrize("operation", UNDOING)
+def test_what_an_interrupt_cuts_short_is_undone_all_the_same_i12(operation: str) -> None:
+    assert undone_under_interrupts(operation, Scene, interrupt, HostDriver().live()) >= 20
+
+
+def made_under_interrupts(operation: str, scene: Callable[[], Scene], come: Interrupt, empty: object) -> int:
+    """Do something, with an interrupt at each point, and check that nothing is left; return how many points."""
     for nth in itertools.count(1):
-        here = Scene()
+        here = scene()
         books, fds = here.driver.live(), len(os.listdir("/proc/self/fd"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what was made but never handed out is a leak like any other
-            interrupted = interrupt(nth, lambda here=here: OPERATIONS[operation](here))
+            interrupted = come(nth, lambda here=here: OPERATIONS[operation](here))
             gc.collect(0)
+        here.check()
         if operation == "export":
             here.allocation.export()
             fds += 1
@@ -90,12 +106,11 @@ def test_an_interrupt_leaves_nothing_that_nobody_owns_i4(operation: str) -> None
         here.region.shrink(0)
         MemoryMapping.map(here.reservation, G, here.allocation).close()
         here.close()
-        assert here.driver.live() == HostDriver().live()
+        assert here.driver.live() == empty
         assert not lifetime.stuck()
         if not interrupted:
-            break
-        points += 1
-    assert points >= 3
+            return nth - 1
+    return 0
 
 
 def test_an_interrupt_in_a_seal_leaves_memory_that_is_sealed_or_as_it_was_i12() -> None:
@@ -123,25 +138,25 @@ def test_an_interrupt_in_a_seal_leaves_memory_that_is_sealed_or_as_it_was_i12() 
     assert points >= 20
 
 
-@pytest.mark.parametrize("operation", UNDOING)
-def test_what_an_interrupt_cuts_short_is_undone_all_the_same_i12(operation: str) -> None:
-    points, fds = 0, len(os.listdir("/proc/self/fd"))
+def undone_under_interrupts(operation: str, scene: Callable[[], Scene], come: Interrupt, empty: object) -> int:
+    """Take something back, with an interrupt at each point, and check that it is gone; return how many points."""
+    fds = len(os.listdir("/proc/self/fd"))
     for nth in itertools.count(1):
-        here = Scene()
-        interrupted = interrupt(nth, lambda here=here: UNDOING[operation](here))
+        here = scene()
+        interrupted = come(nth, lambda here=here: UNDOING[operation](here))
+        here.check()
         if not here.region.is_closed:  # and it works: its size, its chunks and its addresses agree
             assert here.region.nbytes in (0, 2 * G)
             assert here.region.nbytes == here.region.mapped
             here.region.grow(8 * G)
             touch(here.region)
         here.close()
-        assert here.driver.live() == HostDriver().live()
+        assert here.driver.live() == empty
         assert len(os.listdir("/proc/self/fd")) == fds
         assert not lifetime.stuck()
         if not interrupted:
-            break
-        points += 1
-    assert points >= 20
+            return nth - 1
+    return 0
 
 
 def test_an_undo_that_is_always_interrupted_is_given_up_and_said_i12() -> None:
@@ -168,33 +183,3 @@ def touch(region: Region) -> None:
     """Write to every chunk of a region."""
     for offset in range(0, region.nbytes, G):
         region.driver.fill(region.address + offset, 1, 64)
-
-
-def in_a_finalizer(frame: FrameType | None) -> bool:
-    """Whether Python would print an interrupt that comes here, and go on: nobody is told of it."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
-def interrupt(nth: int, act: Callable[[], object]) -> bool:
-    """Run `act`, with an interrupt at the Nth point of the rooms where one can come; whether it came."""
-    count = itertools.count(1)
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        here = event in ("call", "c_return") and any(room in frame.f_code.co_filename for room in ROOMS)
-        if here and not in_a_finalizer(frame) and next(count) == nth:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    made = None  # kept until the interrupts are over: they are to come while things are made, not while they are undone
-    try:
-        made = act()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(before)
-    del made
-    return next(count) > nth

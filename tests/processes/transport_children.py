@@ -29,15 +29,19 @@ def cuda_malloc(nbytes: int, device: int = 0) -> int:
     from tests.standin.calls import ok
 
     ok("cuInit", 0)
-    ok("cuCtxSetCurrent", ok("cuDevicePrimaryCtxRetain", device))  # not pushed: nobody would take it off again
-    return int(ok("cuMemAlloc", nbytes))
+    ok("cuCtxPushCurrent", ok("cuDevicePrimaryCtxRetain", device))
+    address = int(ok("cuMemAlloc", nbytes))
+    ok("cuCtxPopCurrent")  # left current, it would be in the way of tests that look
+    return address
 
 
 def cuda_free(address: int) -> None:
     """Free it."""
     from tests.standin.calls import ok
 
+    ok("cuCtxPushCurrent", ok("cuDevicePrimaryCtxRetain", 0))
     ok("cuMemFree", address)
+    ok("cuCtxPopCurrent")
 
 
 def legacy_array(address: int, nbytes: int) -> Array:

@@ -83,7 +83,7 @@ class TestLeaksWhenItRefuses(Mutant):
             try:
                 super().mem_map(address, nbytes, offset, handle)
             except UsageError:
-                self._new_handle(memory, 0)
+                self._books.new_handle(memory)
                 raise
 
 

@@ -56,8 +56,7 @@ class TestClosesTwice(Mutant):
         def ipc_close(self, address):
             super().ipc_close(address)
             try:
-                with self._contexts[0]:
-                    self._call("cuIpcCloseMemHandle", address)
+                self._contexts[0].run(lambda: self._call("cuIpcCloseMemHandle", address))
             except DriverError:
                 pass
 
@@ -77,8 +76,7 @@ class TestFreesThePointerOfAnother(Mutant):
                 return super().pool_open_pointer(pool, handle, nbytes)
             except UsageError:
                 for address in self._pointers:
-                    with self._contexts[0]:
-                        self._call("cuMemFreeAsync", address, 1)
+                    self._contexts[0].run(lambda: self._call("cuMemFreeAsync", address, 1))
                 raise
 
 
@@ -95,8 +93,7 @@ class TestSaysWhatTheDriverSays(Mutant):
     class kind(CudaDriver):
         def event_export(self, event):
             from vram.driver.cuda.foreign import bytes_of
-            with self._at(event):
-                return bytes_of(self._call("cuIpcGetEventHandle", event))
+            return bytes_of(self._at(event).run(lambda: self._call("cuIpcGetEventHandle", event)))
 
 
 class TestOpensOwnEvents(Mutant):
@@ -116,11 +113,9 @@ class TestBelievesSizes(Mutant):
 
 class TestLeavesItOpenWhenItRefuses(Mutant):
     class kind(CudaDriver):
-        def _take_back_window(self, window, stream=0):
-            if self._windows or window.kind != "ipc":
-                super()._take_back_window(window, stream)
-            else:
-                self._write_down(window)
+        def _take_back_window(self, number, window, stream=0):
+            if len(self._windows) > 1 or window.kind != "ipc":
+                return super()._take_back_window(number, window, stream)
 
 
 class TestGivesTheHandleOfTheBase(Mutant):
@@ -132,8 +127,8 @@ class TestGivesTheHandleOfTheBase(Mutant):
 
 class TestPadsHandles(Mutant):
     class kind(CudaDriver):
-        def _struct(self, name, data):
-            return super()._struct(name, data[:64].ljust(64, b"\\0"))
+        def ipc_open(self, handle, nbytes, location):
+            return super().ipc_open(handle[:64].ljust(64, b"\\0"), nbytes, location)
 
 
 class TestTriesToSeeIfItWorks(Mutant):

@@ -248,6 +248,13 @@ class Standin:
         finally:
             self.clear()
 
+    def interrupt(self, name: str = "*", nth: int = 1) -> None:
+        """Send this process SIGINT in the nth call of a function from now, which then does what it always does.
+
+        Python handles it when it next asks for signals: the call has taken effect by then. See :meth:`fail`.
+        """
+        self.fail(name, nth, -1)
+
     def calls(self, name: str) -> int:
         """Count the calls of a function since the last clear, failed ones included."""
         return int(self._library.vram_standin_calls(name.encode()))

@@ -3,6 +3,7 @@
 #include "standin.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,6 +78,8 @@ static Site *site_of(const char *function) { // "f_cuMulticastBindMem_v2": a fau
 }
 
 // All that match count the call; the first that is due decides.
+enum { INTERRUPT = -1 }; // in place of a code
+
 static CUresult play_faults(const Site *site) {
     CUresult code = CUDA_SUCCESS;
     for (Fault **link = &faults, *fault; (fault = *link);) {
@@ -85,7 +88,8 @@ static CUresult play_faults(const Site *site) {
             if (fault->left > 0) fault->left--;
             due = fault->left == 0;
         }
-        if (due && code == CUDA_SUCCESS) code = fault->code;
+        if (due && (int)fault->code == INTERRUPT) raise(SIGINT); // and the call does what it does
+        else if (due && code == CUDA_SUCCESS) code = fault->code;
         if (due && !fault->forever) {
             *link = fault->next;
             free(fault);

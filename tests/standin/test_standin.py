@@ -527,6 +527,17 @@ def test_bytes_go_round_and_no_further_than_the_allocation() -> None:
 
 
 @pytest.mark.usefixtures("context")
+def test_an_interrupt_in_a_call_lets_it_take_effect(control: standin.Standin) -> None:
+    before = control.live().get("handles", 0)
+    first, second = create(), create()
+    control.interrupt("cuMemRelease", nth=2)
+    ok("cuMemRelease", first)
+    with pytest.raises(KeyboardInterrupt):
+        ok("cuMemRelease", second)
+    assert control.live().get("handles", 0) == before
+    control.clear()
+
+
 def test_pools() -> None:
     pool = shareable_pool()
     address = int(ok("cuMemAllocFromPoolAsync", 1 << 20, pool, 0))

@@ -278,7 +278,7 @@ class Mapping:
 class Books:
     """Everything that a driver has given out and not got back."""
 
-    __slots__ = ("_tokens", "ends", "handles", "late", "mappings", "reservations")
+    __slots__ = ("ends", "handles", "late", "mappings", "reservations", "tokens")
 
     def __init__(self) -> None:
         self.reservations: _Spans[Reservation] = _Spans()
@@ -288,11 +288,11 @@ class Books:
         self.ends: dict[int, Mapping] = {}
         # Unmapped while another call was at them, and freed while such a mapping was inside. Seldom anything.
         self.late: dict[Mapping | Reservation, object] = {}
-        self._tokens = itertools.count(1 << 32)  # far from any fd: the two must not be mistaken for each other
+        self.tokens = itertools.count(1 << 32)  # far from any fd: the two must not be mistaken for each other
 
     def new_handle(self, memory: Memory) -> int:
         """Return one more handle to `memory`."""
-        handle = next(self._tokens)
+        handle = next(self.tokens)
         memory.hold(handle)
         self.handles[handle] = memory
         return handle

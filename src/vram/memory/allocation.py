@@ -302,20 +302,22 @@ def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) 
     checks.kinds(kind)
     granularity = checks.driver_of(driver).mem_granularity(Location(driver.name), kind).minimum
     size = checks.positive(nbytes, "nbytes", granularity)
-    return _open(Release(driver, size), partial(driver.mem_import, fd, kind, size))
+    return _open(Release(driver, size), lambda: driver.mem_import(fd, kind, size))
 
 
 def retain_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that only a mapping holds so far, and return it with the first claim on it."""
-    return _open(Release(driver, nbytes, location), partial(driver.mem_retain, address))
+    return _open(Release(driver, nbytes, location), lambda: driver.mem_retain(address))
 
 
 def adopt_memory(driver: Driver, address: int, nbytes: int, location: Location) -> tuple[Memory, Claim]:
     """Get hold of memory that another library mapped, and return it with the first claim on it."""
     able: Any = driver  # the caller has asked whether it is a Foreign
-    return _open(Release(driver, nbytes, location), partial(able.mem_adopt, address))
+    return _open(Release(driver, nbytes, location), lambda: able.mem_adopt(address))
 
 
+# A function of Python, here and elsewhere, not a partial: when one of those returns an interrupt comes, and what it
+# returned is lost.
 def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
     driver, nbytes = release.driver, release.nbytes
     claim = own(release.describe, release)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..driver.protocol import Driver
@@ -47,6 +46,7 @@ class Destroy:
     def __call__(self) -> None:
         if self.driver_event is not None:
             events(self.driver).event_destroy(self.driver_event)
+            self.driver_event = None  # an undo that was interrupted is called again
 
 
 class Event(Owned):
@@ -95,7 +95,7 @@ class Event(Owned):
         able = events(driver)
         place = checks.place(driver, location)
         undo = Destroy(driver, place, "interprocess event" if interprocess else "event")
-        claim = _owned(undo, partial(able.event_create, place, interprocess=bool(interprocess)))
+        claim = _owned(undo, lambda: able.event_create(place, interprocess=bool(interprocess)))
         return cls(undo, claim, interprocess=bool(interprocess), managed=managed)
 
     @classmethod
@@ -124,8 +124,8 @@ class Event(Owned):
         place = checks.place(driver, location)
         if not isinstance(handle, (bytes, bytearray, memoryview)):
             raise UsageError(f"handle must be the 64 bytes of Event.export(), not {type(handle).__name__}")
-        undo = Destroy(driver, place, "event of another process")
-        claim = _owned(undo, partial(able.event_import, bytes(handle), place))
+        undo, data = Destroy(driver, place, "event of another process"), bytes(handle)
+        claim = _owned(undo, lambda: able.event_import(data, place))
         return cls(undo, claim, interprocess=True, imported=True)
 
     # -- what it is ---------------------------------------------------------------------------------------------

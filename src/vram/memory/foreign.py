@@ -13,7 +13,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import NamedTuple, NoReturn
 
 from ..driver.foreign import Foreign, PointerInfo
@@ -163,6 +162,7 @@ class _Leave:
             with contextlib.suppress(DeviceLostError):  # it runs nothing any more
                 self.driver.synchronize(place)
         self.close()
+        self.close = None  # an undo that was interrupted is called again
 
 
 # -- of another library in this process -----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def _over_window(driver: Driver, infos: tuple[PointerInfo, ...], access: Access)
     try:
         asked = foreign(driver)
         window = asked.window_open(first.base, nbytes, first.location, min(access, first.access))
-        leave.close = partial(asked.window_close, window)
+        leave.close = lambda: asked.window_close(window)
         return ForeignRegion.over(driver, infos, claim, access=access)
     except BaseException as error:
         with unwinding(error):
@@ -316,7 +316,7 @@ def open_legacy(
     able, where = legacy(driver), user or location
     return _opened(
         driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
-        partial(able.ipc_open, handle, nbytes, where), able.ipc_close, user=where,
+        lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, user=where,
     )  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def open_pointer(
     able = pools(driver)
     return _opened(
         driver, "pool memory of another process", nbytes, location, access, depends,
-        partial(able.pool_open_pointer, pool, handle, nbytes), able.pool_close_pointer,
+        lambda: able.pool_open_pointer(pool, handle, nbytes), able.pool_close_pointer,
     )  # fmt: skip
 
 
@@ -359,7 +359,7 @@ def allocate_pointer(
 
     return _opened(
         driver, "pool memory", nbytes, location, Access.READ_WRITE, depends,
-        partial(able.pool_allocate, pool, nbytes, stream), lambda address: able.pool_free(address, stream=1), look,
+        lambda: able.pool_allocate(pool, nbytes, stream), lambda address: able.pool_free(address, stream=1), look,
     )  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def _opened(
     claim = own(leave.describe, leave, depends=depends)
     try:
         address = enter()
-        leave.close = partial(close, address)
+        leave.close = lambda: close(address)
         info = look(address) if look else PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
     except BaseException as error:

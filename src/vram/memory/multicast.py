@@ -86,7 +86,7 @@ class MulticastObject(Owned):
         for place in named:
             calls.multicast_check(place)
         size, least = sized(calls, count, nbytes, kinds)
-        made = cls(*opened(driver, partial(calls.multicast_create, count, size, kinds), size, count, kinds, least))
+        made = cls(*opened(driver, lambda: calls.multicast_create(count, size, kinds), size, count, kinds, least))
         with _closed_on_error(made):
             for place in named:
                 made.add_device(place)
@@ -123,8 +123,7 @@ class MulticastObject(Owned):
         checks.descriptor(fd)
         count, _ = team_of(driver, devices if type(devices) is int else 0)
         size, least = sized(calls, count, nbytes, checks.kinds(kind))
-        call = partial(calls.multicast_import, fd, kind, size, count)
-        made = cls(*opened(driver, call, size, count, kind, least))
+        made = cls(*opened(driver, lambda: calls.multicast_import(fd, kind, size, count), size, count, kind, least))
         made._team.is_imported = True
         with _closed_on_error(made):
             made.added_elsewhere(added_elsewhere)

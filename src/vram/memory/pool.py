@@ -48,6 +48,7 @@ class Destroy:
     def __call__(self) -> None:
         if self.driver_pool is not None:
             pools(self.driver).pool_destroy(self.driver_pool)
+            self.driver_pool = None  # an undo that was interrupted is called again
 
 
 class Gone:
@@ -111,7 +112,7 @@ class Pool(Owned):
         able = pools(driver)
         place, kinds = checks.place(driver, location), checks.kinds(handle_kinds)
         undo = Destroy(driver, place, "pool")
-        return cls(undo, _owned(undo, partial(able.pool_create, place, kinds)), kinds)
+        return cls(undo, _owned(undo, lambda: able.pool_create(place, kinds)), kinds)
 
     @classmethod
     def import_(cls, driver: Driver, fd: int, location: Location | str) -> Self:
@@ -137,7 +138,7 @@ class Pool(Owned):
         place = checks.place(driver, location)
         number = checks.descriptor(fd)
         undo = Destroy(driver, place, "pool of another process")
-        claim = _owned(undo, partial(able.pool_import, number, HandleKind.POSIX_FD, place))
+        claim = _owned(undo, lambda: able.pool_import(number, HandleKind.POSIX_FD, place))
         return cls(undo, claim, HandleKind.NONE, imported=True)
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -223,8 +224,12 @@ class Pool(Owned):
                 owner = own(f"exported descriptor of {handle.label}", partial(close_all, fds))
                 try:
                     fds.append(pools(self.driver).pool_export(self.driver_pool, HandleKind.POSIX_FD))
-                    handle.depend(owner.handle)
-                    self._exported = fds[0]
+                    try:
+                        handle.depend(owner.handle)
+                        self._exported = fds[0]
+                    except BaseException:  # an interrupt: it is kept and known, or neither
+                        handle.forgo(owner.handle)
+                        raise
                 finally:
                     owner.release()
             return self._exported

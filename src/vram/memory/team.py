@@ -35,6 +35,7 @@ class Release:
     def __call__(self) -> None:
         if self.driver_handle is not None:
             self.driver.mem_release(self.driver_handle)
+            self.driver_handle = None  # an undo that was interrupted is called again
 
 
 class Unbind:
@@ -77,7 +78,7 @@ class Unbind:
                     raise
             self._is_bound = False
         if team.bound.get(self.key) is self:
-            del team.bound[self.key]
+            team.bound.pop(self.key, None)
 
 
 class Team:
@@ -249,8 +250,12 @@ class Team:
                 owner = own(f"exported descriptor of the {self.handle.label}", partial(close_all, fds))
                 try:
                     fds.append(self.driver.mem_export(self.driver_handle, kind))
-                    self.handle.depend(owner.handle)
-                    fd = self.exported[kind] = fds[0]
+                    try:
+                        self.handle.depend(owner.handle)
+                        fd = self.exported[kind] = fds[0]
+                    except BaseException:  # an interrupt: it is kept and known, or neither
+                        self.handle.forgo(owner.handle)
+                        raise
                 finally:
                     owner.release()
             return fd
@@ -322,5 +327,6 @@ def retained(driver: Driver, address: int) -> Iterator[tuple[int, Handle]]:
 
 
 def _release(driver: Driver, raws: list[int]) -> None:
-    for raw in raws:
-        driver.mem_release(raw)
+    while raws:  # an undo that was interrupted is called again
+        driver.mem_release(raws[-1])
+        del raws[-1]

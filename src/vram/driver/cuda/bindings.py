@@ -6,7 +6,8 @@ driver and a missing symbol apart. What comes back are the bindings' own objects
 (``CUdeviceptr(5) == 5`` is False). Masks and opaque bytes are read and written through the structs' own pointers:
 several releases refuse a mask of handle types that is no single member of the enumeration. Pointer attributes are asked
 of the driver itself (:meth:`Bindings.past`): 12.9.6, 13.3.1 and 13.4.1 say 0 for the GPU of every pointer, measured on
-two H200 and on the stand-in, whose tests compare all attributes with every release that CI runs.
+two H200 and on the stand-in, whose tests compare all attributes with every release that CI runs. So is what makes
+something or takes something back (:meth:`Bindings.uninterrupted`), for another reason: see :mod:`.functions`.
 """
 
 from __future__ import annotations
@@ -17,23 +18,21 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 from ...errors import DeviceLostError, DriverError, ForkedError, UnsupportedError, UsageError
 from .failures import failure
+from .functions import exported
 
-__all__ = ["UINT32", "UINT64", "Bindings", "read", "version_text", "write"]
+__all__ = ["UINT32", "UINT64", "Bindings", "check_numbers", "read", "version_text", "write"]
 
 _OLDEST = (12, 9, 6)  # before it the GIL was held in calls, and struct fields differed
 # As cuDriverGetVersion says it. The newest function that every use needs is cuDeviceGetUuid_v2, which bindings 13 call
 # (CUDA 11.4); pools came with 11.2, virtual memory management with 10.2. What is newer is asked for where it is used.
 _OLDEST_DRIVER = 11040
 _SHOWN = 300  # characters of somebody else's words
-# What is called past the bindings, with the types of cuda.h.
-_PAST = {
-    "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64),
-    "cuPointerGetAttributes": (ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64),
-}
+_ONE = 1 << 64
 _UNKNOWN_STATUS = re.compile(r"(-?\d+)(?: is not a valid \S*CUresult\S*)?")
 _started = _forked = False
 
@@ -114,20 +113,48 @@ class Bindings:
         DriverError, UnsupportedError
             As when it is called through the bindings.
         """
-        if _forked or self.lost is not None:
-            raise self._refusal(name)
-        function = self._past.get(name)
-        if function is None:
-            function = self._past[name] = _exported(name)
-        status = function(*arguments)
+        status = self.function(name)(*arguments)
         if status:
             raise self.failure(name, status)
 
-    def undo(self, name: str, *arguments: Any) -> None:
-        """Call a function that takes something back. With the device it is lost anyway: then nothing is said."""
+    def function(self, name: str) -> Callable[..., int]:
+        """Return a function of the driver itself, which takes numbers and addresses, and returns its status.
+
+        Raises
+        ------
+        DeviceLostError, ForkedError, UnsupportedError
+            If it is not to be called any more, or the driver has no such function.
+        """
+        if _forked or self.lost is not None:
+            raise self._refusal(name)
+        found = self._past.get(name)
+        if found is None:
+            found = self._past[name] = exported(name, version_text(self.driver_version))
+        return found
+
+    def uninterrupted(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Call a function of the driver itself that makes something or takes something back (I12).
+
+        If this raises, and be it an interrupt, the driver has done nothing. If it returns, no interrupt comes before
+        the caller's next call: what was made, or is gone, is to be written down before that, by assignments only.
+
+        Raises
+        ------
+        DriverError, UnsupportedError
+            As when it is called through the bindings.
+        """
+        function = self.function(name)
+        (status,) = starmap(function, (arguments,))  # see lifetime.uninterrupted
+        if status:
+            raise self.failure(name, status)
+
+    def undo(self, name: str, arguments: tuple[Any, ...]) -> None:
+        """Take something back, as :meth:`uninterrupted`. With the device it is lost anyway: then nothing is said."""
         if self.lost is None:
-            with contextlib.suppress(DeviceLostError):
-                self(name, *arguments)
+            try:  # the method that ends a with block would be a call
+                self.uninterrupted(name, arguments)
+            except DeviceLostError:
+                return
 
     def failure(self, name: str, code: int) -> Exception:
         """Return the error for a status, with the driver's own name and words for it."""
@@ -186,6 +213,12 @@ class Bindings:
         return error
 
 
+def check_numbers(call: str, *numbers: int) -> None:
+    """Refuse what does not fit the driver's 64 bits: cut to them, it would be another number."""
+    if min(numbers) < 0 or max(numbers) >= _ONE:
+        raise UsageError(f"{call}: a number is negative or does not fit the driver's 64 bits ({numbers})")
+
+
 def version_text(version: int) -> str:
     """Write 12010 as ``12.1``."""
     return f"{version // 1000}.{version % 1000 // 10}"
@@ -223,18 +256,6 @@ def _import() -> Any:
             'Install the NVIDIA driver, or use device="host"',
         ) from None  # fmt: skip
     return driver
-
-
-def _exported(name: str) -> Callable[..., int]:
-    """Return a function of the libcuda that the bindings have loaded: the loader finds it by its name (SONAME)."""
-    try:
-        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError) as error:
-        raise UnsupportedError(
-            name, "a driver that has this function", _first_line(error), "Upgrade the NVIDIA driver"
-        ) from None
-    function.argtypes, function.restype = _PAST[name], ctypes.c_int
-    return function  # type: ignore[no-any-return]
 
 
 def _bindings_version() -> str:

@@ -13,13 +13,14 @@ the driver are written behind ``cuda:``:
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
 import re
 import uuid
+from collections.abc import Callable
+from itertools import starmap
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import UnsupportedError, UsageError
 from ...lifetime import noted
@@ -28,6 +29,9 @@ from .bindings import Bindings, version_text
 from .failures import INVALID_VALUE
 
 __all__ = ["DEVICE", "HOST", "HOST_NUMA", "Current", "Device", "Devices"]
+
+_T = TypeVar("_T")
+_ANYWHERE = (ctypes.byref(ctypes.c_void_p()),)  # where the driver writes which context it was, which nobody reads
 
 # CUmemLocationType
 DEVICE, HOST, HOST_NUMA = 1, 2, 3
@@ -38,7 +42,7 @@ _VERSION = {HOST: 12020, HOST_NUMA: 12020}  # of the driver that knows the locat
 class Device:
     """One GPU. What is asked of it here makes no context."""
 
-    __slots__ = ("_bindings", "_context", "_used", "handle", "name", "ordinal", "total_bytes", "uuid")
+    __slots__ = ("_bindings", "_context", "_number", "_used", "handle", "name", "ordinal", "total_bytes", "uuid")
 
     def __init__(self, bindings: Bindings, ordinal: int) -> None:
         self._bindings = bindings
@@ -49,6 +53,7 @@ class Device:
         self.name = bindings("cuDeviceGetName", 256, self.handle).split(b"\0")[0].decode(errors="replace")
         self.total_bytes = int(bindings("cuDeviceTotalMem", self.handle))
         self._context: Any = None
+        self._number = 0
         self._used = False
 
     def attribute(self, number: int) -> int:
@@ -71,6 +76,12 @@ class Device:
             self._context = self._bindings("cuDevicePrimaryCtxRetain", self.handle)
         return self._context
 
+    def number_of_context(self) -> int:
+        """Return the context as the driver itself takes it."""
+        if not self._number:
+            self._number = int(self.context)
+        return self._number
+
     @property
     def is_used(self) -> bool:
         """Whether its primary context exists already, made by anybody in this process; asked until it does."""
@@ -80,7 +91,7 @@ class Device:
 
 
 class Current:
-    """Makes a device's primary context the current one of this thread for a block, and then the one before."""
+    """Makes a device's primary context the current one of this thread for a call, and then the one before."""
 
     __slots__ = ("_bindings", "_device")
 
@@ -88,22 +99,36 @@ class Current:
         self._bindings = bindings
         self._device = device
 
-    def __enter__(self) -> None:
-        self._bindings("cuCtxPushCurrent", self._device.context)
+    def run(self, body: Callable[[], _T]) -> _T:
+        """Call a function under the context, and return what it does.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+        Not a block: an interrupt can come where the method that ends one begins, and the context would stay current.
+        Here nothing is called between `body` and the pop, nor after that: what was true for `body` when it returned is
+        so for the caller (see :meth:`Bindings.uninterrupted`).
+        """
         bindings = self._bindings
-        if bindings.lost is not None:
-            # Contexts that others made current come back with a lost device, too; what it answers says nothing new.
-            with contextlib.suppress(Exception):
-                bindings.api.cuCtxPopCurrent()
-        elif error is None:
-            bindings("cuCtxPopCurrent")
-        else:
-            with noted(error):
-                bindings("cuCtxPopCurrent")
+        context = self._device.number_of_context()
+        push, pop = bindings.function("cuCtxPushCurrent"), bindings.function("cuCtxPopCurrent")
+        pushed: list[int] = []
+        popped: list[int] = []
+        leave = starmap(pop, (_ANYWHERE,))  # an iterator: what it calls is called when it is added to a list
+        try:
+            pushed += starmap(push, ((context,),))
+            if pushed[0]:
+                raise bindings.failure("cuCtxPushCurrent", pushed[0])
+            found = body()
+        except BaseException as error:
+            if pushed == [0]:
+                popped += leave
+                # Contexts that others made current come back with a lost device, too; that says nothing new.
+                if popped[0] and bindings.lost is None:
+                    with noted(error):
+                        raise bindings.failure("cuCtxPopCurrent", popped[0]) from None
+            raise
+        popped += leave
+        if popped[0] and bindings.lost is None:
+            raise bindings.failure("cuCtxPopCurrent", popped[0])
+        return found
 
 
 class Devices:

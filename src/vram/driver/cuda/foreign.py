@@ -19,10 +19,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import DeviceLostError, DriverError, ProtocolError, RangeError, UnsupportedError, UsageError
-from ...lifetime import noted
+from ...lifetime import noted, uninterrupted
 from ...spec import Access, HandleKind, Location
 from ..foreign import HANDLE_BYTES, PointerInfo
 from ..protocol import LiveObjects
@@ -38,13 +39,14 @@ from .attributes import (
     PointerAttributes,
     attribute,
 )
-from .bindings import UINT32, UINT64, Bindings, read, write
+from .bindings import UINT32, Bindings, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, MAP_FAILED, NOT_FOUND, NOT_PERMITTED, UNKNOWN
+from .functions import Handle
 from .objects import UNCLAIMED, CudaMemory, Window
 from .work import WorkCalls
 
-__all__ = ["ForeignCalls", "bytes_of"]
+__all__ = ["ForeignCalls", "bytes_of", "handle_of"]
 
 _HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -74,10 +76,9 @@ class ForeignCalls(WorkCalls):
         ordinal, memory_type, identity, legacy, kinds, pool, context, managed = self._attributes(address)
         if not identity or (ordinal < 0 and not memory_type):
             raise UsageError(f"{address:#x} is no address that the driver knows")
-        used = (device.ordinal for device in self._devices.all if device.is_used)
         try:
-            with self._contexts[ordinal if ordinal >= 0 else next(used, 0)]:  # unlike the attributes it wants one
-                base, nbytes = self._call("cuMemGetAddressRange", address)
+            under = self._used(ordinal if ordinal >= 0 else None)  # unlike the attributes it wants one
+            base, nbytes = under.run(lambda: self._call("cuMemGetAddressRange", address))
         except DriverError as error:
             if error.code not in (NOT_FOUND, INVALID_VALUE):
                 raise
@@ -127,17 +128,14 @@ class ForeignCalls(WorkCalls):
         info = self.pointer_info(address)
         if info.made_by != "vmm":
             raise UsageError(f"mem_adopt({address:#x}): not made with virtual memory management, but {info.made_by}")
-        raw = int(self._call("cuMemRetainAllocationHandle", address))
         memory = CudaMemory(info.nbytes, info.kinds, (0, 0))
         try:
-            place = read(self._call("cuMemGetAllocationPropertiesFromHandle", raw), 8, UINT64)
-            memory.place = (place & 0xFFFFFFFF, place >> 32)
+            self._obtain(memory, "cuMemRetainAllocationHandle", address)
+            memory.place = self._place_of_memory(memory.raw[UNCLAIMED])
+            return self._first_handle(memory)
         except BaseException as error:
-            with noted(error):
-                self.mem_release(self._new_handle(memory, raw))  # in the books if it fails
+            self._give_back(memory, error)  # in the books if it fails
             raise
-        memory.raw[UNCLAIMED] = raw
-        return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
 
     # -- windows ------------------------------------------------------------------------------------------------
     def window_open(self, address: int, nbytes: int, location: Location, access: Access) -> int:
@@ -146,20 +144,13 @@ class ForeignCalls(WorkCalls):
         return self._write_down(Window(address, nbytes, {self._devices.place(location): access}))
 
     def window_close(self, window: int) -> None:
-        if self._windows.pop(window, None) is None:
+        if uninterrupted(self._windows.pop, window, None) is None:
             raise UsageError(f"window_close({window}): no such window; each is closed once")
 
     def _write_down(self, window: Window) -> int:
         number = next(self._numbers)
         self._windows[number] = window
         return number
-
-    def _take_window(self, call: str, address: int, kind: str) -> Window:
-        """Take out one window that was opened at an address; put it back if what it stands for does not go."""
-        for number, window in tuple(self._windows.items()):
-            if window.address == address and window.kind == kind and self._windows.pop(number, None) is not None:
-                return window
-        raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
 
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
         best: Window | None = None  # there may be several over the same memory, each with rights of its own
@@ -177,19 +168,25 @@ class ForeignCalls(WorkCalls):
 
     def _open(self, device: Device, kind: str, nbytes: int, call: str, *arguments: Any, stream: int = 0) -> int:
         """Make or open memory under a device's context and write a window down; nothing is left if that fails (I4)."""
-        made: list[Window] = []
+        window, room = Window(0, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, kind), ctypes.c_uint64()
+        given = (ctypes.byref(room), *arguments)
+
+        def enter() -> None:
+            self._call.uninterrupted(call, given)
+            window.address = room.value
+            self._check_opened(window, call)
+
+        number = next(self._numbers)
         try:
-            with self._on(device):
-                address = int(self._call(call, *arguments))
-                made.append(Window(address, nbytes, {(DEVICE, device.ordinal): Access.READ_WRITE}, kind))
-                self._check_opened(made[0], call)
-            self._write_down(made[0])
+            self._on(device).run(enter)
+            self._windows[number] = window
         except BaseException as error:
-            for window in made:
+            if window.address:
                 with noted(error):
-                    self._take_back_window(window, stream)
+                    self._windows[number] = window  # if it fails it stays there
+                    self._take_back_window(number, window, stream)
             raise
-        return address
+        return window.address
 
     def _check_opened(self, window: Window, call: str) -> None:
         """Raise ProtocolError unless what was opened is there and as large as its owner said.
@@ -209,24 +206,39 @@ class ForeignCalls(WorkCalls):
             )
 
     def _close(self, call: str, address: int, kind: str, stream: int = 0) -> None:
-        self._take_back_window(self._take_window(call, address, kind), stream)
+        for number, window in tuple(self._windows.items()):
+            if window.address == address and window.kind == kind and self._take_back_window(number, window, stream):
+                return
+        raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")
 
-    def _take_back_window(self, window: Window, stream: int = 0) -> None:
-        """Undo what a window stands for, which is not in the books any more, or not yet; if it fails it is in them."""
-        ((_, ordinal),) = window.rights
-        done: list[None] = []
+    def _take_back_window(self, number: int, window: Window, stream: int = 0) -> bool:
+        """Whether it was this caller who took a window out and undid what it stands for; if that fails it is in again.
+
+        Out of the books before it is out of the driver, which gives the address out again at once.
+        """
+        taken: Any = None
         try:
-            with contextlib.suppress(DeviceLostError), self._contexts[ordinal]:
-                self._undo_window(window, stream, done)
-        except BaseException:
-            if not done:
-                self._write_down(window)
+            taken = uninterrupted(self._windows.pop, number, None)
+            if taken is None:
+                return False
+            ((_, ordinal),) = window.rights
+            self._contexts[ordinal].run(self._undo_of(window, stream))
+        except BaseException as error:
+            if isinstance(error, DeviceLostError):
+                return True
+            if taken is not None and not window.is_gone:
+                self._windows[number] = window
             raise
+        return True
 
-    def _undo_window(self, window: Window, stream: int, done: list[None]) -> None:
-        """Call what takes the memory of a window back, and say when it is gone, whatever fails after that."""
-        self._call.undo("cuIpcCloseMemHandle", window.address)
-        done.append(None)
+    def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
+        """Return what takes the memory of a window back, and then says so in it; called again after an interrupt."""
+
+        def undo() -> None:
+            self._call.undo("cuIpcCloseMemHandle", (window.address,))
+            window.is_gone = True
+
+        return undo
 
     # -- 64 bytes for cuMemAlloc ----------------------------------------------------------------------------------
     def ipc_export(self, address: int) -> bytes:
@@ -234,12 +246,12 @@ class ForeignCalls(WorkCalls):
         if info.made_by != "legacy" or info.base != address:
             what = f"inside an allocation that begins at {info.base:#x}" if info.made_by == "legacy" else info.made_by
             raise UsageError(f"ipc_export({address:#x}): it takes the base of memory of cuMemAlloc; this is {what}")
-        with self._on(self._devices.device(info.location)):
-            return bytes_of(self._call("cuIpcGetMemHandle", address))
+        device = self._devices.device(info.location)
+        return bytes_of(self._on(device).run(lambda: self._call("cuIpcGetMemHandle", address)))
 
     def ipc_open(self, handle: bytes, nbytes: int, location: Location) -> int:
         device = self._devices.device(location)
-        wanted = self._struct("CUipcMemHandle", handle)
+        wanted = handle_of("CUipcMemHandle", handle)
         if nbytes <= 0:
             raise ProtocolError(f"ipc_open: an allocation of {nbytes} bytes")
         try:
@@ -270,20 +282,19 @@ class ForeignCalls(WorkCalls):
 
     # -- events -------------------------------------------------------------------------------------------------
     def event_export(self, event: int) -> bytes:
-        with self._at(event):
-            try:
-                return bytes_of(self._call("cuIpcGetEventHandle", event))
-            except DriverError as error:
-                if error.code not in (INVALID_HANDLE, INVALID_VALUE):
-                    raise
-                raise UsageError(
-                    f"event_export: {event:#x} is no event of event_create(interprocess=True) of this process "
-                    f"({error.name})"
-                ) from None
+        try:
+            return bytes_of(self._at(event).run(lambda: self._call("cuIpcGetEventHandle", event)))
+        except DriverError as error:
+            if error.call != "cuIpcGetEventHandle" or error.code not in (INVALID_HANDLE, INVALID_VALUE):
+                raise
+            raise UsageError(
+                f"event_export: {event:#x} is no event of event_create(interprocess=True) of this process "
+                f"({error.name})"
+            ) from None
 
     def event_import(self, handle: bytes, location: Location) -> int:
         device = self._devices.device(location)
-        wanted: Any = self._struct("CUipcEventHandle", handle)
+        wanted = handle_of("CUipcEventHandle", handle)
         try:
             return self._made(self._events, device, "cuEventDestroy", "cuIpcOpenEventHandle", wanted)
         except DriverError as error:
@@ -291,12 +302,12 @@ class ForeignCalls(WorkCalls):
                 raise
             raise self._not_opened(error, "event_import", "an interprocess event", location) from None
 
-    def _struct(self, name: str, data: bytes) -> Any:
-        if len(data) != HANDLE_BYTES:
-            raise ProtocolError(f"a {name} has {HANDLE_BYTES} bytes, not {len(data)}")
-        struct = getattr(self._api, name)()
-        ctypes.memmove(int(struct.getPtr()), bytes(data), HANDLE_BYTES)
-        return struct
+
+def handle_of(name: str, data: bytes) -> Handle:
+    """Return the 64 bytes of a handle as the driver takes them."""
+    if len(data) != HANDLE_BYTES:
+        raise ProtocolError(f"a {name} has {HANDLE_BYTES} bytes, not {len(data)}")
+    return Handle.from_buffer_copy(data)
 
 
 def bytes_of(struct: Any) -> bytes:

@@ -7,24 +7,26 @@ the last word. None of these calls needs a context, so none makes one.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import (
     AddressSpaceError,
+    DeviceLostError,
     DriverError,
     OutOfMemoryError,
     ProtocolError,
     UnsupportedError,
     UsageError,
 )
-from ...lifetime import noted
+from ...lifetime import noted, uninterrupted
 from ...spec import Access, HandleKind, Location
 from ..arguments import check_access, check_address, check_alignment, check_size
 from ..books import Books, Reservation
 from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 from .arguments import check_kinds
-from .bindings import UINT32, Bindings, write
+from .bindings import UINT32, Bindings, check_numbers, write
 from .devices import DEVICE, HOST, Devices
 from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
 from .objects import UNCLAIMED, CudaMapping, CudaMemory, Place
@@ -77,8 +79,10 @@ class MemoryCalls:
         check_size("address_reserve", nbytes, least)
         check_alignment("address_reserve", alignment, least)
         check_address("address_reserve", address, alignment or least, "")
+        check_numbers("cuMemAddressReserve", nbytes, alignment, address)
+        room = ctypes.c_uint64()
         try:
-            base = int(self._call("cuMemAddressReserve", nbytes, alignment, address, 0))
+            self._call.uninterrupted("cuMemAddressReserve", (ctypes.byref(room), nbytes, alignment, address, 0))
         except DriverError as error:
             if error.code in (OUT_OF_MEMORY, INVALID_VALUE):
                 raise AddressSpaceError(
@@ -86,7 +90,14 @@ class MemoryCalls:
                     f"no range of {nbytes} bytes of addresses is left; ask for less",
                 ) from None  # fmt: skip
             raise
-        self._books.reservations.add(Reservation(base, nbytes))
+        base = room.value
+        try:
+            self._books.reservations.add(Reservation(base, nbytes))
+        except BaseException as error:  # an interrupt: nobody would ever hear of these addresses
+            with noted(error):
+                self._books.reservations.discard(base)
+                self._call.undo("cuMemAddressFree", (base, nbytes))
+            raise
         return base
 
     def address_free(self, address: int, nbytes: int) -> None:
@@ -101,31 +112,42 @@ class MemoryCalls:
         if not self._books.reservations.remove(reservation):
             raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
         try:
-            self._call.undo("cuMemAddressFree", address, nbytes)
-        except BaseException:
+            self._call.undo("cuMemAddressFree", (address, nbytes))
+        except BaseException:  # or an interrupt, before
             self._books.reservations.add(reservation)
             raise
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
         memory = self._create("mem_create", nbytes, location, handle_kinds)
-        return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
+        try:
+            return self._first_handle(memory)
+        except BaseException as error:  # an interrupt
+            self._give_back(memory, error)
+            raise
 
     def mem_release(self, handle: int) -> None:
-        memory: Any = self._books.handles.pop(handle, None)
-        if memory is None:
+        memory: Any = self._books.handles.get(handle)
+        if memory is not None:
+            # Out of the books last: an interrupt leaves a handle that can be released again.
+            self._release(memory, handle)
+            memory.drop(handle)
+        if memory is None or uninterrupted(self._books.handles.pop, handle, None) is None:
             raise UsageError(f"mem_release({handle}): no such handle; each is released once")
-        try:
-            self._call.undo("cuMemRelease", memory.raw[handle])
-        except BaseException:
-            self._books.handles[handle] = memory
-            raise
-        memory.raw.pop(handle, None)
-        memory.drop(handle)
 
     def mem_retain(self, address: int) -> int:
         memory: Any = self._books.mapping_at("mem_retain", address).memory
-        return self._new_handle(memory, int(self._call("cuMemRetainAllocationHandle", address)))
+        handle, room = next(self._books.tokens), ctypes.c_uint64()
+        self._call.uninterrupted("cuMemRetainAllocationHandle", (ctypes.byref(room), address))
+        memory.raw[handle] = room.value
+        self._books.handles[handle] = memory
+        try:
+            memory.hold(handle)
+        except BaseException as error:  # an interrupt
+            with noted(error):
+                self.mem_release(handle)
+            raise
+        return handle
 
     def mem_properties(self, handle: int) -> MemoryProperties:
         memory: Any = self._books.memory("mem_properties", handle)
@@ -141,28 +163,37 @@ class MemoryCalls:
     ) -> None:
         check_access("mem_map_new", access)
         memory = self._create("mem_map_new", nbytes, location, handle_kinds)
-        self._map_only("mem_map_new", address, memory, location, access)
+        try:
+            self._map_only("mem_map_new", address, memory, location, access)
+        except BaseException as error:
+            self._give_back(memory, error)
+            raise
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        due = self._books.whole("mem_unmap", address, nbytes, gaps=True)
-        taken = [mapping for mapping in due if mapping.take()]
+        due: list[Any] = self._books.whole("mem_unmap", address, nbytes, gaps=True)
+        taken: list[Any] = []
+        is_unmapped = False
         try:
+            for mapping in due:
+                if mapping.take():
+                    taken.append(mapping)
             if len(taken) != len(due):
                 raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             for mapping in taken:
                 # First what may fail alone: memory stays until the unmap, and whoever tries again goes on from there.
-                raws: Any = mapping.memory.raw  # type: ignore[attr-defined]
-                if mapping in raws:
-                    self._call.undo("cuMemRelease", raws[mapping])
-                    raws.pop(mapping, None)
+                self._release(mapping.memory, mapping)
             # One call over whole mappings and the gaps between them: measured to work.
-            self._call.undo("cuMemUnmap", address, nbytes)
+            self._call.undo("cuMemUnmap", (address, nbytes))
+            is_unmapped = True
+            for mapping in taken:
+                self._books.withdraw(mapping)
         except BaseException:
             for mapping in taken:
-                mapping.give_back()
+                if not is_unmapped:
+                    mapping.give_back()
+                elif not mapping.is_gone:  # an interrupt: it is finished before that is passed on
+                    self._books.withdraw(mapping)
             raise
-        for mapping in taken:
-            self._books.withdraw(mapping)
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
@@ -175,12 +206,15 @@ class MemoryCalls:
             grants = self._grants[access, places] = tuple(self._grant(access, place) for place in places)
         try:
             self._call("cuMemSetAccess", address, nbytes, grants, len(grants))
+            self._write_rights(due, places, access)
         except DriverError as error:
             raise self._no_access(error, due[0].memory.place, places) from None
-        for mapping in due:
-            for place in places:
-                mapping.rights[place] = access
-            mapping.access = max(mapping.rights.values())
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt, before or after: it is finished
+                with noted(error):
+                    self._call("cuMemSetAccess", address, nbytes, grants, len(grants))
+                    self._write_rights(due, places, access)
+            raise
 
     def mem_get_access(self, address: int, location: Location) -> Access:
         place = self._devices.place(location)
@@ -204,8 +238,9 @@ class MemoryCalls:
         prop = self._prop(call, location, place, handle_kinds)
         check_size(call, nbytes, self.mem_granularity(location, handle_kinds).minimum)
         memory = CudaMemory(nbytes, handle_kinds, place)
+        check_numbers("cuMemCreate", nbytes)
         try:
-            memory.raw[UNCLAIMED] = int(self._call("cuMemCreate", nbytes, prop, 0))
+            self._obtain(memory, "cuMemCreate", nbytes, int(prop.getPtr()), 0)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
                 error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
@@ -219,43 +254,50 @@ class MemoryCalls:
         books, nbytes = self._books, memory.nbytes
         check_address(call, address, self._granule())
         mapping = CudaMapping(address, memory, books.reservation_at(call, address, nbytes))
-        books.claim(call, mapping)
+        is_mapped = False
         try:
+            books.claim(call, mapping)
             raw = next(iter(tuple(memory.raw.values())), None)
             if raw is None:
                 raise UsageError("the memory was released while this call began")
-            self._call("cuMemMap", address, nbytes, 0, raw, 0)
+            self._call.uninterrupted("cuMemMap", (address, nbytes, 0, raw, 0))
+            is_mapped = True
+            mapping.settle()
         except BaseException as error:
             imported = memory.fd is not None
-            books.withdraw(mapping)
+            if is_mapped:  # an interrupt
+                with noted(error):
+                    self._call.undo("cuMemUnmap", (address, nbytes))
+            if not mapping.is_gone:
+                books.withdraw(mapping)
             if imported and isinstance(error, DriverError) and error.code in _REFUSED:
                 raise ProtocolError(
                     f"{call}: the memory at this descriptor cannot be mapped as the {nbytes} bytes that its owner said "
                     f"it has ({error.name})"
                 ) from None
             raise
-        mapping.settle()
         return mapping
 
     def _map_only(self, call: str, address: int, memory: CudaMemory, location: Location, access: Access) -> None:
-        """Map memory whose driver handle is unclaimed: the mapping claims it, and gives it back when it goes."""
-        memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
+        """Map memory whose driver handle is unclaimed: the mapping claims it, and gives it back when it goes.
+
+        If this fails, the caller gives back what is unclaimed still.
+        """
+        mapping = None
         try:
+            memory.hold(UNCLAIMED)  # so that a failure closes no descriptor before its handle is released
             mapping = self._map(call, address, memory)
-        except BaseException as error:
-            with noted(error):
-                self.mem_release(self._new_handle(memory, memory.raw.pop(UNCLAIMED)))  # in the books if it fails
+            memory.raw[mapping] = memory.raw[UNCLAIMED]
+            del memory.raw[UNCLAIMED]
             memory.drop(UNCLAIMED)
-            raise
-        memory.raw[mapping] = memory.raw.pop(UNCLAIMED)
-        memory.drop(UNCLAIMED)
-        if access is not Access.NONE:
-            try:
+            if access is not Access.NONE:
                 self.mem_set_access(address, memory.nbytes, access, (location,))
-            except BaseException as error:
+        except BaseException as error:
+            if mapping is not None:
                 with noted(error):
                     self.mem_unmap(address, memory.nbytes)
-                raise
+                memory.drop(UNCLAIMED)
+            raise
 
     def _granule(self) -> int:
         """The least unit of addresses: the largest of the minimums of all GPUs."""
@@ -266,10 +308,57 @@ class MemoryCalls:
             )
         return self._least
 
-    def _new_handle(self, memory: CudaMemory, raw: int) -> int:
-        handle = self._books.new_handle(memory)  # type: ignore[arg-type]
-        memory.raw[handle] = raw
+    def _obtain(self, memory: CudaMemory, call: str, *arguments: Any) -> None:
+        """Have the driver make or open what `memory` stands for.
+
+        Its handle is nobody's then. The caller's next step is to claim it, in a block that gives it back otherwise.
+        """
+        room = ctypes.c_uint64()
+        self._call.uninterrupted(call, (ctypes.byref(room), *arguments))
+        memory.raw[UNCLAIMED] = room.value
+
+    def _first_handle(self, memory: CudaMemory) -> int:
+        """Return the first handle to memory that nobody has heard of; it claims the driver's."""
+        handle = next(self._books.tokens)
+        memory.hold(handle)
+        # From here on without a call, so that no interrupt comes in between.
+        self._books.handles[handle] = memory  # type: ignore[assignment]
+        memory.raw[handle] = memory.raw[UNCLAIMED]
+        del memory.raw[UNCLAIMED]
         return handle
+
+    def _give_back(self, memory: CudaMemory, error: BaseException) -> None:
+        """Release what is unclaimed of memory, after an error; if that fails it stays in the books."""
+        if UNCLAIMED in memory.raw:
+            with noted(error):
+                memory.users.clear()  # who began to use it came to nothing
+                self.mem_release(self._first_handle(memory))
+
+    def _release(self, memory: CudaMemory, user: object) -> None:
+        """Release the driver handle of a user, unless that was done. Whoever takes it out of the list does it."""
+        raw = memory.raw.get(user)
+        if raw is None:
+            return
+        if self._call.lost is not None:
+            memory.raw.pop(user, None)
+            return
+        function = self._call.function("cuMemRelease")
+        try:
+            # Taken out and released in one step: there is no moment at which it is neither or both.
+            (status,) = map(function, map(memory.raw.pop, (user,)))
+        except KeyError:  # by another thread
+            return
+        if status:
+            memory.raw[user] = raw
+            error = self._call.failure("cuMemRelease", status)
+            if not isinstance(error, DeviceLostError):
+                raise error
+
+    def _write_rights(self, due: Sequence[Any], places: Sequence[Place], access: Access) -> None:
+        for mapping in due:
+            for place in places:
+                mapping.rights[place] = access
+            mapping.access = max(mapping.rights.values())
 
     def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind) -> Any:
         """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""

@@ -11,7 +11,6 @@ more since 13.1. cuda-bindings ask the driver for each form by its version and g
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import replace
 from typing import Any
@@ -22,10 +21,10 @@ from ..arguments import check_size
 from ..books import duplicate
 from ..protocol import Granularity, LiveObjects, MemoryProperties
 from .arguments import check_descriptor, check_kinds
-from .bindings import UINT32, UINT64, Bindings, read, version_text, write
+from .bindings import UINT32, UINT64, Bindings, check_numbers, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
-from .objects import CudaMapping, CudaMemory
+from .objects import UNCLAIMED, CudaMapping, CudaMemory
 from .pools import PoolCalls
 from .support import MULTICAST, MULTICAST_SINCE
 
@@ -94,12 +93,16 @@ class MulticastCalls(PoolCalls):
         least = self.multicast_granularity(num_devices, nbytes, handle_kinds).minimum
         check_size("multicast_create", nbytes, least)
         prop = self._team_prop("multicast_create", num_devices, nbytes, handle_kinds)
+        team = CudaMulticast(nbytes, handle_kinds, num_devices)
         try:
-            raw = int(self._call("cuMulticastCreate", prop))
+            self._obtain(team, "cuMulticastCreate", int(prop.getPtr()))
+            self._multicast_seen = True
+            return self._first_handle(team)
         except DriverError as error:
             raise self._team_refused(error, num_devices, handle_kinds) from None
-        self._multicast_seen = True
-        return self._new_handle(CudaMulticast(nbytes, handle_kinds, num_devices), raw)
+        except BaseException as error:  # an interrupt
+            self._give_back(team, error)
+            raise
 
     def multicast_import(self, fd: int, kind: HandleKind, nbytes: int, num_devices: int) -> int:
         self._multicast_on()
@@ -108,26 +111,26 @@ class MulticastCalls(PoolCalls):
             raise UsageError("multicast_import: kind must be POSIX_FD")
         check_size("multicast_import", nbytes, self.multicast_granularity(num_devices, nbytes, kind).minimum)
         check_descriptor("multicast_import", fd)
-        kept = duplicate(fd)
-        raws: list[int] = []
+        kept, team = duplicate(fd), None
         try:
+            team = CudaMulticast(nbytes, kind, num_devices, kept)
             try:
-                raws.append(int(self._call("cuMemImportFromShareableHandle", kept, self._handle_type(kind))))
+                self._obtain(team, "cuMemImportFromShareableHandle", kept, int(kind))
             except DriverError as error:
                 if isinstance(error, OutOfMemoryError):
                     raise
                 raise ProtocolError(
                     f"multicast_import({fd}): nothing that the driver exported ({error.name})"
                 ) from None
-            if self._is_memory(raws[0]):
+            if self._is_memory(team.raw[UNCLAIMED]):
                 raise ProtocolError(f"multicast_import({fd}): this is memory, not a multicast object; see mem_import")
             self._multicast_seen = True
-            return self._new_handle(CudaMulticast(nbytes, kind, num_devices, kept), raws[0])
-        except BaseException:
-            os.close(kept)
-            for raw in raws:
-                with contextlib.suppress(DriverError):
-                    self._call("cuMemRelease", raw)
+            return self._first_handle(team)
+        except BaseException as error:
+            if team is not None and team.raw:
+                self._give_back(team, error)  # in the books if it fails
+            else:
+                os.close(kept)
             raise
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
@@ -138,8 +141,9 @@ class MulticastCalls(PoolCalls):
         if len(team.added) >= team.num_devices:
             raise UsageError(f"multicast_add_device: all {team.num_devices} devices of this object were added already")
         self._multicast_on_device((device,))
-        self._call("cuMulticastAddDevice", team.raw[handle], device.handle)
-        team.added[device.ordinal] = None
+        ordinal, arguments = device.ordinal, (team.raw[handle], device.handle)
+        self._call.uninterrupted("cuMulticastAddDevice", arguments)
+        team.added[ordinal] = None
 
     def multicast_bind_mem(self, handle: int, offset: int, memory_handle: int, memory_offset: int, nbytes: int) -> None:
         team = self._team("multicast_bind_mem", handle)
@@ -162,7 +166,8 @@ class MulticastCalls(PoolCalls):
     def multicast_unbind(self, handle: int, location: Location, offset: int, nbytes: int) -> None:
         team = self._team("multicast_unbind", handle)
         device = self._devices.device(location)
-        self._call("cuMulticastUnbind", team.raw[handle], device.handle, offset, nbytes)
+        check_numbers("cuMulticastUnbind", offset, nbytes)
+        self._call.uninterrupted("cuMulticastUnbind", (team.raw[handle], device.handle, offset, nbytes))
 
     # -- where such an object is not memory ---------------------------------------------------------------------
     def mem_properties(self, handle: int) -> MemoryProperties:
@@ -177,11 +182,15 @@ class MulticastCalls(PoolCalls):
         super().mem_map(address, nbytes, offset, handle)
 
     def mem_export(self, handle: int, kind: HandleKind) -> int:
-        fd = super().mem_export(handle, kind)
         team = self._found(handle) if self._multicast_seen else None
-        if team is not None:
-            team.is_shared = True
-        return fd
+        if team is None or team.is_shared:
+            return super().mem_export(handle, kind)
+        team.is_shared = True  # before it is: others may add devices from then on
+        try:
+            return super().mem_export(handle, kind)
+        except Exception:
+            team.is_shared = False
+            raise
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
         try:

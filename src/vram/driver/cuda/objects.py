@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
+from collections.abc import Iterator
 from typing import Any
 
+from ...lifetime import close_all, uninterrupted
 from ...spec import Access, HandleKind
 from ..books import Mapping, Reservation, Ticket
 
-__all__ = ["UNCLAIMED", "Counted", "CudaMapping", "CudaMemory", "Place", "Window"]
+__all__ = ["UNCLAIMED", "Counted", "CudaMapping", "CudaMemory", "Place", "Taken", "Window"]
 
 Place = tuple[int, int]  # CUmemLocationType and id
 UNCLAIMED = "unclaimed"  # among the driver handles of an allocation: nobody's yet
@@ -44,8 +45,8 @@ class CudaMemory:
         """Strike a user out; the last one closes the descriptor."""
         self.users.pop(user, None)
         if not self.users:
-            with contextlib.suppress(IndexError):
-                os.close(self._fds.pop())
+            with contextlib.suppress(IndexError):  # another thread closed it
+                close_all(self._fds)
 
     @property
     def fd(self) -> int | None:
@@ -66,10 +67,12 @@ class CudaMapping(Mapping):
 class Window:
     """A span that somebody else keeps mapped, as the calls that move bytes see it: in the place of a mapping.
 
-    `kind` says which call undoes it; empty if its owner is another library in this process.
+    `kind` says which call undoes it; empty if its owner is another library in this process. An undo that was
+    interrupted is called again: `is_freed` says that the driver has taken the memory back, `is_gone` that nothing is
+    left to do.
     """
 
-    __slots__ = ("address", "kind", "nbytes", "rights")
+    __slots__ = ("address", "is_freed", "is_gone", "kind", "nbytes", "rights")
 
     memory = None  # none that the books know
 
@@ -78,6 +81,7 @@ class Window:
         self.nbytes = nbytes
         self.rights = rights
         self.kind = kind
+        self.is_freed = self.is_gone = False
 
     @property
     def access(self) -> Access:
@@ -85,36 +89,50 @@ class Window:
         return max(self.rights.values())
 
 
-class Counted(dict[int, int]):
-    """Books of what the driver may give out several times under one number: a pool, imported again.
+class Taken(dict[int, int]):
+    """Books of what the driver gave out, by its number: to the ordinal of the GPU."""
 
-    Every step is one operation of a dictionary or list, which Python makes atomic: no undo waits here.
+    def take(self, number: int) -> int | None:
+        """Take one out; None if it is not there. No interrupt comes before the caller has what this returns."""
+        return uninterrupted(self.pop, number, None)
+
+
+class Counted:
+    """The same, of what the driver may give out several times under one number: a pool, imported again.
+
+    Every step is one operation of a dictionary or list, which Python makes atomic: no undo waits here. A number stays
+    when none of it is out: there are few pools.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._out: dict[int, list[int]] = {}
 
     def __setitem__(self, number: int, ordinal: int) -> None:
-        self._out.setdefault(number, []).append(ordinal)
-        super().__setitem__(number, ordinal)
+        uninterrupted(self._out.setdefault(number, []).append, ordinal)  # in the end: after an interrupt it is not in
+
+    def get(self, number: int, default: int | None = None) -> int | None:
+        """Return the ordinal of the GPU, or `default` if it is not out."""
+        for ordinal in reversed(self._out.get(number, ())):
+            return ordinal
+        return default
 
     def take(self, number: int) -> int | None:
         """Take one of them out; None if all are."""
-        out = self._out.get(number)
+        out = self._out.get(number, [])
         try:
-            ordinal = out.pop() if out else None
+            return uninterrupted(out.pop)
         except IndexError:
             return None
-        if not out:
-            super().pop(number, None)
-            if out:  # another thread was given it in between
-                super().__setitem__(number, out[-1])
-        return ordinal
 
     def all(self) -> list[int]:
         """Return the numbers that are out, each as often as it is."""
         return [number for number, out in tuple(self._out.items()) for _ in tuple(out)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([number for number, out in tuple(self._out.items()) if out])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 _NOBODY = Ticket()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import DriverError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
+from ...errors import DeviceLostError, DriverError, OutOfMemoryError, ProtocolError, UnsupportedError, UsageError
 from ...spec import Access, HandleKind, Location
 from ..foreign import MAX_POOL_ALLOCATION
 from ..protocol import LiveObjects
 from .arguments import check_descriptor, check_kinds
-from .bindings import UINT32, Bindings, write
+from .bindings import UINT32, Bindings, check_numbers, write
 from .devices import DEVICE, Devices
 from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
-from .foreign import ForeignCalls, bytes_of
+from .foreign import ForeignCalls, bytes_of, handle_of
 from .objects import Counted, Window
 
 __all__ = ["PoolCalls"]
@@ -45,7 +47,7 @@ class PoolCalls(ForeignCalls):
         for offset, value in ((0, _PINNED), (4, int(handle_kinds)), (8, DEVICE), (12, device.ordinal)):
             write(prop, offset, UINT32, value)
         try:
-            return self._made(self._pools, device, "cuMemPoolDestroy", "cuMemPoolCreate", prop)
+            return self._made(self._pools, device, "cuMemPoolDestroy", "cuMemPoolCreate", int(prop.getPtr()))
         except DriverError as error:
             if error.code not in _REFUSED or error.call != "cuMemPoolCreate":
                 raise
@@ -57,22 +59,25 @@ class PoolCalls(ForeignCalls):
             ) from None  # fmt: skip
 
     def pool_destroy(self, pool: int) -> None:
-        ordinal = self._pools.take(pool)
-        if ordinal is None:
+        if not self._take_back(self._pools, "cuMemPoolDestroy", pool):
             raise UsageError(f"pool_destroy({pool:#x}): no pool of this driver")
-        self._take_back(self._pools, ordinal, "cuMemPoolDestroy", pool)
 
     def pool_export(self, pool: int, kind: HandleKind) -> int:
         if kind != HandleKind.POSIX_FD:
             check_kinds("pool_export", kind, self._call.driver_version)
             raise UsageError("pool_export: kind must be POSIX_FD")
-        call, fds = "cuMemPoolExportToShareableHandle", list[int]()
+        call, room, fd = "cuMemPoolExportToShareableHandle", ctypes.c_int(), -1
+
+        def export() -> None:
+            nonlocal fd
+            self._call.uninterrupted(call, (ctypes.byref(room), pool, int(kind), 0))
+            fd = room.value
+
         try:
-            with self._in(pool):
-                fds.append(int(self._call(call, pool, self._handle_type(kind), 0)))
-            os.set_inheritable(fds[0], False)
+            self._in(pool).run(export)
+            os.set_inheritable(fd, False)
         except BaseException as error:
-            for fd in fds:
+            if fd != -1:
                 os.close(fd)
             if not isinstance(error, DriverError) or error.code not in _REFUSED or error.call != call:
                 raise
@@ -80,7 +85,7 @@ class PoolCalls(ForeignCalls):
                 f"pool_export({pool:#x}): the pool was not created to leave the process ({error.name}); ask for "
                 f"POSIX_FD when it is made"
             ) from None
-        return fds[0]
+        return fd
 
     def pool_import(self, fd: int, kind: HandleKind, location: Location) -> int:
         if kind != HandleKind.POSIX_FD:
@@ -88,11 +93,11 @@ class PoolCalls(ForeignCalls):
             raise UsageError("pool_import: kind must be POSIX_FD")
         device = self._devices.device(location)
         check_descriptor("pool_import", fd)
-        call: tuple[Any, ...] = ("cuMemPoolImportFromShareableHandle", fd, self._handle_type(kind), 0)
+        call = "cuMemPoolImportFromShareableHandle"
         try:
-            return self._made(self._pools, device, "cuMemPoolDestroy", *call)
+            return self._made(self._pools, device, "cuMemPoolDestroy", call, fd, int(kind), 0)
         except DriverError as error:
-            if error.code not in _REFUSED or error.call != call[0]:
+            if error.code not in _REFUSED or error.call != call:
                 raise
             raise ProtocolError(f"pool_import({fd}): no descriptor of a pool ({error.name})") from None
 
@@ -100,8 +105,7 @@ class PoolCalls(ForeignCalls):
         grants = [self._grant(access, self._devices.place(location)) for location in locations]
         if not grants:
             raise UsageError("pool_set_access: no location was named")
-        with self._in(pool):
-            self._call("cuMemPoolSetAccess", pool, grants, len(grants))
+        self._in(pool).run(lambda: self._call("cuMemPoolSetAccess", pool, grants, len(grants)))
 
     # -- memory of a pool ---------------------------------------------------------------------------------------
     def pool_allocate(self, pool: int, nbytes: int, stream: int) -> int:
@@ -109,6 +113,7 @@ class PoolCalls(ForeignCalls):
             raise UsageError(f"pool_allocate: {nbytes} bytes")
         device = self._devices.all[self._ordinal(pool)]
         call = "cuMemAllocFromPoolAsync"
+        check_numbers(call, nbytes, stream)
         try:
             return self._open(device, "pool", nbytes, call, nbytes, pool, stream, stream=stream)
         except OutOfMemoryError as error:
@@ -136,8 +141,8 @@ class PoolCalls(ForeignCalls):
             )
         _check_openable("pool_export_pointer", info.nbytes)
         try:
-            with self._on(self._devices.device(info.location)):
-                return bytes_of(self._call("cuMemPoolExportPointer", address))
+            device = self._devices.device(info.location)
+            return bytes_of(self._on(device).run(lambda: self._call("cuMemPoolExportPointer", address)))
         except DriverError as error:
             if error.code not in _REFUSED or error.call != "cuMemPoolExportPointer":
                 raise
@@ -150,7 +155,7 @@ class PoolCalls(ForeignCalls):
         if nbytes <= 0:
             raise ProtocolError(f"pool_open_pointer: an allocation of {nbytes} bytes")
         _check_openable("pool_open_pointer", nbytes)
-        wanted = self._struct("CUmemPoolPtrExportData", handle)
+        wanted = ctypes.byref(handle_of("CUmemPoolPtrExportData", handle))
         device = self._devices.all[self._ordinal(pool)]
         call = "cuMemPoolImportPointer"
         try:
@@ -183,23 +188,34 @@ class PoolCalls(ForeignCalls):
                 raise ProtocolError(f"{call}: the pool was said to be on cuda:{place[1]}, and is on cuda:{ordinal}")
         super()._check_opened(window, call)
 
-    def _take_back_window(self, window: Window, stream: int = 0) -> None:
-        if window.kind == "pool pointer" and self._pointers.get(window.address) is not window:
-            return  # it was open already: to free it would be to free the other
-        super()._take_back_window(window, stream)
-
-    def _undo_window(self, window: Window, stream: int, done: list[None]) -> None:
+    def _undo_of(self, window: Window, stream: int) -> Callable[[], object]:
         if window.kind == "ipc":
-            super()._undo_window(window, stream, done)
-            return
-        if window.kind == "pool":
-            self._call.undo("cuMemFreeAsync", window.address, stream)
-            done.append(None)
-            return
-        self._call.undo("cuMemFreeAsync", window.address, _LEGACY_STREAM)
-        done.append(None)
-        self._pointers.pop(window.address, None)
-        self._call.undo("cuStreamSynchronize", _LEGACY_STREAM)  # its maker may free it the moment this is known
+            return super()._undo_of(window, stream)
+
+        def free() -> None:
+            self._call.undo("cuMemFreeAsync", (window.address, stream))
+            window.is_gone = True
+
+        def close() -> None:
+            # An interrupt may have come before anybody wrote it down there.
+            if not window.is_freed and self._pointers.setdefault(window.address, window) is not window:
+                window.is_gone = True  # it was open already: to free it would be to free the other
+                return
+            if not window.is_freed:
+                self._call.undo("cuMemFreeAsync", (window.address, _LEGACY_STREAM))
+                window.is_freed = True
+            if self._pointers.get(window.address) is window:
+                self._pointers.pop(window.address, None)
+            try:
+                with contextlib.suppress(DeviceLostError):
+                    # Its maker may free it the moment this is known.
+                    self._call("cuStreamSynchronize", _LEGACY_STREAM)
+            except Exception:
+                window.is_gone = True
+                raise
+            window.is_gone = True
+
+        return free if window.kind == "pool" else close
 
     def _ordinal(self, pool: int) -> int:
         ordinal = self._pools.get(pool)
@@ -209,8 +225,7 @@ class PoolCalls(ForeignCalls):
 
     def _in(self, pool: int) -> Any:
         # A pool of another library knows its own GPU; the driver only wants that any context is current.
-        used = (device.ordinal for device in self._devices.all if device.is_used)
-        return self._contexts[self._pools.get(pool, next(used, 0))]
+        return self._used(self._pools.get(pool))
 
 
 def _check_openable(call: str, nbytes: int) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
 from ...errors import DriverError, ProtocolError, UnsupportedError, UsageError
-from ...lifetime import noted
 from ...spec import Access, HandleKind, Location
 from ..arguments import check_access, check_size
 from ..books import duplicate
@@ -14,7 +14,7 @@ from .arguments import check_descriptor, check_kinds
 from .bindings import UINT64, read
 from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
 from .memory import MemoryCalls
-from .objects import UNCLAIMED, CudaMemory
+from .objects import UNCLAIMED, CudaMemory, Place
 
 __all__ = ["SharingCalls"]
 
@@ -35,7 +35,9 @@ class SharingCalls(MemoryCalls):
             )
         if memory.fd is not None:
             return duplicate(memory.fd)
-        fd = int(self._call("cuMemExportToShareableHandle", memory.raw[handle], self._handle_type(kind), 0))
+        room, raw = ctypes.c_int(), memory.raw[handle]
+        self._call.uninterrupted("cuMemExportToShareableHandle", (ctypes.byref(room), raw, int(kind), 0))
+        fd = room.value
         try:
             os.set_inheritable(fd, False)
         except BaseException:
@@ -45,7 +47,11 @@ class SharingCalls(MemoryCalls):
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
         memory = self._import("mem_import", fd, kind, nbytes)
-        return self._new_handle(memory, memory.raw.pop(UNCLAIMED))
+        try:
+            return self._first_handle(memory)
+        except BaseException as error:  # an interrupt
+            self._give_back(memory, error)
+            raise
 
     def mem_map_import(
         self,
@@ -65,11 +71,14 @@ class SharingCalls(MemoryCalls):
             )  # fmt: skip
         check_access("mem_map_import", access)
         memory = self._import("mem_map_import", fd, kind, nbytes)
-        where = self._devices.location(*memory.place)
-        if location is not None and memory.place != self._devices.place(location):
-            self.mem_release(self._new_handle(memory, memory.raw.pop(UNCLAIMED)))
-            raise ProtocolError(f"mem_map_import({fd}): the memory is on {where}, not on {location} as was said")
-        self._map_only("mem_map_import", address, memory, where, access)
+        try:
+            where = self._devices.location(*memory.place)
+            if location is not None and memory.place != self._devices.place(location):
+                raise ProtocolError(f"mem_map_import({fd}): the memory is on {where}, not on {location} as was said")
+            self._map_only("mem_map_import", address, memory, where, access)
+        except BaseException as error:
+            self._give_back(memory, error)
+            raise
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int) -> CudaMemory:
         """Open memory, whose driver handle is still to be claimed."""
@@ -78,10 +87,16 @@ class SharingCalls(MemoryCalls):
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes, self._granule())
         check_descriptor(call, fd)
-        kept = duplicate(fd)
+        kept, memory = duplicate(fd), None
         try:
-            raw = int(self._call("cuMemImportFromShareableHandle", kept, self._handle_type(kind)))
+            memory = CudaMemory(nbytes, kind, _NOT_KNOWN_YET, kept)
+            self._obtain(memory, "cuMemImportFromShareableHandle", kept, int(kind))
+            # The driver does not tell the size; a wrong one is refused by cuMemMap. Nor the kinds: it says NONE.
+            memory.place = self._place_of_memory(memory.raw[UNCLAIMED])
         except BaseException as error:
+            if memory is not None and memory.raw:
+                self._give_back(memory, error)  # in the books if it fails
+                raise
             os.close(kept)
             if isinstance(error, DriverError) and error.code in _FOREIGN:
                 raise ProtocolError(f"{call}({fd}): no memory that the driver exported ({error.name})") from None
@@ -93,18 +108,8 @@ class SharingCalls(MemoryCalls):
                     "Start this process with the GPU that the memory is on among CUDA_VISIBLE_DEVICES",
                 ) from None  # fmt: skip
             raise
-        memory = CudaMemory(nbytes, kind, _NOT_KNOWN_YET, kept)
-        try:
-            # The driver does not tell the size; a wrong one is refused by cuMemMap. Nor the kinds: it says NONE.
-            prop = self._call("cuMemGetAllocationPropertiesFromHandle", raw)
-            place = read(prop, 8, UINT64)  # type and id, 4 bytes each
-            memory.place = (place & 0xFFFFFFFF, place >> 32)
-        except BaseException as error:
-            with noted(error):
-                self.mem_release(self._new_handle(memory, raw))  # in the books if it fails
-            raise
-        memory.raw[UNCLAIMED] = raw
         return memory
 
-    def _handle_type(self, kind: HandleKind) -> Any:
-        return self._api.CUmemAllocationHandleType(int(kind))
+    def _place_of_memory(self, raw: int) -> Place:
+        place = read(self._call("cuMemGetAllocationPropertiesFromHandle", raw), 8, UINT64)  # type and id, 4 bytes each
+        return place & 0xFFFFFFFF, place >> 32

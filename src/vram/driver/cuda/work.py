@@ -6,10 +6,8 @@ other libraries that did not ask for non-blocking streams.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from ...errors import DeviceLostError, DriverError, RangeError, UsageError
@@ -17,10 +15,10 @@ from ...lifetime import noted
 from ...spec import Access, Location
 from .. import libc
 from .attributes import DEVICE_ORDINAL, attribute
-from .bindings import Bindings
+from .bindings import Bindings, check_numbers
 from .devices import DEVICE, Current, Device, Devices
 from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_READY
-from .objects import CudaMapping
+from .objects import Counted, CudaMapping, Taken
 from .sharing import SharingCalls
 
 __all__ = ["WorkCalls"]
@@ -40,13 +38,10 @@ class WorkCalls(SharingCalls):
         # Each hand-over waits for the GPU: since CUDA 13 that takes one call instead of three.
         self._takes_context = bindings.has("cuCtxSynchronize_v2") and bindings.driver_version >= 13000
         self._lending = threading.Lock()  # no undo comes here
-        self._streams: dict[int, int] = {}
-        self._events: dict[int, int] = {}
-        self._registered: dict[int, int] = {}
+        self._streams, self._events, self._registered = Taken(), Taken(), Taken()
 
     def mem_info(self, location: Location) -> tuple[int, int]:
-        with self._on(self._devices.device(location)):
-            free, total = self._call("cuMemGetInfo")
+        free, total = self._on(self._devices.device(location)).run(lambda: self._call("cuMemGetInfo"))
         return int(free), int(total)
 
     # -- done when they return ----------------------------------------------------------------------------------
@@ -65,8 +60,7 @@ class WorkCalls(SharingCalls):
         if device is None:
             self._copy_between(destination, source, nbytes, writing, reading)
             return
-        with self._done_on(device):
-            self._call("cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
+        self._do(device, "cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
 
     def copy_in(self, destination: int, source: memoryview) -> None:
         nbytes = source.nbytes
@@ -98,8 +92,7 @@ class WorkCalls(SharingCalls):
         if any(place[0] != DEVICE for place in who):
             ctypes.memset(address, value, nbytes)
             return
-        with self._done_on(self._needed("fill", address, who)):
-            self._call("cuMemsetD8Async", address, value, nbytes, _LEGACY)
+        self._do(self._needed("fill", address, who), "cuMemsetD8Async", address, value, nbytes, _LEGACY)
 
     def synchronize(self, location: Location) -> None:
         place = self._devices.place(location)
@@ -111,8 +104,7 @@ class WorkCalls(SharingCalls):
             if self._takes_context:
                 self._call("cuCtxSynchronize_v2", device.context)
             else:
-                with self._on(device):
-                    self._call("cuCtxSynchronize")
+                self._on(device).run(lambda: self._call("cuCtxSynchronize"))
 
     # -- in the order of a stream -------------------------------------------------------------------------------
     def ordinal_of(self, address: int) -> int:
@@ -127,7 +119,7 @@ class WorkCalls(SharingCalls):
         return ordinal
 
     def copy_async(self, destination: int, source: int, nbytes: int, stream: int) -> None:
-        with self._under(stream):
+        def copy() -> None:
             try:
                 self._call("cuMemcpyAsync", destination, source, nbytes, stream)
             except DriverError as error:
@@ -139,26 +131,24 @@ class WorkCalls(SharingCalls):
                     raise
                 self._call("cuMemcpyPeerAsync", destination, there.context, source, here.context, nbytes, stream)
 
+        self._under(stream).run(copy)
+
     def fill_async(self, address: int, value: int, nbytes: int, stream: int) -> None:
-        with self._under(stream):
-            self._call("cuMemsetD8Async", address, value, nbytes, stream)
+        self._under(stream).run(lambda: self._call("cuMemsetD8Async", address, value, nbytes, stream))
 
     def stream_create(self, location: Location) -> int:
         device = self._devices.device(location)
         return self._made(self._streams, device, "cuStreamDestroy", "cuStreamCreate", _NON_BLOCKING)
 
     def stream_destroy(self, stream: int) -> None:
-        ordinal = self._streams.pop(stream, None)
-        if ordinal is None:
+        if not self._take_back(self._streams, "cuStreamDestroy", stream):
             raise UsageError(f"stream_destroy({stream:#x}): no stream of this driver")
-        self._take_back(self._streams, ordinal, "cuStreamDestroy", stream)
 
     def stream_synchronize(self, stream: int, location: Location) -> None:
-        with self._on(self._devices.device(location)):
-            self._call("cuStreamSynchronize", stream)
+        self._on(self._devices.device(location)).run(lambda: self._call("cuStreamSynchronize", stream))
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
-        with self._on(self._devices.device(location)):
+        def wait() -> None:
             try:
                 self._call("cuStreamWaitEvent", stream, event, 0)
             except DriverError as error:
@@ -166,13 +156,15 @@ class WorkCalls(SharingCalls):
                     raise
                 raise UsageError(f"stream_wait: {stream:#x} is no stream (any more), or {event:#x} no event") from None
 
+        self._on(self._devices.device(location)).run(wait)
+
     def event_create(self, location: Location, *, interprocess: bool = False) -> int:
         device = self._devices.device(location)
         flags = _DISABLE_TIMING | (_INTERPROCESS if interprocess else 0)
         return self._made(self._events, device, "cuEventDestroy", "cuEventCreate", flags)
 
     def event_record(self, event: int, stream: int) -> None:
-        with self._at(event):
+        def record() -> None:
             try:
                 self._call("cuEventRecord", event, stream)
             except DriverError as error:
@@ -182,37 +174,37 @@ class WorkCalls(SharingCalls):
                     f"event_record: {stream:#x} is no stream (any more) of the GPU that the event {event:#x} is of"
                 ) from None
 
+        self._at(event).run(record)
+
     def event_is_done(self, event: int) -> bool:
-        with self._at(event):
+        def is_done() -> bool:
             try:
                 self._call("cuEventQuery", event)
             except DriverError as error:
                 if error.code == NOT_READY:
                     return False
                 raise
-        return True
+            return True
+
+        return self._at(event).run(is_done)
 
     def event_synchronize(self, event: int) -> None:
-        with self._at(event):
-            self._call("cuEventSynchronize", event)
+        self._at(event).run(lambda: self._call("cuEventSynchronize", event))
 
     def event_destroy(self, event: int) -> None:
-        ordinal = self._events.pop(event, None)
-        if ordinal is None:
+        if not self._take_back(self._events, "cuEventDestroy", event):
             raise UsageError(f"event_destroy({event:#x}): no event of this driver")
-        self._take_back(self._events, ordinal, "cuEventDestroy", event)
 
     # -- memory of the host that the GPU reads on its own ---------------------------------------------------------
     def host_register(self, address: int, nbytes: int, location: Location) -> None:
         device = self._devices.device(location)
-        call = ("cuMemHostRegister", address, nbytes, _PORTABLE)
-        self._made(self._registered, device, "cuMemHostUnregister", *call, number=address)
+        check_numbers("cuMemHostRegister", address, nbytes)
+        call = "cuMemHostRegister"
+        self._made(self._registered, device, "cuMemHostUnregister", call, address, nbytes, _PORTABLE, number=address)
 
     def host_unregister(self, address: int) -> None:
-        ordinal = self._registered.pop(address, None)
-        if ordinal is None:
+        if not self._take_back(self._registered, "cuMemHostUnregister", address):
             raise UsageError(f"host_unregister({address:#x}): nothing was registered there")
-        self._take_back(self._registered, ordinal, "cuMemHostUnregister", address)
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _home_of(self, address: int, error: DriverError) -> Device | None:
@@ -226,33 +218,66 @@ class WorkCalls(SharingCalls):
             return None
 
     def _made(
-        self, books: dict[int, int], device: Device, undo: str, call: str, *arguments: int, number: int | None = None
+        self,
+        books: Taken | Counted,
+        device: Device,
+        undo: str,
+        call: str,
+        *arguments: Any,
+        number: int | None = None,
     ) -> int:
-        """Make something under a device's context and write it down; nothing is left if any of that fails (I4)."""
-        made: list[int] = []
-        try:
-            with self._on(device):
-                found = self._call(call, *arguments)
-                made.append(int(found) if number is None else number)
-            books[made[0]] = device.ordinal
-        except BaseException as error:
-            for one in made:
-                with noted(error):
-                    self._take_back(books, device.ordinal, undo, one)
-            raise
-        return made[0]
+        """Make something under a device's context and write it down; nothing is left if any of that fails (I4).
 
-    def _take_back(self, books: dict[int, int], ordinal: int, call: str, number: int) -> None:
-        """Take back what is not in the books any more, or not yet; if that fails it is in them afterwards."""
-        done: list[None] = []
+        Not to be called with a list of arguments spread out (``*``): an interrupt comes when such a call has returned.
+
+        Parameters
+        ----------
+        number : int, optional
+            What it is known by; by default what the driver puts out.
+        """
+        room, made = ctypes.c_uint64(), 0
+        given = arguments if number is not None else (ctypes.byref(room), *arguments)
+
+        def make() -> None:
+            nonlocal made
+            self._call.uninterrupted(call, given)
+            made = room.value if number is None else number
+
         try:
-            with contextlib.suppress(DeviceLostError), self._contexts[ordinal]:
-                self._call.undo(call, number)
-                done.append(None)
-        except BaseException:
-            if not done:
+            self._on(device).run(make)
+            books[made] = device.ordinal
+        except BaseException as error:
+            if made:
+                with noted(error):
+                    books[made] = device.ordinal  # if it fails it stays there
+                    self._take_back(books, undo, made)
+            raise
+        return made
+
+    def _take_back(self, books: Taken | Counted, call: str, number: int) -> bool:
+        """Whether it was this caller who took back what the driver knows by a number. If it fails it is in the books.
+
+        Out of them before it is out of the driver, which gives the number out again at once.
+        """
+        ordinal, is_gone = None, False
+
+        def undo() -> None:
+            nonlocal is_gone
+            self._call.undo(call, (number,))
+            is_gone = True
+
+        try:
+            ordinal = books.take(number)
+            if ordinal is None:
+                return False
+            self._contexts[ordinal].run(undo)
+        except BaseException as error:
+            if isinstance(error, DeviceLostError):
+                return True
+            if ordinal is not None and not is_gone:
                 books[number] = ordinal
             raise
+        return True
 
     def _on(self, device: Device) -> Current:
         return self._contexts[device.ordinal]
@@ -265,16 +290,26 @@ class WorkCalls(SharingCalls):
 
     def _at(self, event: int) -> Current:
         # An event of another library knows its own context; the driver only wants that any is current.
-        ordinal = self._events.get(event)
+        return self._used(self._events.get(event))
+
+    def _used(self, ordinal: int | None) -> Current:
+        """Return the context of a GPU; where it does not matter of which, one that is there already if any is."""
         if ordinal is None:
-            ordinal = next((device.ordinal for device in self._devices.all if device.is_used), 0)
+            ordinal = 0
+            for device in self._devices.all:
+                if device.is_used:
+                    ordinal = device.ordinal
+                    break
         return self._contexts[ordinal]
 
-    @contextlib.contextmanager
-    def _done_on(self, device: Device) -> Iterator[None]:
-        with self._on(device):
-            yield
+    def _do(self, device: Device, call: str, *arguments: Any) -> None:
+        """Have a device do something, and return when it is done."""
+
+        def work() -> None:
+            self._call(call, *arguments)
             self._call("cuStreamSynchronize", _LEGACY)
+
+        self._on(device).run(work)
 
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
         return self._books.accessible(call, address, nbytes, access)
@@ -286,8 +321,7 @@ class WorkCalls(SharingCalls):
         if any(place[0] != DEVICE for place in who):  # memory of the host: the CPU may touch it
             ctypes.memmove(destination, source, nbytes)
             return
-        with self._done_on(self._needed(call, due[0].address, who)):
-            self._call(call, destination, source, nbytes, _LEGACY)
+        self._do(self._needed(call, due[0].address, who), call, destination, source, nbytes, _LEGACY)
 
     def _worker(self, who: set[tuple[int, int]]) -> Device | None:
         ordinals = sorted(number for kind, number in who if kind == DEVICE)
@@ -310,9 +344,8 @@ class WorkCalls(SharingCalls):
         here = self._needed("copy", source, _who(reading, Access.READ))
         if not all(isinstance(mapping, CudaMapping) for mapping in reading):
             # Of memory that others mapped nobody may lend rights; these calls made it reachable by context instead.
-            with self._done_on(there):
-                contexts = (there.context, here.context)
-                self._call("cuMemcpyPeerAsync", destination, contexts[0], source, contexts[1], nbytes, _LEGACY)
+            call = "cuMemcpyPeerAsync"
+            self._do(there, call, destination, there.context, source, here.context, nbytes, _LEGACY)
             return
         place = (DEVICE, there.ordinal)
         may_read = self._grant(Access.READ, place)
@@ -321,10 +354,9 @@ class WorkCalls(SharingCalls):
             try:
                 for mapping in reading:
                     # Past the books: nobody else may count on a right that goes again.
+                    lent.append(mapping)  # first: after an interrupt nobody knows, and to end it twice does no harm
                     self._call("cuMemSetAccess", mapping.address, mapping.nbytes, (may_read,), 1)
-                    lent.append(mapping)
-                with self._done_on(there):
-                    self._call("cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
+                self._do(there, "cuMemcpyDtoDAsync", destination, source, nbytes, _LEGACY)
             except BaseException as error:
                 with noted(error):
                     self._end_loan(lent, place)
