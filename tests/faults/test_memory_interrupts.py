@@ -1,8 +1,7 @@
 """Ctrl-C at every point where it can come while memory is made, changed or taken back (I4, I12).
 
-Python delivers an interrupt where a function begins and where a call of a C function returns. These are the two events
-that a profile function sees, and what it raises goes up from there: so each such point of ``vram.memory``, the host's
-driver and ``vram.lifetime`` is tried. Nothing is left that nobody owns, and everything goes on from there.
+Each point of ``vram.memory``, the host's driver and ``vram.lifetime`` is tried. Nothing is left that nobody owns, and
+everything goes on from there.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
+from functools import partial
 
 import pytest
 
+import interrupts
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning
@@ -25,7 +24,7 @@ from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, R
 from vram.spec import HOST, Access
 
 G = 2 << 20
-ROOMS = tuple(f"{os.sep}vram{os.sep}{room}" for room in (f"memory{os.sep}", f"driver{os.sep}", "lifetime.py"))
+interrupt = partial(interrupts.interrupt, rooms=interrupts.room("memory/", "driver/", "lifetime.py"))
 
 
 class Scene:
@@ -143,33 +142,3 @@ def touch(region: Region) -> None:
     """Write to every chunk of a region."""
     for offset in range(0, region.nbytes, G):
         region.driver.fill(region.address + offset, 1, 64)
-
-
-def in_a_finalizer(frame: FrameType | None) -> bool:
-    """Whether Python would print an interrupt that comes here, and go on: nobody is told of it."""
-    while frame is not None and frame.f_code.co_name != "__del__":
-        frame = frame.f_back
-    return frame is not None
-
-
-def interrupt(nth: int, act: Callable[[], object]) -> bool:
-    """Run `act`, with an interrupt at the Nth point of the rooms where one can come; whether it came."""
-    count = itertools.count(1)
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        here = event in ("call", "c_return") and any(room in frame.f_code.co_filename for room in ROOMS)
-        if here and not in_a_finalizer(frame) and next(count) == nth:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    made = None  # kept until the interrupts are over: they are to come while things are made, not while they are undone
-    try:
-        made = act()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(before)
-    del made
-    return next(count) > nth

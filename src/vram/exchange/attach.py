@@ -11,6 +11,7 @@ from .. import driver as drivers
 from ..errors import BusyError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name
+from ..lifetime import uninterrupted
 from ..spec import HOST, Location
 from .keepers import as_notes, check_flag, check_seconds, check_version, wait_for_keeper
 from .lease import Lease, wire_access
@@ -87,7 +88,7 @@ def attach(
     wanted = as_notes(expect, what="expect")
     seconds = check_seconds(timeout)
     client, left = wait_for_keeper(keeper, seconds)
-    attachment = client.attach(name, version=version, access=wire_access(access), expect=wanted or None, timeout=left)
+    attachment = client.lease(name, version=version, access=wire_access(access), expect=wanted or None, timeout=left)
     return Lease(client, attachment, access, user=user)
 
 
@@ -146,10 +147,10 @@ def attach_or_publish(
             f"attach another name"
         )
     while True:
-        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left)
+        got = client.lease_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left)
         if isinstance(got, Attachment):
             return Lease(client, got, access, user=user)
-        before = _loading.set(_loading.get() | {key})
+        before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, ttl, got)
         except BaseException:
@@ -158,8 +159,10 @@ def attach_or_publish(
             raise
         finally:
             _loading.reset(before)
+        if got.answer is not None:
+            got.answer.owner = None  # it is fulfilled: nothing to give back
         with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
-            again = client.attach(name, version=version, access=wire_access(access))
+            again = client.lease(name, version=version, access=wire_access(access))
             return Lease(client, again, access, user=user)
 
 
