@@ -26,6 +26,7 @@ interrupt passed on.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import itertools
@@ -46,8 +47,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Claim",
     "FileDescriptor",
+    "Gate",
     "Handle",
     "Owned",
+    "begin",
     "close_all",
     "live",
     "noted",
@@ -359,6 +362,64 @@ def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
     """
     (result,) = itertools.starmap(call, (arguments,))
     return result
+
+
+class Gate:
+    """Something that happens once, and can be waited for: an event without an interrupt's harm (I12).
+
+    ``threading.Event``, ``Condition`` and ``Future`` take their lock in Python code. An interrupt may come between the
+    lock and the block that lets go of it, and whoever has to tell would then wait for ever.
+    """
+
+    __slots__ = ("_lock", "is_open")
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """It has happened. For one thread at a time; idempotent."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has happened, for at most so many seconds; return whether it has."""
+        held, seconds = False, -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        try:
+            held = uninterrupted(self._lock.acquire, True, seconds)
+        finally:
+            if held:
+                self._lock.release()
+        return self.is_open
+
+
+def begin(thread: threading.Thread) -> None:
+    """Start a thread so that an interrupt leaves it running or not begun, and never waiting for who started it (I12).
+
+    ``Thread.start`` waits by means of a ``Condition``, see :class:`Gate`; so another thread calls it, where none comes.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no thread to be had.
+    """
+    begun = Gate()
+    wrong: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            thread.start()
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            wrong.append(error)
+        finally:
+            begun.open()
+
+    uninterrupted(_thread.start_new_thread, start, ())
+    begun.wait()
+    if wrong:
+        raise wrong.pop()
 
 
 def live() -> tuple[Handle, ...]:

@@ -24,7 +24,7 @@ _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidi
 _MAX_THREADS = 8
 _MOMENT = 0.1  # seconds in which whatever is well served is closed
 
-_slow: deque[tuple[Sequence[int], threading.Event]] = deque()
+_slow: deque[tuple[Sequence[int], threading.Lock]] = deque()
 _threads: list[threading.Thread] = []
 
 
@@ -84,7 +84,7 @@ def _is_special(fd: int) -> bool:
         fcntl.fcntl(fd, _F_GETPIPE_SZ)
         return False
     try:
-        scratch = os.memfd_create("vram-nothing", os.MFD_CLOEXEC)
+        (scratch,) = map(os.memfd_create, ("vram-nothing",), (os.MFD_CLOEXEC,))  # as lifetime.uninterrupted
     except OSError:  # no room: then it is not known
         return False
     try:
@@ -101,21 +101,38 @@ def _is_special(fd: int) -> bool:
 def close_fds(fds: Sequence[int]) -> None:
     """Close descriptors that the caller owns; one that is closed already does not keep the others open.
 
+    A list is emptied, each number in the step that closes it: after an interrupt it has those that are still open.
     Memory and NVIDIA's devices are closed when this returns. Everything else is closed in another thread, since it may
     block: this waits a moment for it, 0.1 s in all, and leaves it to that thread. A process with such a file open can
     end no sooner than it is closed: that is the kernel's doing.
     """
+    left = fds if isinstance(fds, list) else list(fds)
     slow: list[int] = []
-    for fd in fds:
+    try:
+        _close_quick(left, slow)
+    except BaseException:  # an interrupt: it is passed on when that is done
+        _close_quick(left, slow)
+        raise
+    finally:
+        if slow:
+            _close_elsewhere(slow)
+
+
+def _close_quick(fds: list[int], slow: list[int]) -> None:
+    """Close what is closed at once, from the end of a list on, and move the rest to another."""
+    while fds:
+        fd = fds[-1]
         try:
-            if is_memory(fd) or is_gpu(fd):
-                os.close(fd)
-            else:
-                slow.append(fd)
+            is_quick = is_memory(fd) or is_gpu(fd)
         except (OSError, ValueError):  # not open
-            pass
-    if slow:
-        _close_elsewhere(slow)
+            del fds[-1]
+            continue
+        if not is_quick:
+            slow += (fd,)  # no interrupt comes between this step and the next
+            del fds[-1]
+            continue
+        with contextlib.suppress(OSError):
+            (_,) = map(os.close, map(fds.pop, (-1,)))  # popped and closed in one step, as in lifetime.close_all
 
 
 def is_gpu(fd: int) -> bool:
@@ -133,7 +150,8 @@ def is_gpu(fd: int) -> bool:
 
 
 def _close_elsewhere(fds: Sequence[int]) -> None:
-    closed = threading.Event()
+    closed = threading.Lock()  # not an Event, which an interrupt could leave locked
+    closed.acquire()
     _slow.append((fds, closed))
     _threads[:] = [thread for thread in tuple(_threads) if thread.is_alive()]
     if len(_threads) < _MAX_THREADS:
@@ -141,7 +159,7 @@ def _close_elsewhere(fds: Sequence[int]) -> None:
         with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
             thread.start()
             _threads.append(thread)
-    closed.wait(_MOMENT)
+    closed.acquire(timeout=_MOMENT)
 
 
 def _close_slowly() -> None:
@@ -151,7 +169,7 @@ def _close_slowly() -> None:
             for fd in fds:
                 with contextlib.suppress(OSError):
                     os.close(fd)
-            closed.set()
+            closed.release()
 
 
 def _after_fork_in_child() -> None:

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import standin
-from faults.interrupting import interrupt, interrupts
 from faults.test_cuda_faults import current
 from faults.test_memory_interrupts import OPERATIONS, UNDOING, G, Scene, made_under_interrupts, undone_under_interrupts
+from interrupts import interrupt, signals
 from vram import driver as drivers
 from vram import lifetime
 from vram.memory import AddressReservation, Event, EventPool, MulticastObject, PhysicalAllocation, Pool, Region
@@ -40,7 +40,7 @@ def in_the_driver(nth: int, act: Callable[[], object]) -> bool:
     control.clear()
     control.interrupt("*", nth)
     made = None
-    with interrupts(), contextlib.suppress(KeyboardInterrupt):
+    with signals(), contextlib.suppress(KeyboardInterrupt):
         made = act()
     calls = sum(control.called().values())
     control.clear()

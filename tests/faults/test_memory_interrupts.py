@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from faults.interrupting import interrupt
+from interrupts import interrupt
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import ReleaseWarning

@@ -390,7 +390,7 @@ class Array(Viewable):
 
     def __del__(self) -> None:
         # The pin and the region let go on their own; an id, though, may be given to another object.
-        home = self._home
+        home = getattr(self, "_home", None)  # an interrupt may have come before it was set
         if home is not None:
             home.arrays.discard(id(self))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
+from ..lifetime import uninterrupted
 from ..memory import Region
 from ..spec import HandleKind
 from .upload import ring_of
@@ -96,7 +97,7 @@ def _pipe() -> Iterator[tuple[int, int, int]]:
     """A pipe: its two ends, and how much goes in."""
     import fcntl  # not on every system where this module is imported
 
-    source, sink = os.pipe()
+    source, sink = uninterrupted(os.pipe2, os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # this user has many pipes; a small one works, too
             fcntl.fcntl(sink, fcntl.F_SETPIPE_SZ, _PIPE)

@@ -21,7 +21,7 @@ import msgspec
 
 from ..driver.protocol import Driver
 from ..errors import AccessDeniedError, NotFoundError, RangeError, UsageError
-from ..lifetime import unwinding
+from ..lifetime import uninterrupted, unwinding
 from ..memory import Region
 from ..spec import Access, Location, round_up
 from .array import Array
@@ -340,7 +340,8 @@ def _path(path: str | os.PathLike[str]) -> str:
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not make us wait
+        # O_NONBLOCK: a FIFO must not make us wait.
+        fd = uninterrupted(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise NotFoundError(f"there is no file {path!r}; check the path") from None
     except PermissionError:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from ..errors import OutOfMemoryError
+from ..lifetime import uninterrupted
 from ..spec import format_size
 
 __all__ = ["AvailableMemory"]
@@ -160,7 +161,7 @@ def _field(text: bytes, name: bytes, separator: bytes) -> int:
 
 
 def _read(path: str, nbytes: int = 128) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = uninterrupted(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, nbytes)
     finally:

@@ -26,7 +26,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
-from ..lifetime import Owned
+from ..lifetime import Owned, uninterrupted
 from ..memory import Region
 from ..sharing.channel import MAX_MESSAGE, Channel, check_timeout, close_fds
 from .borrower import Borrower
@@ -81,6 +81,32 @@ class _Failure:
         self.error = error
 
 
+class _Came:
+    """A message that was taken off the socket, and how far it was dealt with: an interrupt may come in between.
+
+    Attributes
+    ----------
+    fds : list of int
+        The descriptors that came with it, closed with this list.
+    message : object
+        What it says, once that is known.
+    is_learned : bool
+        Whether the part of memory in it is mapped.
+    tries : int
+        How often it was begun.
+    """
+
+    __slots__ = ("fds", "is_learned", "message", "payload", "tries")
+
+    def __init__(self, payload: bytes, fds: list[int]) -> None:
+        self.payload = payload
+        self.fds = fds
+        self.message: Any = None
+        self.is_learned = False
+        self.tries = 0
+
+
+_TRIES = 8  # of a message that interrupts keep from being dealt with; then it is lost, as one that makes no sense is
 _HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c"))  # Dropped, Forget, Closed
 _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
@@ -115,7 +141,10 @@ class ArrayChannel(Owned):
     """
 
     __slots__ = (
+        "_answered",
+        "_asked",
         "_borrower",
+        "_came",
         "_channel",
         "_due",
         "_inbox",
@@ -129,9 +158,7 @@ class ArrayChannel(Owned):
         "_order",
         "_receiving",
         "_sending",
-        "_unanswered",
         "_warm",
-        "_went_on",
     )
 
     def __init__(self, channel: Channel | socket.socket) -> None:
@@ -151,8 +178,11 @@ class ArrayChannel(Owned):
         self._last_keep = 0
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._unanswered = 0  # parts of memory that the other end has not asked to go on from; the sender's
-        self._went_on = threading.Semaphore(0)
+        # Parts of memory after which more comes, and how often the other end asked to go on from one.
+        self._asked = 0  # the sender's
+        self._answered = 0  # the receiver's
+        # One message at most, taken off the socket and not dealt with yet.
+        self._came: list[_Came | tuple[bytes, list[int]]] = []
         channel.handle  # noqa: B018  (the check)
         channel._warn_on_leak = True  # in a collected cycle its finalizer may come first
         self._claim = channel._claim  # taken over: one claim, whichever of the two is closed
@@ -240,7 +270,8 @@ class ArrayChannel(Owned):
                         raise refuse(value, _is_array, error) from None
                 try:
                     self._channel.send(message, timeout=timeout)
-                except VramError:
+                    keep = 0  # from here on the other end says when it is done
+                except BaseException:
                     if keep:
                         self._take_back(keep)
                     raise
@@ -285,17 +316,29 @@ class ArrayChannel(Owned):
         left = timeout
         inbox = self._inbox
         self._is_fresh = False
-        with self._receiving:
-            while not inbox:
-                if deadline is not None:
-                    left = max(0.0, deadline - time.monotonic())
-                self._take(left)
-            value = inbox.popleft()
+        taken: tuple[object, ...] = ()
+        try:
+            with self._receiving:
+                while not inbox:
+                    if deadline is not None:
+                        left = max(0.0, deadline - time.monotonic())
+                    self._take(left)
+                taken = (inbox[0],)
+                del inbox[0]
+            return self._finished(taken[0], stream)
+        except BaseException as error:
+            if taken and not isinstance(error, VramError):  # an interrupt: nobody got it, so it comes again (I12)
+                inbox.appendleft(taken[0])
+            taken = ()  # or an error in there, which keeps this frame, would keep itself and all that its callers hold
+            raise
+
+    def _finished(self, value: object, stream: object) -> Any:
+        """Return what was received, once it may be used."""
         if type(value) is _Failure:
             try:
                 raise value.error
             finally:
-                del value  # or the error, which keeps this frame, would keep itself and all that its callers hold
+                del value  # as in recv
         if type(value) is _Ordered:
             return self._when_filled(value, None if stream is None else as_stream(stream))
         if type(value) is _Mixed:
@@ -339,16 +382,18 @@ class ArrayChannel(Owned):
         """Hear, for a while, what the other end says that it is done with."""
         deadline = time.monotonic() + _LINGER
         while self._kept and (left := deadline - time.monotonic()) > 0:
-            if not self._receiving.acquire(timeout=min(left, _SLICE)):
-                continue  # whoever receives hears it
+            held = False
             try:
-                self._take(left)
+                held = uninterrupted(self._receiving.acquire, True, min(left, _SLICE))
+                if held:  # or whoever receives hears it
+                    self._take(left)
             except (WaitTimeoutError, PeerGoneError, ClosedError):
                 return
             except VramError:  # who was to receive that will not
                 continue
             finally:
-                self._receiving.release()
+                if held:
+                    self._receiving.release()
 
     def _leave_behind(self) -> str:
         """Let go of what was sent if the other end is gone, or leave it to the process; return what to say of that."""
@@ -446,9 +491,11 @@ class ArrayChannel(Owned):
                 for part, fds in lent.parts(max(lent.sent, 0)):
                     # A peer that does not read must not cost more than one part of descriptors (S4).
                     self._wait_until_taken(timeout)
+                    sent = part.first + len(part.descriptor.segments)
+                    waits = 0 if part.last else 1
                     self._channel.send(encode(Part(part)), fds, timeout=timeout)
-                    self._unanswered += not part.last
-                    lent.sent = part.first + len(part.descriptor.segments)
+                    lent.sent = sent  # in the steps after the return, with no call between: an interrupt comes
+                    self._asked += waits  # before it was sent, or after it was noted (I12)
             finally:
                 kept.release()
         keep = 0
@@ -464,25 +511,25 @@ class ArrayChannel(Owned):
         """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
         deadline = None if timeout is None else time.monotonic() + timeout
         expired = False
-        while self._unanswered:
-            if self._went_on.acquire(blocking=False):
-                self._unanswered -= 1
-                continue
+        while self._asked > self._answered:
             if expired:
                 raise WaitTimeoutError(f"the other end took no part of the memory sent to it for {timeout:g} s")
             left = _SLICE if deadline is None else max(0.0, min(_SLICE, deadline - time.monotonic()))
             expired = not left  # then one more look
             # Whoever receives may be another thread, which then takes the answer; look again soon.
-            if self._receiving.acquire(timeout=min(left, 0.01)):
-                try:
+            held = False
+            try:
+                held = uninterrupted(self._receiving.acquire, True, min(left, 0.01))
+                if held:
                     self._take(left)
-                except WaitTimeoutError:
-                    pass
-                except (PeerGoneError, ClosedError):
-                    raise
-                except VramError as error:  # somebody else's message: its receiver is to hear of it
-                    self._inbox.append(_Failure(error))
-                finally:
+            except WaitTimeoutError:
+                pass
+            except (PeerGoneError, ClosedError):
+                raise
+            except VramError as error:  # somebody else's message: its receiver is to hear of it
+                self._inbox.append(_Failure(error))
+            finally:
+                if held:
                     self._receiving.release()
 
     def _forget(self, memory: int) -> None:
@@ -497,26 +544,32 @@ class ArrayChannel(Owned):
 
     def _tell_due(self) -> None:
         """Tell the other end what is due, unless somebody is sending: they look again when they are done."""
-        while self._due and self._sending.acquire(blocking=False):
+        while self._due:
+            held = False
             try:
-                if not self._due.tell(self._channel, self._let_go):
+                held = uninterrupted(self._sending.acquire, False)
+                if not held or not self._due.tell(self._channel, self._let_go):
                     return
             finally:
-                self._sending.release()
+                if held:
+                    self._sending.release()
         if self._due.is_over and self._lender.remembered and self._is_over():
             self._lender.expect_nothing()
 
     def _is_over(self) -> bool:
         """Whether the other end is gone and nothing that it said is unread. Finalizers reach it: it never waits."""
-        if not self._receiving.acquire(blocking=False):
-            return False  # whoever receives hears of it
+        held = False
         try:
+            held = uninterrupted(self._receiving.acquire, False)
+            if not held:  # whoever receives hears of it
+                return False
             # Twice: where it closed without having read all, the first look finds that, and the second what it said.
             return self._channel.is_hung_up() and not (self._channel.peek(1) or self._channel.peek(1))
         except VramError:  # closed by another thread, or the parent's
             return False
         finally:
-            self._receiving.release()
+            if held:
+                self._receiving.release()
 
     def _let_go(self, memory: int) -> None:
         """Have the other end close what it uses no more, unless it was sent last. Called with the sending lock."""
@@ -538,66 +591,111 @@ class ArrayChannel(Owned):
 
         Nothing that is for :meth:`recv` is taken: somebody may wait for the descriptor to become readable.
         """
-        if not self._receiving.acquire(blocking=False):
-            return  # whoever receives hears it
+        held = False
         try:
-            while self._channel.peek(3) in _HEARD:
+            held = uninterrupted(self._receiving.acquire, False)
+            while held and self._channel.peek(3) in _HEARD:  # or whoever receives hears it
                 self._take(0)
         except WaitTimeoutError:
             pass
         except VramError as error:
             self._inbox.append(_Failure(error))
         finally:
-            self._receiving.release()
+            if held:
+                self._receiving.release()
 
     # -- receiving ----------------------------------------------------------------------------------------------
     def _take(self, timeout: float | None) -> None:
-        """Take one message off the socket. Called with the receiving lock."""
-        try:
-            payload, fds = self._channel.recv(timeout=timeout)
-        except PeerGoneError:
-            self._lender.expect_nothing()
-            self._kept.close()
-            raise
-        try:
+        """Take one message off the socket and deal with it. Called with the receiving lock.
+
+        After an interrupt it stays, and is dealt with the next time: what it says may be what all that follows stands
+        on, or what the other end waits for.
+        """
+        if not self._came:
             try:
-                message = decode_message(payload)
+                payload, fds = self._channel.take(timeout=timeout)
+            except PeerGoneError:
+                self._lender.expect_nothing()
+                self._kept.close()
+                raise
+            self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
+        try:
+            self._deal_with(timeout)
+        except VramError:
+            self._came.clear()
+            raise
+
+    def _deal_with(self, timeout: float | None) -> None:
+        came = self._came[0]
+        if not isinstance(came, _Came):
+            self._came[0] = came = _Came(came[0], came[1])
+        came.tries += 1
+        if came.tries > _TRIES:
+            raise ProtocolError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
+        message = came.message
+        if message is None:
+            try:
+                came.message = message = decode_message(came.payload)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"not a message between array channels: {error}") from None
-            if isinstance(message, (Shared, Returned)):
-                self._inbox.append(self._arrived(message))
-            elif isinstance(message, Value):
-                self._inbox.append(message.value)
-            elif isinstance(message, Mixed):
-                self._inbox.append(self._arrived_together(message))
-            elif isinstance(message, Part):
-                try:
-                    self._borrower.learn(message.part, fds)
-                finally:
-                    if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
-                        patience = None if timeout is None else max(timeout, _PATIENCE)
-                        self._channel.send(encode(GoOn()), timeout=patience)
-            elif isinstance(message, Forget):
-                done = [number for number in message.memories if self._borrower.forget(number)]
-                self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
-                for number in done:  # and last: from here on nothing is sent back under these
-                    self._due.closed(number)
-                self._tell_due()
-            elif isinstance(message, Dropped):
-                for number, times in message.arrays:
-                    self._hear_dropped(number, times)
-                self._tell_due()
-            elif isinstance(message, Closed):
-                for number in message.memories:
-                    self._kept.closed(number)
-                    self._lender.closed(number)
-            elif isinstance(message, EventIs):
-                self._order.learn(message.number, message.event)
-            else:
-                self._went_on.release()
-        finally:
-            if fds:
-                close_fds(fds)
+        # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
+        if isinstance(message, (Shared, Returned, Mixed)):
+            arrays = message.arrays if isinstance(message, Mixed) else (message,)
+            if any(isinstance(one, Shared) and one.keep for one in arrays):
+                self._came.clear()  # counted twice is worse than lost, which ends with the connection
+            found = self._arrived_together(message) if isinstance(message, Mixed) else self._arrived(message)
+            self._inbox += (found,)
+            del self._came[:]
+            return
+        if isinstance(message, Value):
+            self._inbox += (message.value,)
+            del self._came[0]
+            return
+        if isinstance(message, GoOn):
+            self._answered += 1
+            del self._came[0]
+            return
+        if isinstance(message, Part):
+            self._learn(came, message, timeout)
+        elif isinstance(message, Forget):
+            done = [number for number in message.memories if self._borrower.forget(number)]
+            self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
+            for number in done:  # and last: from here on nothing is sent back under these
+                self._due.closed(number)
+            self._tell_due()
+        elif isinstance(message, Dropped):
+            self._came.clear()  # first, as above
+            for number, times in message.arrays:
+                self._hear_dropped(number, times)
+            self._tell_due()
+        elif isinstance(message, Closed):
+            for number in message.memories:
+                self._kept.closed(number)
+                self._lender.closed(number)
+        elif isinstance(message, EventIs):
+            self._came.clear()  # as above
+            self._order.learn(message.number, message.event)
+        self._came.clear()
+
+    def _learn(self, came: _Came, message: Part, timeout: float | None) -> None:
+        """Map a part of memory, once, and ask for the next."""
+        wrong: VramError | None = None
+        try:
+            if not came.is_learned:
+                self._borrower.learn(message.part, came.fds, again=came.tries > 1)
+                came.is_learned = True
+        except VramError as error:
+            wrong = error
+        if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
+            patience = None if timeout is None else max(timeout, _PATIENCE)
+            self._channel.send(encode(GoOn()), timeout=patience)
+            self._came.clear()
+        if wrong is not None:
+            try:
+                raise wrong
+            finally:
+                wrong = None
+        close_fds(came.fds)
 
     def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
         """Return what a reference to an array means here."""

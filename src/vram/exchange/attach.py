@@ -11,6 +11,7 @@ from .. import driver as drivers
 from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name
+from ..lifetime import uninterrupted
 from ..spec import HOST, Location
 from .keepers import as_notes, check_flag, check_owner, check_seconds, check_version, wait_for_keeper
 from .lease import Lease, wire_access
@@ -98,7 +99,7 @@ def attach(
     uid = check_owner(owner)
     seconds = check_seconds(timeout)
     client, left = wait_for_keeper(keeper, seconds)
-    attachment = client.attach(
+    attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
     )
     return Lease(client, attachment, access, user=user)
@@ -171,10 +172,10 @@ def attach_or_publish(
             f"attach another name"
         )
     while True:
-        got = client.attach_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
+        got = client.lease_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
         if isinstance(got, Attachment):
             return Lease(client, got, access, user=user)
-        before = _loading.set(_loading.get() | {key})
+        before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, whole, ttl, got)
         except BaseException as error:
@@ -184,13 +185,15 @@ def attach_or_publish(
                 raise
             # It may be that the claim has passed on, and that another published meanwhile what is wanted.
             with contextlib.suppress(NotFoundError, MismatchError):
-                theirs = client.attach(name, access=wire_access(access), expect=meta or None, owner=uid)
+                theirs = client.lease(name, access=wire_access(access), expect=meta or None, owner=uid)
                 return Lease(client, theirs, access, user=user)
             raise
         finally:
             _loading.reset(before)
+        if got.answer is not None:
+            got.answer.owner = None  # it is fulfilled: nothing to give back
         with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
-            again = client.attach(name, version=version, access=wire_access(access))
+            again = client.lease(name, version=version, access=wire_access(access))
             return Lease(client, again, access, user=user)
 
 

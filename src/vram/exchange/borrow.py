@@ -85,7 +85,7 @@ def borrow(
         else:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                attachment = connection.attach(LENT, access=wire_access(access), timeout=left)
+                attachment = connection.lease(LENT, access=wire_access(access), timeout=left)
                 break
             except NotFoundError:
                 leave_client(connection)  # somebody else may lend at this path by now

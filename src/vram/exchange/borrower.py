@@ -54,8 +54,13 @@ class Borrower:
         self._numbers: dict[Handle, int] = {}
         self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
 
-    def learn(self, part: MemoryPart, fds: list[int]) -> None:
+    def learn(self, part: MemoryPart, fds: list[int], *, again: bool = False) -> None:
         """Map a memory, or what it has grown by. `fds` are lent.
+
+        Parameters
+        ----------
+        again : bool
+            Whether an interrupt came the last time, when it may have been mapped all the same.
 
         Raises
         ------
@@ -65,17 +70,22 @@ class Borrower:
         part.descriptor.check()
         region = self._regions.get(part.memory)
         known = 0 if region is None else len(region.layout)
+        if again and region is not None and known == part.first + len(part.descriptor.segments):
+            return
         if part.first != known:
             raise ProtocolError(f"segments of memory {part.memory} from {part.first} on came after {known}")
         if part.handle:
-            self._regions[part.memory] = region = self._open(part, fds, region)
-            self._numbers[region.handle] = part.memory
+            self._add(part.memory, self._open(part, fds, region))
         elif region is None:
-            region = map_memory(part.descriptor, fds, access="rw" if part.writable else "r", follow=True)
-            self._regions[part.memory] = region
-            self._numbers[region.handle] = part.memory
+            access = "rw" if part.writable else "r"
+            self._add(part.memory, map_memory(part.descriptor, fds, access=access, follow=True))
         else:
             extend_memory(region, part.descriptor.segments, fds)
+
+    def _add(self, number: int, region: Region) -> None:
+        handle = region.handle  # first: no interrupt comes between the two that follow
+        self._regions[number] = region
+        self._numbers[handle] = number
 
     def _open(self, part: MemoryPart, fds: list[int], known: Region | None) -> Region:
         """Open memory that no descriptor stands for."""

@@ -107,7 +107,7 @@ def _again(client: KeeperClient, where: Provenance) -> Array | None:
 
 
 def _attach(client: KeeperClient, where: Provenance) -> Array:
-    attachment = client.attach(where.name, version=where.version, access=wire_access(where.access))
+    attachment = client.lease(where.name, version=where.version, access=wire_access(where.access))
     lease = Lease(client, attachment, where.access)
     try:
         if where.entry not in lease:

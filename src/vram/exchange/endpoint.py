@@ -36,7 +36,7 @@ import msgspec
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
-from ..lifetime import Claim, Handle
+from ..lifetime import Claim, Handle, begin, uninterrupted
 from ..memory import Pin
 from ..sharing.channel import Channel, close_fds, peer_credentials
 from . import flights
@@ -75,20 +75,25 @@ class Endpoint:
         self._is_to_tell = False  # whether the thread has to, soon
         self._stopping = False
         self._wake = -1
+        self._thread: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(self.address)
             self._listener.listen(128)
             self._listener.setblocking(False)
-            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake = uninterrupted(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._selector.register(self._wake, selectors.EVENT_READ)
             self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
-            self._thread.start()
+            begin(self._thread)
             # A process that ends tells what it has taken. multiprocessing's own way: its children run no atexit.
             self._last_words = Finalize(None, self._take_leave, exitpriority=10)
         except BaseException:
+            self._stopping = True  # an interrupt: the thread may run
+            self._poke()
+            if self._thread is not None and self._thread.ident is not None:
+                self._thread.join(5.0)
             self._close_sockets()
             raise
 
@@ -203,8 +208,14 @@ class Endpoint:
                 self._check()
                 source = self._sources.get(address)
                 if source is None:
-                    source = self._sources[address] = Source(channel)
-                    self._selector.register(source.fd, selectors.EVENT_READ, source)
+                    made = Source(channel)
+                    try:
+                        self._selector.register(made.fd, selectors.EVENT_READ, made)  # first: or nobody would hear it
+                        source = self._sources[address] = made
+                    except BaseException:
+                        with contextlib.suppress(KeyError, ValueError):
+                            self._selector.unregister(made.fd)
+                        raise
         finally:
             if source is None or source.channel is not channel:  # refused, or another thread was faster
                 channel.close()
@@ -287,7 +298,7 @@ class Endpoint:
 
     def _listen_to(self, reader: Reader) -> None:
         """Take one message from a process that uses our arrays."""
-        payload, fds = reader.channel.recv(timeout=0)
+        payload, fds = reader.channel.take(timeout=0)
         close_fds(fds)
         request = decode_request(payload)
         if isinstance(request, Bye):
@@ -397,7 +408,8 @@ class Endpoint:
         self._stopping = True
         self._last_words.cancel()
         self._poke()
-        self._thread.join(5.0)
+        if self._thread is not None:
+            self._thread.join(5.0)
         self._take_leave()
         self.flights.end_all()
         with self._lock:

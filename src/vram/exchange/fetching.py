@@ -12,6 +12,7 @@ import msgspec
 
 from ..arrays import Array
 from ..errors import ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..lifetime import uninterrupted
 from ..sharing.channel import Channel, close_fds
 from .borrower import Borrower, UnknownMemoryError
 from .wire import MAX_FORGOTTEN, Bye, Fetch, Forget, Gone, Part, Reference, Took, decode_reply, encode
@@ -192,7 +193,7 @@ class Source:
         PeerGoneError
             If the process is gone.
         """
-        payload, fds = self.channel.recv(timeout=0)
+        payload, fds = self.channel.take(timeout=0)
         message = None
         try:
             message = decode_reply(payload)
@@ -209,15 +210,20 @@ class Source:
 
     def tidy(self) -> None:
         """Let go of what the lender asked for, unless somebody is at it: they tidy when they are done."""
-        while self._has_chores() and self._lock.acquire(blocking=False):
+        while self._has_chores():
+            held = False
             try:
-                with contextlib.suppress(IndexError):
-                    while True:
-                        self._borrower.forget(self._forgets.popleft())
+                held = uninterrupted(self._lock.acquire, False)
+                if not held:
+                    return
+                while self._forgets:
+                    self._borrower.forget(self._forgets[0])
+                    self._forgets.popleft()  # afterwards: it may be forgotten twice, but not left out
                 if self._is_gone:
                     self._discard()
             finally:
-                self._lock.release()
+                if held:
+                    self._lock.release()
 
     def end(self) -> None:
         """The process is gone. Arrays that are alive keep their memory; nothing else does."""

@@ -223,12 +223,14 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
     from ..keeper.reports import ArrayInfo  # who only attaches does not ask
 
     try:
-        lease = client.attach(name, version=version)
+        lease = client.lease(name, version=version)  # given back when its answer is dropped, whatever comes
         try:
             manifest = read_manifest(lease)
         finally:
             close_fds(lease.fds)
             client.release([lease.lease_id])
+            if lease.answer is not None:
+                lease.answer.owner = None
     except (NotFoundError, ProtocolError, CapacityError):  # of many leases of ours, in the last case
         return None
     return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
@@ -313,7 +315,7 @@ def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None 
 
 
 def statistics(*, keeper: Keeper | str | None = None) -> StatisticsInfo:
-    """Return the keeper's counts: entries, bytes, leases, connections."""
+    """Return the keeper's counts: entries, bytes, leases, connections; and what this process could not take back."""
     return connect(keeper).statistics()
 
 

@@ -61,6 +61,8 @@ class Lease(Owned, Mapping[str, Array]):
         self._revoked = False
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = self._return.own(f"lease on {attachment.name!r} version {attachment.version}")
+        if attachment.answer is not None:
+            attachment.answer.owner = None  # the lease is the claim's now, in the step after it was made
         fds = attachment.fds
         regions: list[Region] = []
         try:
@@ -256,7 +258,7 @@ class Lease(Owned, Mapping[str, Array]):
         client, left = self._reconnect(check_seconds(timeout))
         return Lease(
             client,
-            client.attach(self.name, access=wire_access(self.access), timeout=left),
+            client.lease(self.name, access=wire_access(self.access), timeout=left),
             self.access,
             user=self._user,
         )
@@ -350,17 +352,19 @@ class Lease(Owned, Mapping[str, Array]):
         if self._watch is not None:
             self._watch.close()
         self._return.keep_back()
-        for region in reversed(self._regions):
-            let_go(region)  # closed with its last array: slices that are alive keep it open, to be handed on
-        for array in tuple(self._arrays.values()):
-            array.close()
-        self._arrays.clear()
-        super().close()
-        if self._return.take():
-            with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
-                self._client.release([self._return.lease_id])
-        else:
-            self._return.send_on()
+        try:
+            for region in reversed(self._regions):
+                let_go(region)  # closed with its last array: slices that are alive keep it open, to be handed on
+            for array in tuple(self._arrays.values()):
+                array.close()
+            self._arrays.clear()
+            super().close()
+            if self._return.is_due:
+                with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
+                    self._client.release([self._return.lease_id])
+                self._return.take()
+        finally:
+            self._return.send_on()  # also what an interrupt kept from being given back (I12)
 
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []

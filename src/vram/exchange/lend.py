@@ -171,7 +171,8 @@ class _Kept:
         self.plan.__exit__(None, None, None)
 
     def __del__(self) -> None:
-        self.let_go()
+        if hasattr(self, "events"):  # an interrupt may have come before it was set
+            self.let_go()
 
 
 def lend(
@@ -267,6 +268,7 @@ def lend(
     except BaseException as error:
         with unwinding(error):
             server.end(when_idle=False)
+            server.join()  # whoever lends at this path next is not taken for this one
             kept.let_go()  # now, not once the traceback is gone
         raise
     finally:

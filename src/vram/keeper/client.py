@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
-from ..sharing.channel import MAX_FDS, close_fds
+from ..sharing.channel import MAX_FDS, OwnedFds
 from . import messages as m
-from .conversation import CONNECT_SECONDS
+from .conversation import CONNECT_SECONDS, Answer
 from .leases import Attachment, PublishClaim, Segment, attachment
 from .listening import Listening, listen
 from .looking import Looking
@@ -189,11 +189,30 @@ class KeeperClient(Looking):
         CapacityError
             If this user leases more than it may have of what is not current any more, or this connection too much.
         """
-        reply = self._attach(name, version, access, expect, timeout, claim=False, owner=owner)
-        if not isinstance(reply, Attachment):
-            self._lost(reply, [])
+        leased = self.lease(name, version=version, access=access, expect=expect, timeout=timeout, owner=owner)
+        _hand_over(leased)
+        return leased
+
+    def lease(
+        self,
+        name: str,
+        *,
+        version: int | None = None,
+        access: str = "r",
+        expect: Mapping[str, str] | None = None,
+        timeout: float | None = 0.0,
+        owner: int | None = None,
+    ) -> Attachment:
+        """Lease a version as :meth:`attach` does. It is given back, descriptors and all, when its `answer` is dropped.
+
+        So an interrupt costs no lease, wherever it comes (I12). Whoever takes it over says so: see :class:`Attachment`.
+        """
+        found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner)
+        if not isinstance(found, Attachment):
+            reply = found.reply
+            found.give_back()
             raise self._confused(reply)
-        return reply
+        return found
 
     def attach_or_claim(
         self,
@@ -219,8 +238,27 @@ class KeeperClient(Looking):
         AccessDeniedError
             If this user may not publish it, or not for `owner`, and nobody who may is about to.
         """
-        reply = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
-        return reply if isinstance(reply, Attachment) else PublishClaim(reply.claim, name, reply.seconds)
+        found = self.lease_or_claim(name, expect=expect, access=access, timeout=timeout, owner=owner)
+        _hand_over(found)
+        return found
+
+    def lease_or_claim(
+        self,
+        name: str,
+        *,
+        expect: Mapping[str, str] | None = None,
+        access: str = "r",
+        timeout: float | None = None,
+        owner: int | None = None,
+    ) -> Attachment | PublishClaim:
+        """Do as :meth:`attach_or_claim`. What came is given back when its `answer` is dropped; see :meth:`lease`."""
+        found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
+        if isinstance(found, Attachment):
+            return found
+        reply = found.reply
+        if not isinstance(reply, m.Claimed):
+            raise self._confused(reply)
+        return PublishClaim(reply.claim, name, reply.seconds, found)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Give leases back and wait until the keeper has taken note."""
@@ -360,7 +398,7 @@ class KeeperClient(Looking):
         held = [(row, tuple(self.holders_of(name, row))) for row in left]
         forced = tuple(holder for _, holders in held for holder in holders) if force else ()
         if forced:
-            self._take_back(name, [row.version for row in left])
+            self._drop_leases(name, [row.version for row in left])
             held = []
         return RevokeInfo(
             name,
@@ -369,7 +407,7 @@ class KeeperClient(Looking):
             forced,
         )
 
-    def _take_back(self, name: str, versions: Sequence[int]) -> None:
+    def _drop_leases(self, name: str, versions: Sequence[int]) -> None:
         """End the leases on versions that were revoked."""
         for version in versions:
             call = next(self._calls)
@@ -400,7 +438,7 @@ class KeeperClient(Looking):
         timeout: float | None,
         claim: bool,
         owner: int | None = None,
-    ) -> Attachment | m.Claimed:
+    ) -> Attachment | Answer:
         check_name(name)
         if version is not None and version < 1:
             raise UsageError(f"version {version!r} is not a number of a version: they count from 1")
@@ -414,28 +452,30 @@ class KeeperClient(Looking):
                 raise UsageError("a timeout is a number of seconds, or None for ever")
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
-        reply, fds = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
+        answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
         try:
-            if isinstance(reply, m.Attached):
-                while len(fds) < reply.total:
-                    part = next(self._calls)
-                    more, further = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
-                    fds += further
-                    if self._be(m.Descriptors, more).offset != len(fds) - len(further) or not further:
-                        raise self._confused(more)
-                leased = attachment(reply, fds)
-                if owner not in (None, leased.owner):  # a keeper of before does not look
-                    raise MismatchError(
-                        f"{name!r} version {leased.version} belongs to uid {leased.owner}, and not to uid {owner} as "
-                        f"was expected"
-                    )
-                self._leases[reply.lease] = (leased.name, leased.version)
-                return leased
-            return self._be(m.Claimed, reply)
+            reply = answer.reply
+            if not isinstance(reply, m.Attached):
+                self._be(m.Claimed, reply)
+                return answer
+            fds = answer.fds
+            while len(fds) < reply.total:
+                part = next(self._calls)
+                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
+                if self._be(m.Descriptors, more.reply).offset != len(fds) or not more.fds:
+                    raise self._confused(more.reply)
+                fds += more.fds  # two steps, and no interrupt comes in between
+                del more.fds[:]
+            leased = attachment(reply, answer)
+            if owner not in (None, leased.owner):  # a keeper of before does not look
+                raise MismatchError(
+                    f"{name!r} version {leased.version} belongs to uid {leased.owner}, and not to uid {owner} as "
+                    f"was expected"
+                )
+            self._leases[reply.lease] = (leased.name, leased.version)
+            return leased
         except BaseException:
-            close_fds(fds)
-            if isinstance(reply, m.Attached):
-                self.release_later(reply.lease)
+            answer.give_back()  # now, and not once the traceback is gone
             raise
 
 
@@ -508,6 +548,15 @@ def close_clients() -> None:
     with _clients_lock:
         while _clients:
             _clients.popitem()[1].close()
+
+
+def _hand_over(found: Attachment | PublishClaim) -> None:
+    """From here on the caller gives it back."""
+    answer = found.answer
+    if answer is not None:
+        if isinstance(answer.fds, OwnedFds):
+            answer.fds.is_armed = False
+        answer.owner = None
 
 
 def _number(claim: PublishClaim | int | None) -> int:

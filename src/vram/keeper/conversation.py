@@ -10,6 +10,9 @@ so in one call, then rings all bells. The locks for sending and for reading are 
 A signal handler runs in the middle of whatever its thread does. It cannot have an answer while its own thread is the
 one that reads or sends, so a call inside a call of the same thread is refused (:meth:`Conversation._enter`).
 
+An interrupt costs no answer, of this thread's call or of another's: what was taken off the socket is delivered before
+the interrupt is passed on, and an :class:`Answer` that nobody makes anything of gives back what it grants (I12).
+
 Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`Conversation.release_later` only
 appends to a queue and *tries* to send; who holds the lock for sending looks at the queue again (I3).
 """
@@ -25,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -39,7 +42,7 @@ from .rules import clip_host, clip_label
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["CONNECT_SECONDS", "GRACE", "Conversation", "greet", "open_channel", "own_host"]
+__all__ = ["CONNECT_SECONDS", "GRACE", "Answer", "Conversation", "greet", "open_channel", "own_host"]
 
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
@@ -48,10 +51,43 @@ _LENDER_GONE = (
     "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
     "unless it was asked back before. Borrow again when somebody lends there"
 )
+_TAKE_BACK = 1.0  # seconds that an interrupt is kept waiting for what came of the call that it met
 _NAP = 1.0  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
 _R = TypeVar("_R", bound=msgspec.Struct)
-# The answer, its descriptors, and the error if some of those were lost.
-_Answer = tuple[m.Reply, list[int], DescriptorsLostError | None]
+
+
+class Answer:
+    """What came for a call.
+
+    Attributes
+    ----------
+    fds : list of int
+        The descriptors that came with it, which are closed with this list.
+    lost : DescriptorsLostError or None
+        The error, if there was no room for all of them.
+    owner : Conversation or None
+        Whom what it grants is given back to when this is dropped. Whoever takes that over sets it to None.
+    """
+
+    __slots__ = ("__weakref__", "fds", "lost", "owner", "payload", "reply")
+
+    def __init__(self, payload: bytes, fds: list[int], lost: DescriptorsLostError | None) -> None:
+        self.payload = payload
+        self.fds = fds
+        self.lost = lost
+        self.reply: m.Reply | None = None
+        self.owner: Conversation | None = None
+
+    def give_back(self) -> None:
+        """Give back what it grants, if nobody has taken it over. Idempotent, never waits, never raises."""
+        owner = self.owner
+        if owner is not None:
+            self.owner = None
+            owner._lost(self.reply, self.fds)
+
+    def __del__(self) -> None:
+        if getattr(self, "owner", None) is not None:
+            self.give_back()
 
 
 class Conversation:
@@ -85,10 +121,11 @@ class Conversation:
         self._sending = threading.Lock()
         self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
         self._reading = threading.Lock()  # had by who reads for all; only ever tried
-        self._expected: dict[int, deque[_Answer]] = {}  # a tray for each call that waits
+        self._come: list[tuple[bytes, list[int], DescriptorsLostError | None] | Answer] = []  # one, not delivered yet
+        self._expected: dict[int, deque[Answer]] = {}  # a tray for each call that waits
         self._inside: set[int] = set()  # threads in the middle of a call, perhaps
         self._failure: VramError | None = None
-        self._given_back: deque[int] = deque()
+        self._given_back: deque[int] = deque()  # leases; claims are below zero
         self._leases: dict[int, tuple[str, int]] = {}
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
@@ -174,51 +211,68 @@ class Conversation:
         self._given_back.append(lease_id)
         self._flush()
 
+    def abandon_later(self, claim: int) -> None:
+        """The same with a claim on a name."""
+        self._given_back.append(-claim)
+        self._flush()
+
     # -- asking -----------------------------------------------------------------------------------------------------
     def _ask(self, request: m.Request, call: int, fds: Sequence[int] = ()) -> m.Reply:
         """Send a request whose answer carries no descriptors and return the answer."""
-        reply, came = self._converse(request, call, fds, self.grace)
-        if came:
-            close_fds(came)
-            self._lost(reply, [])
+        answer = self._converse(request, call, fds, self.grace)
+        reply = cast("m.Reply", answer.reply)
+        if answer.fds:
+            answer.give_back()
             raise self._confused(reply)
         return reply
 
-    def _converse(
-        self, request: m.Request, call: int, fds: Sequence[int], timeout: float | None
-    ) -> tuple[m.Reply, list[int]]:
+    def _converse(self, request: m.Request, call: int, fds: Sequence[int], timeout: float | None) -> Answer:
         """Send a request and wait for the answer with its number; an answer that is an error is raised."""
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
         me = threading.get_ident()
         self._enter(me)
         deadline = None if timeout is None else time.monotonic() + timeout
-        tray: deque[_Answer] = deque()
+        tray: deque[Answer] = deque()
         try:
             self._inside.add(me)
             self._expected[call] = tray
             self._send(m.encode(request), fds)
-            reply, came, lost = self._wait(call, tray, deadline)
+            answer = self._wait(call, tray, deadline)
         except BaseException as error:
             # Interrupted, or too late: the answer may still come, and must not be taken for nobody's lease.
             self._expected.pop(call, None)
             arrived = _take(tray)
             if arrived is not None:
-                self._lost(*arrived[:2])
-            elif not isinstance(error, PeerGoneError):
-                self._say_unheard(m.Cancel(0, call))
+                arrived.give_back()
+            elif not isinstance(error, (PeerGoneError, ClosedError)) and not isinstance(request, m.Cancel):
+                self._take_back(call, me, isinstance(error, VramError))
             raise
         finally:
             self._inside.discard(me)
-        if isinstance(reply, m.Error):
-            close_fds(came)
-            raise raised(reply)
-        if lost is not None:
-            self._lost(reply, came)
+        if isinstance(answer.reply, m.Error):
+            close_fds(answer.fds)
+            raise raised(answer.reply)
+        if answer.lost is not None:
+            answer.give_back()
             raise DriverError(
                 f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
             )
-        return reply, came
+        return answer
+
+    def _take_back(self, call: int, me: int, is_late: bool) -> None:
+        """Tell the keeper that nobody waits for the answer to a call any more.
+
+        After an interrupt it is waited for a moment: the answer that was on its way is here once this one's is, and has
+        given back what it grants. A keeper that is late already is only told.
+        """
+        if is_late:
+            self._say_unheard(m.Cancel(0, call))
+            return
+        self._inside.discard(me)
+        number = next(self._calls)
+        with contextlib.suppress(VramError, OSError):
+            self._converse(m.Cancel(number, call), number, (), _TAKE_BACK)
 
     def _enter(self, me: int) -> None:
         """Refuse a call from a signal handler that interrupted a call of the same thread."""
@@ -247,7 +301,7 @@ class Conversation:
             if self._given_back:  # a finalizer in this very block found the lock taken
                 self._flush()
 
-    def _wait(self, call: int, tray: deque[_Answer], deadline: float | None) -> _Answer:
+    def _wait(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
         held: list[bool] = []
         try:
             while True:
@@ -275,7 +329,7 @@ class Conversation:
                 finally:
                     self._ring()
 
-    def _look(self, call: int, tray: deque[_Answer]) -> _Answer | None:
+    def _look(self, call: int, tray: deque[Answer]) -> Answer | None:
         if tray:
             del self._expected[call]  # first, or the reader would put a second answer into it
             return tray.popleft()
@@ -291,7 +345,7 @@ class Conversation:
             except IndexError:  # another thread was quicker
                 return
 
-    def _read_for_all(self, call: int, tray: deque[_Answer], deadline: float | None) -> _Answer:
+    def _read_for_all(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
         while True:
             arrived = self._look(call, tray)
             if arrived is not None:
@@ -303,9 +357,21 @@ class Conversation:
 
     def _read_one(self, timeout: float | None) -> None:
         """Read one message and give it to whom it is for. Called with the lock for reading."""
+        if not self._come:
+            self._take_off(timeout)
+        if self._come:
+            try:
+                self._sort()
+            except BaseException:
+                if self._come:  # an interrupt: whoever the message is for may wait for it for ever
+                    self._sort()
+                raise
+
+    def _take_off(self, timeout: float | None) -> None:
+        """Take one message off the socket, to be delivered."""
         lost: DescriptorsLostError | None = None
         try:
-            payload, fds = self._channel.recv(timeout=timeout)
+            payload, fds = self._channel.take(timeout=timeout)
         except WaitTimeoutError:
             raise self._silent() from None
         except ClosedError:
@@ -317,15 +383,28 @@ class Conversation:
         except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
             self._unreadable(error)
             return
-        try:
-            reply = m.decode_reply(payload)
-        except BaseException as error:
-            close_fds(fds)
-            if isinstance(error, ProtocolError):
+        self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
+
+    def _sort(self) -> None:
+        """Deliver what was taken off the socket. After an interrupt it is called again, and finds the same answer."""
+        answer = self._come[0]
+        if not isinstance(answer, Answer):
+            made = Answer(answer[0], answer[1], answer[2])
+            self._come[0] = answer = made
+            answer.owner = self
+        if answer.reply is None:
+            try:
+                answer.reply = m.decode_reply(answer.payload)
+            except ProtocolError as error:
+                del self._come[0]
                 self._unreadable(error)
                 return
+        try:
+            self._deliver(answer)
+        except VramError:  # no interrupt: it is what the message says
+            self._come.clear()
             raise
-        self._deliver(reply, fds, lost)
+        del self._come[0]
 
     def _unreadable(self, error: ProtocolError) -> None:
         """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
@@ -337,34 +416,39 @@ class Conversation:
             self.release_later(lease)
         for number in list(self._expected) if whose is None else [whose]:
             if number in self._expected:
-                self._deliver(m.Error(number, ProtocolError.__name__, str(error)[:4000]), [], None)
+                failed = Answer(b"", [], None)
+                failed.reply = m.Error(number, ProtocolError.__name__, str(error)[:4000])
+                self._deliver(failed)
 
-    def _deliver(self, reply: m.Reply, fds: list[int], lost: DescriptorsLostError | None) -> None:
-        number = reply.call if not isinstance(reply, m.Welcome) else 0
+    def _deliver(self, answer: Answer) -> None:
+        reply = answer.reply
+        number = getattr(reply, "call", 0)  # a greeting has none
         whose = self._expected.get(number)
         if whose is not None:
-            whose.append((reply, fds, lost))
+            whose += (answer,)
             self._ring()
             # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
             if self._expected.get(number) is not whose:
                 left = _take(whose)
                 if left is not None:
-                    self._lost(*left[:2])
+                    left.give_back()
             return
         if number == 0 and isinstance(reply, m.Error):
-            close_fds(fds)
+            close_fds(answer.fds)
             if len(reply.details) == 2 and reply.details[1].isdecimal():
                 self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
             raise self._fail(raised(reply), said=True)
-        self._lost(reply, fds)
+        answer.give_back()
 
-    def _lost(self, reply: object, fds: Sequence[int]) -> None:
-        """An answer that nobody waits for: give back what it grants."""
-        close_fds(fds)
-        if isinstance(reply, m.Attached):
-            self.release_later(reply.lease)
-        elif isinstance(reply, m.Claimed):
-            self._say_unheard(m.Abandon(0, reply.claim))
+    def _lost(self, reply: object, fds: list[int]) -> None:
+        """An answer that nobody waits for: give back what it grants. Finalizers come here."""
+        try:
+            if isinstance(reply, m.Attached):
+                self.release_later(reply.lease)
+            elif isinstance(reply, m.Claimed):
+                self.abandon_later(reply.claim)
+        finally:
+            close_fds(fds)
 
     def _say_unheard(self, request: m.Request) -> None:
         """Send what needs no answer, if that is possible at all."""
@@ -375,15 +459,16 @@ class Conversation:
 
     def _give_back(self, timeout: float) -> None:
         """Send what finalizers queued, as much as one message holds. Called with the lock for sending."""
-        leases: list[int] = []
-        try:
-            with contextlib.suppress(IndexError):
-                while len(leases) < 4096:
-                    leases.append(self._given_back.popleft())
-            self._channel.send(m.encode(m.Release(0, leases)), timeout=timeout)
-        except BaseException:
-            self._given_back.extend(leases)  # the next call takes them along; twice does no harm
-            raise
+        queue = self._given_back
+        # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
+        some = [queue[at] for at in range(min(len(queue), 4096))]
+        while some:
+            leases = list(itertools.takewhile(lambda number: number > 0, some))
+            request = m.Release(0, leases) if leases else m.Abandon(0, -some[0])
+            self._channel.send(m.encode(request), timeout=timeout)
+            for _ in leases or some[:1]:
+                queue.popleft()
+            del some[: len(leases) or 1]
 
     def _flush(self) -> None:
         """Send what finalizers queued, unless somebody is sending: they look at the queue again. Never waits."""
@@ -450,7 +535,7 @@ class Conversation:
         return reply
 
 
-def _take(tray: deque[_Answer]) -> _Answer | None:
+def _take(tray: deque[Answer]) -> Answer | None:
     """Take what is in a tray: of two who try, one gets it."""
     try:
         return tray.popleft()
@@ -490,7 +575,7 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
         channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
     try:
-        payload, fds = channel.recv(timeout=max(0.01, timeout))
+        payload, fds = channel.take(timeout=max(0.01, timeout))
         close_fds(fds)
         reply = m.decode_reply(payload)
     except WaitTimeoutError:

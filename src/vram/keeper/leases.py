@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..errors import ProtocolError
 from ..spec import HandleKind
 from . import messages as m
+
+if TYPE_CHECKING:
+    from .conversation import Answer
 
 __all__ = ["Attachment", "PublishClaim", "Segment", "attachment"]
 
@@ -32,6 +36,9 @@ class Attachment:
         ``fds[0]`` where the manifest is memory of its own, else None and `manifest` holds it.
     owner : int
         The uid of its publisher, as the keeper verified it.
+    answer : Answer or None
+        What gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is None where
+        only the caller does.
     """
 
     lease_id: int
@@ -44,6 +51,7 @@ class Attachment:
     manifest_fd: int | None
     meta: dict[str, str]
     writable: bool
+    answer: Answer | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +68,12 @@ class PublishClaim:
     id: int
     name: str
     seconds: float | None = None
+    answer: Answer | None = field(default=None, repr=False, compare=False)
 
 
-def attachment(reply: m.Attached, fds: list[int]) -> Attachment:
+def attachment(reply: m.Attached, answer: Answer) -> Attachment:
     """Read a lease; raises :class:`ProtocolError` unless its descriptors are as many as it says."""
-    entry = reply.entry
+    entry, fds = reply.entry, answer.fds
     total = len(entry.segments) + entry.manifest_fd
     if len(fds) != total or any(piece.device >= len(entry.devices) for piece in entry.segments):
         raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
@@ -80,4 +89,5 @@ def attachment(reply: m.Attached, fds: list[int]) -> Attachment:
         fds[0] if entry.manifest_fd else None,
         entry.meta,
         entry.writable,
+        answer,
     )

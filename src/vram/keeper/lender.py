@@ -14,12 +14,12 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from ..errors import AccessDeniedError, ClosedError, NotFoundError, WaitTimeoutError
+from ..lifetime import Gate, begin
 from ..sharing.channel import close_fds
 from . import messages as m
 from . import pages
@@ -38,6 +38,41 @@ __all__ = ["LENT", "LenderServer"]
 _T = TypeVar("_T")
 _ANSWER = 30.0  # seconds within which the thread does what it is asked
 _servers: weakref.WeakSet[LenderServer] = weakref.WeakSet()
+
+
+class _Asked:
+    """What the thread was asked to do, and what came of it. Not a Future, see :class:`~vram.lifetime.Gate`."""
+
+    __slots__ = ("_error", "_turn", "gate", "value")
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.value: Any = None
+        self._error: BaseException | None = None
+        self._turn = [None]
+
+    def is_to_run(self) -> bool:
+        """Take the one turn, to run it or to have nobody run it; whether it was there to be taken."""
+        try:
+            self._turn.pop()
+        except IndexError:
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """It raised this."""
+        self._error = error
+        self.gate.open()
+
+    def result(self) -> Any:
+        """Return what came of it, or raise it."""
+        error, self._error = self._error, None
+        if error is None:
+            return self.value
+        try:
+            raise error
+        finally:
+            del error  # or it, which keeps this frame, would keep itself
 
 
 class LenderService(Service):
@@ -85,11 +120,12 @@ class LenderServer(KeeperServer):
         self.handle = self.service.handle
         self._owner = self.catalogue.connect(os.geteuid(), os.getpid(), own_label(), own_host())
         self._version: Any = None
-        self._freed = threading.Event()
+        self._freed = Gate()
         self._keeps: object = None
-        self._asked: set[Future[Any]] = set()
+        self._asked: set[_Asked] = set()
         self._thread: threading.Thread | None = None
         self._ends_when_idle = False
+        self._has_ended = False  # whether it was told to, perhaps before there was a loop to be told
 
     def start(self) -> None:
         """Listen, and serve from a thread until :meth:`end`.
@@ -99,21 +135,31 @@ class LenderServer(KeeperServer):
         BusyError, UsageError
             As :class:`~vram.keeper.listener.Listener` does, in the calling thread.
         """
-        self.listen()
-        ready = threading.Event()
-        thread = threading.Thread(target=self.serve, args=(ready.set,), kwargs={"signals": False}, name="lender")
-        thread.daemon = True
+        # All that it opens is opened in the thread, where no interrupt comes (I12): one that ends this call here only
+        # has to see to it that the thread ends.
+        started = _Asked()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
         _servers.add(self)
-        self._thread = thread
-        try:
-            thread.start()
-            started = ready.wait(_ANSWER)
-        except BaseException:  # interrupted: what it listens with is there to be ended once it is
-            if thread.ident is not None:
-                ready.wait(_ANSWER)
-            raise
-        if not started:
+        begin(self._thread)
+        if not started.gate.wait(_ANSWER):
             raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {_ANSWER:g} s")
+        started.result()
+
+    def _run(self, started: _Asked) -> None:
+        """What the thread does."""
+
+        def ready() -> None:
+            started.gate.open()
+            if self._has_ended:
+                self.stop()
+
+        try:
+            self.listen()
+            self.serve(ready, signals=False)
+        except BaseException as error:
+            if started.gate.is_open:
+                raise
+            started.fail(error)
 
     def lend(
         self,
@@ -138,8 +184,8 @@ class LenderServer(KeeperServer):
         """
         mine: list[int] = []
         try:
-            for fd in fds if manifest_fd is None else (manifest_fd, *fds):
-                mine.append(os.dup(fd))  # close-on-exec, as all that Python makes
+            # In one step, as lifetime.uninterrupted. Close-on-exec, as all that Python makes.
+            mine.extend(map(os.dup, fds if manifest_fd is None else (manifest_fd, *fds)))
             self._keeps = keeps
             self._do(lambda: self._put_in(segments, mine, manifest, manifest_fd is not None, nbytes, writable, meta))
         except BaseException:
@@ -187,12 +233,12 @@ class LenderServer(KeeperServer):
     def revoke(self, timeout: float | None) -> bool:
         """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""
         self._do(self._ask_back)
-        return self._freed.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        return self._freed.wait(timeout)
 
     @property
     def was_asked_back(self) -> bool:
         """Whether nobody can borrow it any more."""
-        return self._version is not None and (self._version.revoked or self._freed.is_set())
+        return self._version is not None and (self._version.revoked or self._freed.is_open)
 
     def _ask_back(self) -> None:
         if self._version is not None and not self.was_asked_back:
@@ -203,6 +249,7 @@ class LenderServer(KeeperServer):
 
         Idempotent, and never waits. The path is taken away at once in any case.
         """
+        self._has_ended = True
         if self._bound:
             self.listener.unlink()
         with contextlib.suppress(RuntimeError, AttributeError):  # the loop was closed, or never made
@@ -211,12 +258,12 @@ class LenderServer(KeeperServer):
     def join(self) -> None:
         """Wait until the thread has ended."""
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
             thread.join(_ANSWER)
 
     def _end(self, when_idle: bool) -> None:
         self.loop.remove_reader(self.listener.sock)
-        if when_idle and self._version is not None and not self._freed.is_set():
+        if when_idle and self._version is not None and not self._freed.is_open:
             self._ends_when_idle = True
             self._ask_back()  # who dropped it without closing it has not; with nobody to wait for it ends here
         else:
@@ -226,33 +273,34 @@ class LenderServer(KeeperServer):
         """Nobody holds what was lent any more."""
         close_fds(fds)
         self._keeps = None
-        self._freed.set()
+        self._freed.open()
         if self._ends_when_idle:
             self.stop()
 
     def _shut_down(self) -> None:
         super()._shut_down()  # closes the loop: whoever asks from here on is told so
         self._keeps = None
-        for done in list(self._asked):
-            with contextlib.suppress(InvalidStateError):
-                done.set_exception(self._over())
+        for asked in list(self._asked):
+            if asked.is_to_run():
+                asked.fail(self._over())
 
     def _do(self, what: Callable[[], _T]) -> _T:
         """Have the thread do something, and return what comes of it."""
         if threading.current_thread() is self._thread:  # the finalizer of an owner that it let go of
             return what()
-        done: Future[_T] = Future()
-        self._asked.add(done)
+        asked = _Asked()
 
         def run() -> None:
-            if not done.set_running_or_notify_cancel():
+            if not asked.is_to_run():
                 return  # whoever asked waits no longer, and has taken back what this would have used
             try:
-                done.set_result(what())
+                asked.value = what()
+                asked.gate.open()
             except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
-                done.set_exception(error)
+                asked.fail(error)
 
         try:
+            self._asked.add(asked)
             if self._thread is None or not self._thread.is_alive():
                 raise self._over()
             try:
@@ -260,16 +308,16 @@ class LenderServer(KeeperServer):
             except RuntimeError:  # its loop was closed
                 raise self._over() from None
             try:
-                wait([done], _ANSWER)
+                asked.gate.wait(_ANSWER)
             finally:
                 # Late, or interrupted: either it does not run any more, or what it uses is its own and it ends soon.
-                if not done.cancel():
-                    wait([done], _ANSWER)
-            if done.cancelled() or not done.done():
+                if not asked.is_to_run():
+                    asked.gate.wait(_ANSWER)
+            if not asked.gate.is_open:
                 raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s")
-            return done.result()
+            return cast("_T", asked.result())
         finally:
-            self._asked.discard(done)
+            self._asked.discard(asked)
 
     def _over(self) -> ClosedError:
         return ClosedError(f"what was lent at {self.path} is not lent any more")

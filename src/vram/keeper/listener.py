@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 
 from ..errors import AccessDeniedError, BusyError, NotFoundError, UsageError
+from ..lifetime import uninterrupted
 from ..sharing.channel import peer_credentials
 
 __all__ = ["Listener", "Permissions", "clear_path", "group_id", "lock_directory"]
@@ -175,7 +176,8 @@ def group_id(group: str) -> int:
 @contextlib.contextmanager
 def _directory(path: str) -> Iterator[int]:
     """The directory that a path lies in: one and the same in all that follows, whatever its name leads to then."""
-    fd = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Whoever ends a lender comes here, in the main thread too, where an interrupt may come (I12).
+    fd = uninterrupted(os.open, os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield fd
     finally:

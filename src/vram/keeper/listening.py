@@ -26,9 +26,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import BusyError, CapacityError, ClosedError, VramError, WaitTimeoutError
-from ..sharing.channel import Channel, DescriptorsLostError, close_fds
+from ..lifetime import begin
+from ..sharing.channel import Channel
 from . import messages as m
-from .conversation import Conversation
+from .conversation import Answer, Conversation
 
 __all__ = ["Listening", "listen"]
 
@@ -113,7 +114,7 @@ class _Line(Conversation):
 
     def pump(self) -> None:
         """Read what there is, without waiting. Raises what ends the connection."""
-        if not self._reading.acquire(blocking=False):
+        if not self._reading.acquire(blocking=False):  # in the thread, where no interrupt comes
             time.sleep(0.001)  # a caller of `watch` reads, and leaves to the thread what is for it
             return
         try:
@@ -124,12 +125,12 @@ class _Line(Conversation):
             self._reading.release()
             self._ring()
 
-    def _deliver(self, reply: m.Reply, fds: list[int], lost: DescriptorsLostError | None) -> None:
-        if isinstance(reply, m.Notice):
-            close_fds(fds)
-            self.heard.append(reply)
+    def _deliver(self, answer: Answer) -> None:
+        if isinstance(answer.reply, m.Notice):
+            self.heard.append(answer.reply)
+            answer.give_back()
         else:
-            super()._deliver(reply, fds, lost)
+            super()._deliver(answer)
 
 
 class _Thread:
@@ -177,7 +178,7 @@ class _Thread:
             self._bell = bell = Channel.pair()
             self._thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: revoked leases", daemon=True)
             try:
-                self._thread.start()
+                begin(self._thread)
             except BaseException:  # interrupted: it may run, and ends with its bell
                 self._bell = self._thread = None
                 for end in bell:
@@ -236,7 +237,7 @@ class _Thread:
 
     def _is_over(self) -> bool:
         """Close what nobody listens on, and say whether that was all."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
             return False  # somebody comes to listen, and wakes us
         try:
             for line in [one for one in self._lines if not one.listeners]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..errors import NotFoundError
+from ..lifetime import stuck
 from . import messages as m
 from .conversation import Conversation
 from .rules import check_name, check_prefix
@@ -142,9 +143,10 @@ class Looking(Conversation):
         return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
 
     def statistics(self) -> StatisticsInfo:
-        """Return what the keeper holds."""
+        """Return what the keeper holds, and how much this process could not take back."""
         from .reports import StatisticsInfo
 
         call = next(self._calls)
         reply = self._be(m.KeeperStatistics, self._ask(m.Statistics(call), call))
-        return StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
+        said = StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
+        return dataclasses.replace(said, stuck=len(stuck()))

@@ -154,7 +154,14 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class StatisticsInfo:
-    """What a keeper holds, and its ceilings (None: none)."""
+    """What a keeper holds, and its ceilings (None: none).
+
+    Attributes
+    ----------
+    stuck : int
+        What the process that asks, not the keeper, could not take back, and holds until it ends: memory, addresses,
+        leases. Each was said aloud by a ReleaseWarning when that happened.
+    """
 
     pid: int
     uptime: float
@@ -168,6 +175,7 @@ class StatisticsInfo:
     max_bytes: int | None
     max_entries: int | None
     max_descriptors: int | None
+    stuck: int = 0
 
 
 def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:

@@ -51,7 +51,7 @@ class Watch:
         """Read what there is without waiting; return whether there is news, now or from before."""
         while self.reason != "gone":
             try:
-                payload, fds = self._channel.recv(timeout=0)
+                payload, fds = self._channel.take(timeout=0)
             except WaitTimeoutError:
                 break
             except DescriptorsLostError as lost:  # news needs none

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..driver.foreign import HANDLE_BYTES
 from ..driver.protocol import Driver
 from ..errors import BusyError, ClosedError, ProtocolError, UsageError
-from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
+from ..lifetime import Claim, Handle, Owned, close_all, own, uninterrupted, unwinding
 from ..spec import Access, HandleKind, Location
 from . import checks
 from .abilities import pools
@@ -278,9 +278,14 @@ class Pool(Owned):
                     return _checked(known, size).region(right, others)
                 for one in (mine, *others):
                     one.check()  # it was none of these that is closed
-                if not before.done.acquire(timeout=_PATIENCE):
+                held = False
+                try:
+                    held = uninterrupted(before.done.acquire, True, _PATIENCE)
+                finally:
+                    if held:
+                        before.done.release()
+                if not held:
                     raise BusyError(f"{known.handle.label} is being closed, and that does not come to an end")
-                before.done.release()
             gone = Gone(self._opened, key)
             end = own("opened pool memory", gone)
             try:

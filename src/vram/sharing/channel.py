@@ -5,6 +5,10 @@ received whole or not at all: ``SOCK_SEQPACKET`` knows no half messages. What a 
 
 Two functions, :func:`transmit` and :func:`receive`, are the only places of the library that put descriptors on a
 socket and take them off; :class:`Channel` and the keeper's server are built on them.
+
+An interrupt (I12) comes before a message is sent or after, and who called knows which: :meth:`Channel.send` raises only
+what was not sent, since no interrupt divides the system call from the return to the caller. What was taken off the
+socket is not lost by an interrupt either: it comes with the next :meth:`Channel.recv`.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import sys
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +49,7 @@ __all__ = [
     "Channel",
     "Credentials",
     "DescriptorsLostError",
+    "OwnedFds",
     "check_timeout",
     "close_fds",
     "connect",
@@ -70,6 +76,7 @@ _TRUNCATED = _TRUNC | _CTRUNC
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
 _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
 
@@ -86,6 +93,22 @@ class DescriptorsLostError(ProtocolError):
     """
 
     payload: bytes = b""
+
+
+class OwnedFds(list[int]):
+    """Descriptors that were received: what is still in here when it is dropped gets closed, after an interrupt too.
+
+    Attributes
+    ----------
+    is_armed : bool
+        False once somebody else has to close them.
+    """
+
+    is_armed = False  # as long as an interrupt would leave them to somebody else
+
+    def __del__(self) -> None:
+        if self and self.is_armed:
+            close_fds(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +136,12 @@ def peer_credentials(sock: socket.socket) -> Credentials:
 
 def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), flags: int = 0) -> None:
     """Send one message. `fds` are lent. Raises OSError as the kernel reports it, without having sent anything."""
+    # As lifetime.uninterrupted does it: when an interrupt comes, the caller knows whether this was done.
     if fds:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-        sock.sendmsg([payload], rights, flags | _NOSIGNAL)
+        (_,) = map(sock.sendmsg, ([payload],), (rights,), (flags | _NOSIGNAL,))
     else:
-        sock.send(payload, flags | _NOSIGNAL)
+        (_,) = map(sock.send, (payload,), (flags | _NOSIGNAL,))
 
 
 def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
@@ -126,25 +150,59 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
     The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
     is the end of the stream. Raises OSError as the kernel reports it.
     """
-    payload, fds, cut = _receive(sock, flags)
-    return payload, fds, bool(cut)
+    left: deque[_Raw] = deque()
+    try:
+        payload, fds, cut = _receive(sock, flags, left)
+    except BaseException:
+        _discard(left)
+        raise
+    if fds:
+        fds.is_armed = False  # type: ignore[attr-defined]
+    return payload, fds, cut != 0
 
 
-def _receive(sock: socket.socket, flags: int) -> tuple[bytes, list[int], int]:
-    """The same, but says which part was cut off: MSG_TRUNC, MSG_CTRUNC, both or 0."""
-    payload, ancillary, said, _ = sock.recvmsg(MAX_MESSAGE + 1, _ANCILLARY, flags | _CLOEXEC)
-    cut = said & _TRUNCATED
-    if len(payload) > MAX_MESSAGE:
-        cut |= _TRUNC
-    if not ancillary:
-        return payload, [], cut
-    fds: list[int] = []
+def _receive(sock: socket.socket, flags: int, left: deque[_Raw]) -> tuple[bytes, list[int], int]:
+    """The same, but says which part was cut off: MSG_TRUNC, MSG_CTRUNC, both or 0.
+
+    What an interrupt keeps from being returned goes to `left`, and comes from there the next time.
+    """
+    try:
+        # No interrupt comes between these calls and the line that stores what they return (lifetime.uninterrupted).
+        if left:
+            (raw,) = map(deque.popleft, (left,))
+        else:
+            (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (_ANCILLARY,), (flags | _CLOEXEC,))
+    except IndexError:  # another thread was quicker
+        return _receive(sock, flags, left)
+    try:
+        payload, ancillary, said, _ = raw
+        cut = said & _TRUNCATED
+        if len(payload) > MAX_MESSAGE:
+            cut |= _TRUNC
+        if not ancillary:
+            return payload, [], cut
+        fds = OwnedFds(_numbers(ancillary))
+    except BaseException:
+        left.appendleft(raw)
+        raise
+    fds.is_armed = True
+    return payload, fds, cut
+
+
+def _numbers(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that came with a message."""
+    numbers = array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            numbers = array("i")
             numbers.frombytes(data[: len(data) - len(data) % 4])
-            fds.extend(numbers)
-    return payload, fds, cut
+    return numbers.tolist()
+
+
+def _discard(left: deque[_Raw]) -> None:
+    """Close the descriptors of messages that nobody will ask for."""
+    while left:
+        close_fds(_numbers(left[0][1]))
+        left.popleft()
 
 
 def connect(path: str, timeout: float | None = None) -> socket.socket:
@@ -234,7 +292,7 @@ class Channel(lifetime.Owned):
     parent does) and every call raises :class:`ForkedError`.
     """
 
-    __slots__ = ("_handle", "_ours", "_sock", "_warn_on_leak")
+    __slots__ = ("_handle", "_left", "_ours", "_sock", "_warn_on_leak")
 
     def __init__(self, sock: socket.socket) -> None:
         if not isinstance(sock, socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
@@ -245,6 +303,8 @@ class Channel(lifetime.Owned):
         self._sock = sock
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._ours = ours = [True]  # until it was given away
+        self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
+        left = self._left
         _open_channels.add(self)
 
         def undo() -> None:
@@ -254,6 +314,7 @@ class Channel(lifetime.Owned):
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+            _discard(left)
 
         self._claim = lifetime.own(f"channel on fd {sock.fileno()}", undo)
         self._handle = self._claim.handle
@@ -407,18 +468,28 @@ class Channel(lifetime.Owned):
         UsageError
             For a timeout that is no number of seconds.
         """
+        payload, fds = self.take(timeout=timeout)
+        if fds:
+            fds.is_armed = False  # type: ignore[attr-defined]  # OwnedFds, where there are any
+        return payload, fds
+
+    def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        """Receive one message as :meth:`recv` does, whose descriptors are closed with the list that they are in.
+
+        So an interrupt costs none, wherever it comes. Who takes them over empties the list.
+        """
         if timeout is not None:
             check_timeout(timeout)
         self._check()
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
         deadline = None
-        if timeout:
+        if timeout and not self._left:
             deadline = time.monotonic() + timeout
             self._poll(select.POLLIN, timeout)
         while True:
             try:
-                payload, fds, cut = _receive(self._sock, flags)
+                payload, fds, cut = _receive(self._sock, flags, self._left)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this
@@ -506,6 +577,7 @@ def _after_fork_in_child() -> None:
     for channel in list(_open_channels):
         with contextlib.suppress(OSError):
             channel._sock.close()
+        _discard(channel._left)
     _open_channels.clear()
 
 

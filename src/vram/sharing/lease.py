@@ -44,6 +44,11 @@ class LeaseReturn:
         """From now on only mark the lease as due: its holder wants to give it back itself and wait for the answer."""
         self._wait = True
 
+    @property
+    def is_due(self) -> bool:
+        """Whether nothing is mapped under the lease any more, and it was not given back yet."""
+        return bool(self._due)
+
     def take(self) -> bool:
         """Whether the lease is due and it is now the caller who has to give it back."""
         try:
@@ -53,9 +58,9 @@ class LeaseReturn:
         return True
 
     def send_on(self) -> None:
-        """Undo :meth:`keep_back`: something is still mapped, so the last view to go gives the lease back."""
+        """Undo :meth:`keep_back`: if something is still mapped, the last view to go gives the lease back."""
         self._wait = False
-        if self.take():  # it went in between
+        if self.take():  # it went in between, or whoever wanted to give it back could not
             self._later(self.lease_id)
 
     def __call__(self) -> None:

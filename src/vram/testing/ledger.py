@@ -56,7 +56,8 @@ class Ledger:
             mappings=frozenset(_mappings()),
             addresses=frozenset(f"{n} bytes at {base:#x}" for base, n in _taken.copy().items() if n != _PAGE),
             children=frozenset(_children()),
-            threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate()),
+            # One without a number was never started: an interrupt came in the middle of Thread.start().
+            threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate() if t.ident is not None),
         )
 
     def left_behind(self, *, grace: float = AT_ONCE, kinds: Collection[str] | None = None) -> list[str]:

@@ -23,7 +23,7 @@ from ..arrays.dtypes import dtype_name, dtype_of
 from ..arrays.shapes import nbytes_of
 from ..errors import PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
 from ..exchange.wire import Part
-from ..lifetime import unwinding
+from ..lifetime import uninterrupted, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..spec import Location
@@ -198,25 +198,30 @@ class RemoteTransport(Endpoint):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_done():
             left = None if deadline is None else deadline - time.monotonic()
-            if not self._reading.acquire(timeout=-1 if left is None else max(left, 0.0)):
-                raise WaitTimeoutError(f"{what} for {timeout or 0:g} s")
+            held = False
             try:
+                held = uninterrupted(self._reading.acquire, True, -1 if left is None else max(left, 0.0))
+                if not held:
+                    raise WaitTimeoutError("somebody else hears the other end")
                 if not is_done():
                     self.handle  # noqa: B018  (closed meanwhile?)
                     self._hear(left if left is None else max(left, 0.0))
             except WaitTimeoutError:
                 raise WaitTimeoutError(f"{what} for {timeout or 0:g} s") from None
             finally:
-                self._reading.release()
+                if held:
+                    self._reading.release()
 
     def _listen(self) -> None:
         """Hear what is there already."""
-        if self._reading.acquire(blocking=False):
-            try:
-                with contextlib.suppress(WaitTimeoutError):
-                    while True:
-                        self._hear(0)
-            finally:
+        held = False
+        try:
+            held = uninterrupted(self._reading.acquire, False)
+            with contextlib.suppress(WaitTimeoutError):
+                while held:
+                    self._hear(0)
+        finally:
+            if held:
                 self._reading.release()
 
     def _hear(self, timeout: float | None) -> None:

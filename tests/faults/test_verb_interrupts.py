@@ -1,0 +1,344 @@
+"""Ctrl-C at every point of the verbs where it can come, against a real keeper, lender or peer (I12).
+
+After each interrupt the keeper holds as many leases, claims and connections as before, this process as many threads,
+descriptors, mappings and handles, and the next call on the very same object does its work within its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from interrupts import Point, chosen, interrupt, points, room
+from vram import driver, lifetime
+from vram.exchange.by_name import attach_array
+from vram.keeper.client import KeeperClient, PublishClaim, close_client
+from vram.keeper.private import private_keeper, short_directory
+from vram.sharing.channel import close_fds
+from vram.spec import HOST
+from vram.testing.keeper import SOON, until
+
+# Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library
+# does on its behalf.
+ROOMS = room("exchange/", "keeper/", "sharing/", "open_files.py")
+EVERYWHERE = room("", "std:threading", "std:concurrent/", "std:contextlib", "std:selectors")
+ROWS = (4, 1000)
+
+
+def array() -> vram.Array:
+    return vram.zeros(ROWS, "float32", device="host")
+
+
+@dataclass(slots=True)
+class Scene:
+    """A keeper and what looks at it over a connection of its own; a directory to lend in; what a verb works on."""
+
+    path: str
+    watcher: KeeperClient
+    directory: str
+    at: str = ""
+    mine: Any = None
+    other: Any = None
+    ends: Any = None
+    version: int = 0
+    was_interrupted: bool = False
+
+    def books(self) -> dict[str, object]:
+        """Count what is there, at the keeper and in this process."""
+        said = self.watcher.statistics()
+        live = driver.get(HOST).live()
+        return {
+            "leases": said.leases,
+            "connections": said.connections,
+            "waiting": said.waiting,
+            "versions": said.versions,
+            "descriptors of the keeper": said.descriptors,
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "memory": live,
+            "handles": len(lifetime.live()),
+            "sockets": os.listdir(self.directory),
+            "leaks": said.stuck,
+        }
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with private_keeper() as path, short_directory() as directory:
+        with KeeperClient.connect(path, label="watcher") as watcher:
+            watcher.statistics()
+            yield Scene(path, watcher, directory, os.path.join(directory, "lent.sock"))
+
+
+@pytest.fixture(autouse=True)
+def default_keeper(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("VRAM_KEEPER", scene.path)
+    with array() as one, array() as two:
+        scene.version = vram.publish("weights", {"a": one, "b": two}).version
+    # Its manifest is longer than what a message has room for, and comes as a descriptor of its own.
+    vram.publish("many", {f"{'x' * 180}{number}": np.zeros(8) for number in range(200)})
+    yield
+    for name in ("weights", "many"):
+        vram.remove(name)
+    close_client(scene.path)
+    scene.mine = scene.other = scene.ends = None
+
+
+# -- what the verbs work on, and the next call on the same object ------------------------------------------------------
+def nothing(s: Scene) -> None:
+    pass
+
+
+def attached(s: Scene) -> None:
+    with vram.attach("weights", timeout=SOON) as lease:
+        assert lease["b"].numpy()[3, 999] == 0
+
+
+def leased(s: Scene) -> None:
+    s.mine = vram.attach("weights")
+    s.mine["a"].numpy()
+
+
+def leased_no_more(s: Scene) -> None:
+    s.mine.close()
+    attached(s)
+
+
+def missing(s: Scene) -> None:
+    with contextlib.suppress(vram.NotFoundError):
+        vram.remove("loaded")
+
+
+def load_and_publish(s: Scene) -> vram.Lease:
+    return vram.attach_or_publish("loaded", lambda: {"a": np.zeros(1000)}, timeout=SOON)
+
+
+def loaded(s: Scene) -> None:
+    # From a connection of its own: a claim that was left would have it wait, until it is told that it waited too long.
+    with KeeperClient.connect(s.path) as another:
+        got = another.attach_or_claim("loaded", timeout=SOON / 4)
+        if isinstance(got, PublishClaim):
+            another.abandon(got)
+        else:
+            close_fds(got.fds)
+    load_and_publish(s).close()
+    vram.remove("loaded")
+
+
+def own_array(s: Scene) -> None:
+    s.mine = array()
+
+
+def published(s: Scene) -> None:
+    vram.publish("published", {"a": s.mine})
+    with vram.attach("published", timeout=SOON) as lease:
+        assert lease["a"].shape == ROWS
+    vram.remove("published")
+    s.mine.close()
+
+
+def lent(s: Scene) -> None:
+    own_array(s)
+    s.other = vram.lend({"a": s.mine}, at=s.at)
+
+
+def lendable(s: Scene) -> None:
+    if s.other is not None:
+        s.other.close()
+    with vram.lend({"a": s.mine}, at=s.at), vram.borrow(s.at, timeout=SOON) as borrowed:
+        borrowed["a"].numpy()
+    close_client(s.at)
+    s.mine.close()
+
+
+def borrowed(s: Scene) -> None:
+    until(lambda: not s.other.holders(), seconds=SOON / 4, what="the return of what was borrowed")
+    with vram.borrow(s.at, timeout=SOON) as again:
+        again["a"].numpy()
+    close_client(s.at)
+    s.other.close()
+    s.mine.close()
+
+
+def channel(s: Scene) -> None:
+    own_array(s)
+    s.ends = vram.ArrayChannel.pair()
+
+
+def channel_used(s: Scene) -> None:
+    """What was sent before is closed here, and the other end has it: that it lets go is heard with the next send."""
+    channel(s)
+    with array() as before:
+        s.ends[0].send(before, timeout=SOON)
+        s.ends[1].recv(timeout=SOON)
+    s.ends[0].send("hear", timeout=SOON)
+    s.ends[1].recv(timeout=SOON)
+
+
+def message_sent(s: Scene, value: Callable[[Scene], object] = lambda s: s.mine) -> None:
+    channel(s)
+    s.ends[0].send(value(s), timeout=SOON)
+
+
+def many_parts_sent(s: Scene) -> None:
+    """An array of more chunks than one message has descriptors: the other end asks to go on from the first of two."""
+    s.mine = vram.empty((PARTS, 2 << 20), "uint8", device="host", chunk=2 << 20)
+    s.ends = vram.ArrayChannel.pair()
+    s.other = threading.Thread(target=lambda one=s.ends[0], mine=s.mine: one.send(mine, timeout=SOON), daemon=True)
+    s.other.start()
+
+
+def receive(s: Scene) -> object:
+    return s.ends[1].recv(timeout=SOON)
+
+
+def hand_overs(s: Scene, came: int | None = None) -> None:
+    """Everything that was sent comes, in its order, and both ends go on."""
+    one, two = s.ends
+    if s.other is None:  # somebody sends already
+        s.other = threading.Thread(target=lambda: None)
+        s.other.start()
+    with array() as another:
+        thread = threading.Thread(target=_send_two, args=(one, another, s.other), daemon=True)
+        thread.start()
+        found = list(iter(lambda: two.recv(timeout=SOON / 4), "end"))
+        thread.join(SOON)
+        assert not thread.is_alive(), "a send hangs"
+        assert isinstance(found[-1], vram.Array)
+        assert found[-1].shape == ROWS
+        if came is not None:
+            assert len(found) == came + 1, "a message was lost, or came twice"
+        two.send("back", timeout=SOON)
+        assert one.recv(timeout=SOON) == "back"
+        found.clear()
+    one.close()
+    two.close()
+    s.mine.close()
+
+
+def _send_two(one: vram.ArrayChannel, another: vram.Array, before: threading.Thread) -> None:
+    before.join(SOON)
+    one.send(another, timeout=SOON)
+    one.send("end", timeout=SOON)
+
+
+def received(s: Scene) -> None:
+    """An interrupted recv took nothing: what was sent comes with the next."""
+    hand_overs(s, came=1 if s.was_interrupted else 0)
+
+
+PARTS = 254
+SLOW = {"recv parts": 10}  # points of what takes most of a second each; of the others each different one
+# What it works on, the call, and the next call, which shows that the object still works and ends what is left of it.
+VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Callable[[Scene], object]]] = {
+    "attach": (nothing, lambda s: vram.attach("weights", timeout=SOON), attached),
+    "attach, first call": (lambda s: close_client(s.path), lambda s: vram.attach("weights", timeout=SOON), attached),
+    "attach, long manifest": (nothing, lambda s: vram.attach("many", timeout=SOON), attached),
+    "upgrade": (leased, lambda s: s.mine.upgrade(timeout=SOON), leased_no_more),
+    "close a lease": (leased, lambda s: s.mine.close(), leased_no_more),
+    "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
+    "show": (nothing, lambda s: vram.show("weights"), attached),
+    "attach_or_publish": (missing, load_and_publish, loaded),
+    "publish a copy": (own_array, lambda s: vram.publish("published", {"a": np.zeros(1000)}), published),
+    "publish in place": (own_array, lambda s: vram.publish("published", {"a": s.mine}), published),
+    "lend": (own_array, lambda s: vram.lend({"a": s.mine}, at=s.at), lendable),
+    "close a lending": (lent, lambda s: s.other.close(), lendable),
+    "borrow": (lent, lambda s: vram.borrow(s.at, timeout=SOON), borrowed),
+    "send": (channel, lambda s: s.ends[0].send(s.mine, timeout=SOON), hand_overs),
+    "send and hear": (channel_used, lambda s: s.ends[0].send(s.mine, timeout=SOON), hand_overs),
+    "send a container": (channel, lambda s: s.ends[0].send({"a": [s.mine, s.mine]}, timeout=SOON), hand_overs),
+    "recv": (message_sent, receive, received),
+    "recv a value": (lambda s: message_sent(s, lambda s: 17), receive, received),
+    "recv a container": (lambda s: message_sent(s, lambda s: [s.mine]), receive, received),
+    "recv parts": (many_parts_sent, receive, received),
+}  # fmt: skip
+
+
+def once(s: Scene, verb: str, nth: int, rooms: tuple[str, ...] = ROOMS) -> bool:
+    """Prepare, interrupt the verb at its Nth point, and go on; whether the interrupt came."""
+    prepare, act, go_on = VERBS[verb]
+    s.mine = s.other = s.ends = None
+    prepare(s)
+    held = s.watcher.statistics().leases
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what was made and never handed out is dropped, as anything may be
+        s.was_interrupted = False
+        s.was_interrupted = interrupt(nth, lambda: act(s), rooms, returns=False)
+        until(lambda: s.watcher.statistics().leases <= held, seconds=SOON / 4, what="the return of a lease")
+        go_on(s)
+    s.mine = s.other = s.ends = None
+    return s.was_interrupted
+
+
+def baseline(s: Scene, verb: str) -> dict[str, object]:
+    """What is there after a call that nothing interrupted, and was, when that is made again."""
+    for _ in range(2):
+        once(s, verb, 1 << 30)
+    gc.collect()
+    return settled(s)
+
+
+def settled(s: Scene) -> dict[str, object]:
+    """The books, once two looks at them agree."""
+    before: dict[str, object] = {}
+    while before != (before := s.books()):
+        time.sleep(0.01)
+    return before
+
+
+def all_points(s: Scene, verb: str, rooms: tuple[str, ...]) -> list[Point]:
+    prepare, act, go_on = VERBS[verb]
+    prepare(s)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        s.was_interrupted = False
+        found = points(lambda: act(s), rooms)
+        go_on(s)
+    s.mine = s.other = s.ends = None
+    return found
+
+
+def check(s: Scene, verb: str, rooms: tuple[str, ...], most: int | None, seed: int) -> int:
+    """Interrupt a verb at `most` of its points, by default once at each that differs; return how often it came."""
+    before, found, came = baseline(s, verb), all_points(s, verb, rooms), 0
+    for nth in chosen(found, len(set(found)) if most is None else most, seed):
+        where = found[nth - 1]
+        try:
+            came += once(s, verb, nth, rooms)
+        except BaseException as error:
+            error.add_note(f"interrupted at {where}, point {nth}")
+            raise
+        deadline = time.monotonic() + SOON / 4
+        while (now := s.books()) != before:
+            gc.collect()  # what an interrupt left in a cycle of frames
+            left = {what: (before[what], now[what]) for what in now if now[what] != before[what]}
+            assert time.monotonic() < deadline, f"left behind by an interrupt at {where}, point {nth}: {left}"
+    return came
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_interrupt_leaves_no_lease_claim_thread_or_lock_i12(scene: Scene, verb: str) -> None:
+    assert check(scene, verb, ROOMS, SLOW.get(verb), seed=1) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_ten_thousand_interrupts_i12(scene: Scene, verb: str) -> None:
+    """Of all verbs together, at points all over the library."""
+    wanted = 4 * SLOW.get(verb, 132)
+    assert sum(4 * SLOW.get(each, 132) for each in VERBS) >= 10_000
+    came, seeds = 0, itertools.count(2)
+    while came < wanted:
+        came += check(scene, verb, EVERYWHERE, wanted - came, next(seeds))
