@@ -1,7 +1,7 @@
 """Ctrl-C at a point of one's choice: what the tests of I12 have in common.
 
-Python asks for signals where a function begins, where a loop jumps back, where a call of a C function returns, and where
-one returns that C has called. A profile function sees all of these but the second.
+Python asks for signals where a function begins, where a loop jumps back, where a call of a C function returns, and
+where one returns that C has called. A profile function sees all of these but the second.
 """
 
 from __future__ import annotations
