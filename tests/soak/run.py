@@ -27,7 +27,8 @@ from vram.testing.keeper import SOON, until
 
 HAND_OVERS, ATTACHES = 10_000_000, 1_000_000
 ATTACHERS = 4
-FRESH = 500  # rounds with the same array
+FRESH = 100  # rounds with the same array
+BURST = 16  # times that it is sent in one round, before it is taken back as often
 SAMPLES, LEAST = 40, 0.5  # and seconds between two at least
 WARM = 0.1  # of the time
 SPAWN = multiprocessing.get_context("spawn")
@@ -80,7 +81,7 @@ def attach(shared: tuple[Any, ...], number: int, path: str) -> None:
 
 
 def rounds(
-    shared: tuple[Any, ...], number: int, there_and_back: Callable[[Any], Any], settle: Callable[[], object]
+    shared: tuple[Any, ...], number: int, there_and_back: Callable[[list[Any]], list[Any]], settle: Callable[[], object]
 ) -> None:
     """Hand arrays over and take them back."""
     gate = Gate(shared, number, 0)
@@ -90,7 +91,7 @@ def rounds(
         array.close()
         settle()
 
-    while gate.passes(2, rest):
+    while gate.passes(2 * BURST, rest):
         turn += 1
         if turn % FRESH == 0 or array.is_closed:
             array.close()
@@ -98,7 +99,7 @@ def rounds(
         elif turn % (4 * FRESH) == 1:
             array.resize(500_000)
         array.numpy()[0] = turn
-        if there_and_back(array) is not array or array.numpy()[0] != turn + 1:
+        if any(one is not array for one in there_and_back([array] * BURST)) or array.numpy()[0] != turn + BURST:
             raise AssertionError("what came back is not what was sent, and written to there")
     array.close()
     gate.rest(settle)
@@ -112,12 +113,13 @@ def new() -> vram.Array:
 def send(shared: tuple[Any, ...], number: int, channel: vram.ArrayChannel) -> None:
     """Over a channel."""
 
-    def there_and_back(value: Any) -> Any:
-        channel.send(value, timeout=SOON)
-        return channel.recv(timeout=SOON)
+    def there_and_back(values: list[Any]) -> list[Any]:
+        for value in values:
+            channel.send(value, timeout=SOON)
+        return [channel.recv(timeout=SOON) for _ in values]
 
     with channel:
-        rounds(shared, number, there_and_back, lambda: there_and_back(0))
+        rounds(shared, number, there_and_back, lambda: there_and_back([0]))
         channel.send(None)
 
 
@@ -139,9 +141,10 @@ def written(value: Any) -> None:
 def put(shared: tuple[Any, ...], number: int, there: Any, back: Any) -> None:
     """Through queues."""
 
-    def there_and_back(value: Any) -> Any:
-        there.put(value)
-        return back.get()
+    def there_and_back(values: list[Any]) -> list[Any]:
+        for value in values:
+            there.put(value)
+        return [back.get() for _ in values]
 
     rounds(shared, number, there_and_back, lambda: until(lambda: not endpoint().flights._flights))
     there.put(None)
