@@ -88,6 +88,7 @@ def running(path: str, *options: str) -> Iterator[KeeperProcess]:
         yield keeper
         assert keeper.said() == ""
     finally:
+        print(f"the keeper ended with {keeper.process.poll()} before it was told to, and said {keeper.said()!r}")
         keeper.stop()
 
 
