@@ -157,7 +157,7 @@ def test_beside_somebody_modest_a_greedy_user_has_its_share_and_no_more() -> Non
     modest = attack(sim, 2.0)
     took = sum(sim.costs[number] for number in sim.answered if sim.uids[number] == 1)
     passed = sim.now - begin
-    assert took <= SHARE * passed + MOST + 0.0002
+    assert took <= SHARE * passed + MOST + 0.0002, "more than its share"
     assert took >= 0.9 * SHARE * passed, "its share is its own"
     assert not sim.parked & set(modest)
 
@@ -174,7 +174,7 @@ def test_what_is_done_in_time_that_nobody_wants_is_everything() -> None:
     sim.until(begin + 0.05)
     took = {uid: sum(sim.costs[n] for n in sim.order[done:] if sim.uids[n] == uid) for uid in (1, 2)}
     assert sum(took.values()) >= 0.049
-    assert abs(took[1] - took[2]) <= 0.1 * (took[1] + took[2]), took
+    assert abs(took[1] - took[2]) <= 0.1 * (took[1] + took[2]), f"unequal parts: {took}"
 
 
 def test_who_was_alone_for_long_pays_for_little_of_it() -> None:
@@ -189,7 +189,7 @@ def test_who_was_alone_for_long_pays_for_little_of_it() -> None:
     while late not in sim.answered:
         sim.until(sim.now + 0.001)
         sim.arrive(2, 0.0001)
-    assert sim.answered[late] - came <= LONGEST + 0.0002 / SHARE + 0.003
+    assert sim.answered[late] - came <= LONGEST + 0.0002 / SHARE + 0.003, "it pays for all of the past"
 
 
 def test_who_has_not_asked_for_long_is_not_reckoned_with_and_forgotten() -> None:
@@ -203,6 +203,17 @@ def test_who_has_not_asked_for_long_is_not_reckoned_with_and_forgotten() -> None
     assert list(sim.turns._modest) == [1]
     sim.arrive(2, 0.0002)
     assert sim.arrive(1, 0.0002) in sim.parked
+
+
+def test_nothing_overtakes_what_waits_of_the_same_user() -> None:
+    """Also where its time has come, and nobody has looked yet."""
+    turns: Fairness[str] = Fairness()
+    turns.spent(1, 1.0, 0.0)
+    turns.spent(2, 0.0, 0.0)
+    turns.wait(1, "first")
+    assert not turns.may(1, 1_000.0), "it would overtake what waits"
+    assert turns.next(1_000.0) == "first"
+    assert turns.may(1, 1_000.0)
 
 
 def test_what_is_dropped_is_not_answered_and_nobody_waits_for_it() -> None:
