@@ -12,6 +12,7 @@ LONG = {
     "vram/driver/books.py": "one set of books for both drivers; why each step needs no lock is only seen in one place",
     "vram/driver/host.py": "one driver: what each call leaves when it is refused or interrupted, side by side",
     "vram/driver/protocol.py": "the contract between house and drivers, more than half of it what each call promises",
+    "vram/exchange/endpoint.py": "one process's side of all hand-overs by pickle: what callers share with its thread",
     "vram/exchange/lease.py": "one lease from its mapping to its end; half of it is what each question promises",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
     "vram/keeper/client.py": "everything that can be said to a keeper; half of it is what each call promises",

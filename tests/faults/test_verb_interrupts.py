@@ -30,8 +30,8 @@ from vram.sharing.channel import close_fds
 from vram.spec import HOST
 from vram.testing.keeper import SOON, until
 
-# Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library does
-# on the library's behalf.
+# Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library
+# does on the library's behalf.
 ROOMS = room("exchange/", "keeper/", "sharing/", "open_files.py")
 EVERYWHERE = room("", "std:threading", "std:concurrent/", "std:contextlib", "std:selectors")
 ROWS = (4, 1000)
