@@ -253,9 +253,9 @@ def test_what_is_removed_at_once_is_loaded_again() -> None:
     """Between publishing and attaching there is a moment; who loses it tries again."""
     loads: list[int] = []
     client = vram.exchange.keepers.connect(None)
-    really = client.attach
+    really = client.lease
 
-    def attach(name: str, **options: Any) -> Any:
+    def lease(name: str, **options: Any) -> Any:
         if len(loads) == 1:
             vram.remove("model")
         return really(name, **options)
@@ -265,7 +265,7 @@ def test_what_is_removed_at_once_is_loaded_again() -> None:
         return {"w": np.arange(len(loads))}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "attach", attach)
+        patch.setattr(client, "lease", lease)
         assert total(vram.attach_or_publish("model", load)) == 1
     assert loads == [1, 1]
 

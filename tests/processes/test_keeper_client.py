@@ -76,7 +76,7 @@ def publish(connection: KeeperClient, name: str, **options: object) -> int:
 def attach(connection: KeeperClient, name: str, **options: object) -> Attachment:
     """Attach, and close what came: most tests are about the books."""
     attachment = connection.attach(name, **options)  # type: ignore[arg-type]
-    close_fds(attachment.fds)
+    close_fds(list(attachment.fds))
     return attachment
 
 

@@ -217,13 +217,13 @@ def test_the_time_that_the_keeper_took_is_not_had_again(
     place: str, looks: Looks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[float | None] = []
-    attach = KeeperClient.attach
+    lease = KeeperClient.lease
 
     def noted(self: KeeperClient, name: str, **options: Any) -> Any:
         given.append(options["timeout"])
-        return attach(self, name, **options)
+        return lease(self, name, **options)
 
-    monkeypatch.setattr(KeeperClient, "attach", noted)
+    monkeypatch.setattr(KeeperClient, "lease", noted)
     early = in_thread(lambda: total(vram.attach("x", timeout=SOON, keeper=place)))
     assert looks.first.wait(SOON)
     keeper = KeeperProcess(place)  # which takes a tenth of a second at the least

@@ -110,8 +110,8 @@ channel._CLOEXEC = 0
 """
 TRUNCATION_IGNORED = """
 right = channel._receive
-def receive(sock, flags=0):
-    payload, fds, _ = right(sock, flags)
+def receive(sock, flags, left):
+    payload, fds, _ = right(sock, flags, left)
     return payload[:1000], fds, 0
 channel._receive = receive
 """

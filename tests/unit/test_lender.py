@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import vram
 from vram.errors import WaitTimeoutError
 from vram.keeper import lender
 from vram.keeper.client import close_client
+from vram.lifetime import Gate
 from vram.testing.keeper import SOON
 
 
@@ -80,14 +80,17 @@ def test_an_interrupted_call_is_an_interrupt_and_done_or_not_at_all(
     server.start()
     asked = 0
 
-    def interrupted(futures: object, timeout: float) -> None:
+    wait = Gate.wait
+
+    def interrupted(gate: Gate, timeout: float | None = None) -> bool:
         nonlocal asked
         asked += 1
-        wait(futures, timeout)  # type: ignore[call-overload]
+        is_open = wait(gate, timeout)
         if asked == 1:
             raise KeyboardInterrupt
+        return is_open
 
-    monkeypatch.setattr(lender, "wait", interrupted)
+    monkeypatch.setattr(Gate, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         server.holders()
     monkeypatch.undo()
