@@ -59,19 +59,25 @@ def measure(quick: bool) -> Result:
         f"{halves} publications half sent, again and again": [(_send_halves, (halves,))],
         f"entries of {nbytes >> 20} MiB, removed at once": [(_publish_and_remove, (nbytes,))],
     }
-    rows: list[Row] = []
+    rows = _beside("a process that only computes", [(_compute, ())], rounds, seconds, at_least=None)
     for what, children in attacks.items():
-        rows += _beside(what, children, rounds, seconds)
+        rows += _beside(what, children, rounds, seconds, at_least=_REACHED)
     notes = [
         "attach, touch, release acknowledged, one after the other, by one process of one user; the attack is by "
         "another user, in one or two processes, which have these cores to share with it and with the keeper. Alone: "
-        "at a keeper of its own, while the attack pauses"
+        "at a keeper of its own, while the attack pauses. Beside a process that only computes: what the lack of cores "
+        "costs here, whatever the keeper does"
     ]
     return Result("hostile", _TITLE, rows, few + notes)
 
 
 def _beside(
-    what: str, children: list[tuple[Callable[..., None], tuple[int, ...]]], rounds: int, seconds: float
+    what: str,
+    children: list[tuple[Callable[..., None], tuple[int, ...]]],
+    rounds: int,
+    seconds: float,
+    *,
+    at_least: float | None,
 ) -> list[Row]:
     with contextlib.ExitStack() as stage:
         quiet, attacked = stage.enter_context(_open_keeper()), stage.enter_context(_open_keeper())
@@ -94,7 +100,7 @@ def _beside(
 
         values = in_turns({"alone": alone, "beside": beside}, rounds, warm=1)
     rival = Row(f"alone, in turns with: {what}", Figure.of(values["alone"], "attaches/s"))
-    return [rival, Row.held(f"beside {what}", Figure.of(values["beside"], "attaches/s"), rival, at_least=_REACHED)]
+    return [rival, Row.held(f"beside {what}", Figure.of(values["beside"], "attaches/s"), rival, at_least=at_least)]
 
 
 @contextlib.contextmanager
@@ -170,6 +176,16 @@ def _turns(pipe: Connection, attack: Callable[[], None], rest: Callable[[], None
         pipe.recv()
         rest()
         pipe.send("paused")
+
+
+def _compute(pipe: Connection, path: str) -> None:
+    """Ask the keeper nothing."""
+    _become(_HOSTILE)
+
+    def attack() -> None:
+        sum(range(10_000))
+
+    _turns(pipe, attack)
 
 
 def _connect(path: str) -> Channel:
