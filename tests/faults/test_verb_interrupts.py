@@ -207,7 +207,8 @@ def receive(s: Scene) -> object:
 def hand_overs(s: Scene, came: int | None = None) -> None:
     """Everything that was sent comes, in its order, and both ends go on."""
     one, two = s.ends
-    if s.other is None:  # somebody sends already
+    if s.other is None:  # or somebody sends already
+        assert not any(end._sending.locked() or end._receiving.locked() for end in s.ends), "a lock was left taken"
         s.other = threading.Thread(target=lambda: None)
         s.other.start()
     with array() as another:
