@@ -88,17 +88,19 @@ Catalogue._serve = serve
 ANYBODY_REMOVES = """
 right = Catalogue.remove
 def remove(self, session, name, version=0, **options):
-    class Owner:
-        uid = next((v.owner for v in self.all_versions() if v.name == name), 0)
-    return right(self, Owner, name, version, **options)
+    class Somebody:
+        id, uid = session.id, self.accounts.keeper_uid
+    return right(self, session if options.get("force") else Somebody, name, version, **options)
 Catalogue.remove = remove
 """
 RETIRED_IS_FREE = """
-from vram.keeper.accounts import Accounts
-right = Accounts.add
-def add(self, uid, nbytes, entries, handles):
-    right(self, uid, 0 if nbytes < 0 else nbytes, entries, handles)
-Accounts.add = add
+right = Catalogue._free
+def free(self, version, *whose):
+    before = self.accounts.total.nbytes
+    effect = right(self, version, *whose)
+    self.accounts.total.nbytes = before
+    return effect
+Catalogue._free = free
 """
 WATCH_LOST = """
 right = snapshot._restore_version

@@ -472,6 +472,17 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert real.version.token == got.token
             model.leases.append((session.id, got))
 
+    @precondition(lambda self: any(v.state == "current" for v in self.model.versions))
+    @rule(pick=PICK, reader=PICK, nbytes=st.integers(1, 6))
+    def replace_under_a_reader(self, pick: int, reader: int, nbytes: int) -> None:
+        """What calls at random seldom do in a row: read what is there, and have its owner publish the next."""
+        there = [v for v in self.model.versions if v.state == "current"]
+        version = there[pick % len(there)]
+        owners = [at for at, s in enumerate(self.real.sessions.values()) if s.uid == version.owner]
+        if owners:
+            self.attach(reader, version.name, 0, "r", None, 0.0, False, None)
+            self.begin(owners[0], version.name, nbytes, 1, False, {}, None, False, 1)
+
     @precondition(lambda self: self.real.leases)
     @rule(pick=PICK)
     def release(self, pick: int) -> None:
@@ -624,6 +635,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         found = [(one.version.name, one.version.number, one.id) for one in real.leases_under("")]
         assert found == sorted(found)
         assert real.waiting == len(model.waiters)
+        assert {claim.name for claim in real.claims.values()} == model.claims.keys()
         for claim in real.claims.values():
             model.claims[claim.name].id = claim.id
         assert {c.name: (c.session.id, c.until, c.number) for c in real.claims.values()} == {
