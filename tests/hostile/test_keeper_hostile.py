@@ -580,8 +580,8 @@ def test_an_ordinary_keeper_with_few_descriptors_serves_17_beside_one_that_does_
                 for _ in range(2):
                     for reader in readers:
                         got = reader.attach("w")
-                        close_fds(got.fds)
                         assert len(got.fds) == 250
+                        close_fds(got.fds)
                 assert time.monotonic() - started < SOON / 4, "they waited for those who do not read"
                 for one in (*readers, *deaf):
                     one.close()

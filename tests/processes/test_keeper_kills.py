@@ -77,8 +77,8 @@ def test_a_publisher_killed_before_any_message_leaves_all_of_a_version_or_none(
         if entries:
             assert entries[0].segments == 600
             got = watcher.attach("w")
-            close_fds(got.fds)
             assert len(got.fds) == 600
+            close_fds(got.fds)
             watcher.release([got.lease_id])
             watcher.remove("w")
         assert books(watcher) == clean

@@ -239,8 +239,8 @@ def test_readers_at_work_notice_nothing(place: str) -> None:
             with KeeperClient.connect(path) as connection:
                 while not stop.is_set():
                     got = connection.attach("w")
-                    close_fds(got.fds)
                     assert len(got.fds) == 20
+                    close_fds(got.fds)
                     connection.release([got.lease_id])
                     turns[index] += 1
         except BaseException as error:

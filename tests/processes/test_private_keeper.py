@@ -157,19 +157,16 @@ def test_the_default_and_what_it_was_change_together(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("what", ["missing", "a file", "not ours to write to"])
-def test_a_temporary_directory_that_is_none_is_a_usage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    where = tmp_path / "t"
-    if what == "a file":
-        where.write_text("")
-    monkeypatch.setattr(tempfile, "tempdir", str(where))
-    if what == "not ours to write to":
-        monkeypatch.setattr(tempfile, "tempdir", "/proc/1")
-    with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"):
-        vram.keeper()
-    with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"), short_directory():
-        pass
+def test_a_temporary_directory_that_is_none_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    with short_directory() as place:  # where the path is long another place is taken
+        where = Path(place, "t")
+        if what == "a file":
+            where.write_text("")
+        monkeypatch.setattr(tempfile, "tempdir", "/proc/1" if what == "not ours to write to" else str(where))
+        with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"):
+            vram.keeper()
+        with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"), short_directory():
+            pass
 
 
 def test_no_temporary_directory_at_all_is_a_usage_error(tmp_path: Path) -> None:

@@ -406,10 +406,12 @@ class Region(MappedRegion):
         if self._frozen or mapped.ends_sealed:
             raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
         present = mapped.mapped
+        reached = max(self._reached, nbytes)
         if nbytes > present:
             sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
             mapped.make(sizes, self._kinds, self._access)
-        self._reached = max(self._reached, nbytes)  # first: see clear
+        # Nothing is called from here on, so that no interrupt divides what is mapped from the size.
+        self._reached = reached  # first: see clear
         self._nbytes = nbytes
 
     def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
