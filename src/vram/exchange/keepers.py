@@ -244,7 +244,7 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None
     NotFoundError
         If there is no such entry or version.
     AccessDeniedError
-        If it belongs to another user.
+        If it belongs to another user, unless this one runs the keeper.
     """
     check_version(version)
     connect(keeper).remove(name, version)
