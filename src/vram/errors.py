@@ -63,7 +63,7 @@ class RangeError(UsageError):
 
 
 class CapacityError(UsageError):
-    """Growth past a ceiling that was fixed at creation: a region's capacity or a keeper's quota."""
+    """Past a ceiling that was fixed before: a region's capacity, a keeper's quota, or what one user may have there."""
 
 
 class ClosedError(VramError):
@@ -116,12 +116,13 @@ class NotFoundError(PeerError, KeyError):
 
 
 class MismatchError(PeerError):
-    """What is published differs from what the reader said it expects.
+    """What is published differs from what the reader said it expects, or belongs to another user.
 
     Attributes
     ----------
     expected, found : dict of str to str
-        The metadata asked for, and the metadata of the entry under that name.
+        The metadata asked for, and the metadata of the entry under that name; both empty if it is the owner that
+        differs.
     """
 
     def __init__(

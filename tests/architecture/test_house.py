@@ -22,6 +22,7 @@ LONG = {
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
     "vram/keeper/service.py": "one method for each request, side by side: what it may cost, who may ask it",
     "vram/keeper/server.py": "one loop and all that it owns: which of it is bounded by what is seen in one place",
+    "vram/keeper/service.py": "one answer for each request, and what of the books' effects goes to whom",
     "vram/keeper/takeover.py": "both sides of one protocol and its diagram: each step answers one of the other",
     "vram/memory/region.py": "everything that changes a size: each way in, and what it takes back when it fails",
     "vram/sharing/channel.py": "the two places where descriptors meet a socket, and the class that both sides use",

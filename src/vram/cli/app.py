@@ -74,8 +74,8 @@ def keep(
     group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB", or "none".')] = None,
     max_entries: Annotated[str | None, typer.Option(help='Most names to keep, or "none".')] = None,
-    max_bytes_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
-    max_entries_per_user: Annotated[str | None, typer.Option(help="The same for each user but this one.")] = None,
+    max_bytes_per_user: Annotated[str | None, typer.Option(help="Most memory of each user but this one.")] = None,
+    max_entries_per_user: Annotated[str | None, typer.Option(help="Most names of each user but this one.")] = None,
     claim_timeout: Annotated[
         str | None,
         typer.Option(
@@ -213,7 +213,7 @@ def revoke(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its readers.")] = 10.0,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Then end the leases that are left; for the user who runs the keeper."),
+        typer.Option("--force", help="Then end the leases that are left; only the user who runs the keeper may."),
     ] = False,
     socket: Socket = None,
     as_json: AsJson = False,

@@ -76,8 +76,9 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
                         f"{call}: the kernel does not make this memory read-only (EBUSY), since something else can "
                         f"still write to it: another process that has it mapped, such as a forked child or one that it "
                         f"was sent to, a mapping made from its descriptor without vram, or pages that are pinned for a "
-                        f"device (cudaHostRegister, RDMA, io_uring). Close those, or share a copy of it "
-                        f"(vram.copy_in), or share it with writable=True; nothing has changed"
+                        f"device (cudaHostRegister, RDMA, io_uring). End those (what was sent over a channel stays "
+                        f"mapped until that end of it is closed, over a queue until that process ends), or share a "
+                        f"copy of it (vram.copy_in), or share it with writable=True; nothing has changed"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)

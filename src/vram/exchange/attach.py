@@ -48,7 +48,8 @@ def attach(
         Read-only (the kernel enforces it), shared and writable (if it was published writable), or copy on write:
         writes stay in this process.
     version : int, optional
-        A particular version; by default the newest.
+        A particular version: the current one, or one that was replaced and that somebody still holds. By default the
+        current one.
     expect : mapping of str to str, optional
         What the entry's `meta` must say under these keys. Its publisher wrote that, whoever they are: see `owner`.
     timeout : float or None

@@ -244,7 +244,7 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None
     NotFoundError
         If there is no such entry or version.
     AccessDeniedError
-        If it belongs to another user.
+        If it belongs to another user, unless this one runs the keeper.
     """
     check_version(version)
     connect(keeper).remove(name, version)
@@ -274,9 +274,11 @@ def revoke(
         Seconds to wait for the readers; 0 only asks them, None waits for ever.
     force : bool
         End the leases of those who have not let go by then, so that the keeper does not count that memory any more; for
-        the user who runs the keeper alone. Their connections end, and with them whatever else they have from this
-        keeper: what they ask it next raises `PeerGoneError`, which says why, and after that they connect anew. What
-        they have mapped stays mapped, and the kernel keeps its memory until they close it or end.
+        the user who runs the keeper alone. Their connections end, and with them all their leases from this keeper,
+        which are stale from then on. What they have mapped stays mapped, and the kernel keeps its memory until they
+        close it or end. A call that waits for the keeper then, and :meth:`Lease.fileno` and :meth:`Lease.on_revoke` of
+        such a lease, raise `PeerGoneError`, which says why; other calls connect anew. The connection of the process
+        that uses force stays.
 
     Returns
     -------

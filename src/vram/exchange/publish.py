@@ -68,7 +68,8 @@ def publish(
     Parameters
     ----------
     name : str
-        1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots.
+        1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots. In
+        front there may be ``~user/``, with the name or the uid of a user: only that user may publish there.
     arrays : mapping of str to array
         vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
         its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
@@ -113,7 +114,8 @@ def publish(
         If a copy is needed and there is no room for it.
     BusyError
         If memory of the host is to be read-only, and something else can write to it: another process that has it
-        mapped, a forked child, or a device that it is pinned for. The error says what to do.
+        mapped, a forked child, or a device that it is pinned for. A process that it was sent to has it mapped until
+        that process ends, or closes its end of the channel. The error says what to do.
     """
     return publish_to(
         connect(keeper),

@@ -46,7 +46,7 @@ def put(
     path : path-like
         The file. It is read once; it may be replaced or deleted afterwards.
     device : str
-        Where to keep it: ``"host"``.
+        Where to keep it: ``"host"``, or a GPU, such as ``"cuda:0"``.
     meta : mapping of str to str, optional
         As of :func:`vram.publish`. As far as there is room, and unless given, the file's name is added as ``source``,
         and its own metadata, as one JSON object, as ``__metadata__``: at most 1 KiB of it, whole items.

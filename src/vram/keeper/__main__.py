@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", help="group of the socket")
     parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"; "none" lifts it')
     parser.add_argument("--max-entries", metavar="N", help='most names to keep; "none" lifts it')
-    parser.add_argument("--max-bytes-per-user", metavar="SIZE", help="the same for each user but this one")
-    parser.add_argument("--max-entries-per-user", metavar="N", help="the same for each user but this one")
+    parser.add_argument("--max-bytes-per-user", metavar="SIZE", help="most memory of each user but this one")
+    parser.add_argument("--max-entries-per-user", metavar="N", help="most names of each user but this one")
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
     )
