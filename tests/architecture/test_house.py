@@ -20,7 +20,6 @@ LONG = {
     "vram/keeper/conversation.py": "how threads share one connection: who reads, who waits, who was interrupted",
     "vram/keeper/listener.py": "how a path comes to be ours and goes: each call is safe by what the one before it left",
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
-    "vram/keeper/service.py": "one method for each request, side by side: what it may cost, who may ask it",
     "vram/keeper/server.py": "one loop and all that it owns: which of it is bounded by what is seen in one place",
     "vram/keeper/service.py": "one answer for each request, and what of the books' effects goes to whom",
     "vram/keeper/takeover.py": "both sides of one protocol and its diagram: each step answers one of the other",

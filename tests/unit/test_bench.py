@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,7 @@ from vram.bench.files import read_header, write_weights
 from vram.bench.machine import fitting
 from vram.bench.measure import Figure, Result, Row, in_turns, places
 from vram.errors import CapacityError, InternalError, UsageError
+from vram.keeper.private import short_directory
 from vram.spec import HOST, Location
 
 
@@ -61,9 +63,17 @@ def check(results: list[dict[str, Any]]) -> None:
         assert all(isinstance(note, str) for note in result["notes"])
 
 
-def test_everything_runs_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that other users may enter, and all above it, too."""
+    with short_directory() as place:
+        os.chmod(place, 0o711)
+        yield Path(place)
+
+
+def test_everything_runs_and_leaves_nothing_behind(open_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every target of the table has its rows; files, processes, keepers, sockets and memory are gone afterwards."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(open_place))
     before = os.sched_getaffinity(0)
     results: list[dict[str, Any]] = msgspec.to_builtins(run_benchmarks([], quick=True, progress=False))
     check(results)
@@ -84,9 +94,20 @@ def test_everything_runs_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
     }
     assert all(targets[name] >= count for name, count in wanted.items()), targets
     # What multiprocessing makes for itself, where torch hands tensors over by it, goes when the process ends.
-    assert [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
+    assert [path for path in open_place.iterdir() if not path.name.startswith("pymp-")] == []
     assert os.sched_getaffinity(0) == before
-    assert "VRAM_KEEPER" not in os.environ or not os.environ["VRAM_KEEPER"].startswith(str(tmp_path))
+    assert "VRAM_KEEPER" not in os.environ or not os.environ["VRAM_KEEPER"].startswith(str(open_place))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_beside_another_user_needs_a_place_that_others_may_enter(
+    open_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (open_place / "closed").mkdir(mode=0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(open_place / "closed"))
+    (result,) = msgspec.to_builtins(run_benchmarks(["hostile"], quick=True, progress=False))
+    assert result["rows"] == []
+    assert f"did not run: other users may not enter {open_place}/closed; set TMPDIR" in result["notes"][0]
 
 
 @pytest.mark.standin

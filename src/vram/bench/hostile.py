@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import select
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -41,6 +42,10 @@ def measure(quick: bool) -> Result:
     """Measure attaches per second at a keeper that nobody else uses and at one under attack, in turns."""
     if os.geteuid() != 0:
         return Result("hostile", _TITLE, [], ["did not run: it needs root, to be two other users"])
+    place = Path(tempfile.gettempdir()).resolve()
+    if closed := [str(one) for one in (place, *place.parents) if not one.stat().st_mode & 0o001]:
+        why = f"did not run: other users may not enter {closed[0]}; set TMPDIR to a directory like /tmp"
+        return Result("hostile", _TITLE, [], [why])
     few: list[str] = []
     rounds, seconds = (2, 0.02) if quick else (15, 0.2)
     leases, connections, entries, halves, nbytes = (
