@@ -640,10 +640,14 @@ class ArrayChannel(Owned):
                 raise ProtocolError(f"not a message between array channels: {error}") from None
         # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
         if isinstance(message, (Shared, Returned, Mixed)):
-            arrays = message.arrays if isinstance(message, Mixed) else (message,)
-            if any(isinstance(one, Shared) and one.keep for one in arrays):
-                self._came.clear()  # counted twice is worse than lost, which ends with the connection
-            found = self._arrived_together(message) if isinstance(message, Mixed) else self._arrived(message)
+            if isinstance(message, Mixed):
+                if any(isinstance(one, Shared) and one.keep for one in message.arrays):
+                    self._came.clear()  # counted twice is worse than lost, which ends with the connection
+                found: Array | _Ordered | _Mixed | _Failure = self._arrived_together(message)
+            else:
+                if isinstance(message, Shared) and message.keep:
+                    self._came.clear()  # as above
+                found = self._arrived(message)
             self._inbox += (found,)
             del self._came[:]
             return
