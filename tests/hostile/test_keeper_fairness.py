@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.hostile.test_keeper_hostile import Peer, running
+from tests.processes.other_users import OTHER, keeper_of
 
 from vram.errors import CapacityError
 from vram.keeper import messages as m
@@ -200,3 +201,35 @@ def test_the_keepers_own_user_gets_in_whatever_others_hold() -> None:
                     late = Peer(keeper.path, greet=False)
                 assert is_refused(late)
                 late.close()
+
+
+# -- descriptors in flight --------------------------------------------------------------------------------------------
+
+
+def test_who_reads_is_not_cut_off_for_those_who_do_not() -> None:
+    """A keeper that is not root's may have so many descriptors in flight; one user's connections hold all of them."""
+    with short_directory() as place, memfds(1) as (fd,):
+        path, part = f"{place}/k", 512 // 64
+        os.chown(place, OTHER, OTHER)
+        os.chmod(place, 0o711)
+        with keeper_of(OTHER, path, descriptors=512, mode=0o666, patience=3.0), contextlib.ExitStack() as stack:
+            with being(MODEST):
+                modest = Peer(path)
+            stack.callback(modest.close)
+            big = m.Publish(1, "big", [m.Piece(4096, 1, 0)] * part, ["host"])
+            assert isinstance(modest.ask(m.encode(big), [fd] * part), m.Published)
+            held = modest.ask(m.encode(m.Attach(2, "big")))
+            assert isinstance(held, m.Attached)
+            greedy = []
+            for _ in range(512 // part + 8):
+                with being(GREEDY):
+                    greedy.append(Peer(path))
+                stack.callback(greedy[-1].close)
+                greedy[-1].send(m.encode(m.Attach(1, "big")))
+            modest.send(m.encode(m.Attach(3, "big")))
+            with contextlib.closing(Peer(path, greet=False)) as late:
+                assert late.is_cut_off()  # and so would be whoever has owed something for longer
+            for peer in greedy:  # until then what they did not read is in flight
+                peer.close()
+            assert isinstance(modest.hear(), m.Attached)
+            assert modest.ask(m.encode(m.Stale(4, held.lease))) == m.IsStale(4, False, 1)

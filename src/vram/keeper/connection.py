@@ -314,4 +314,7 @@ class Connection:
         if self.session is not None and not self.queue and (not self.in_flight or self.has_read_all()):
             self.waiting_since = None
             return False
+        if self.session is not None and self.queue and not self.writing and self.has_read_all():
+            self.waiting_since = now  # it is not the one that does not read: others hold all that may be in flight
+            return False
         return now - self.waiting_since > patience
