@@ -538,6 +538,7 @@ def test_an_interrupt_in_a_call_lets_it_take_effect(control: standin.Standin) ->
     control.clear()
 
 
+@pytest.mark.usefixtures("context")
 def test_pools() -> None:
     pool = shareable_pool()
     address = int(ok("cuMemAllocFromPoolAsync", 1 << 20, pool, 0))
