@@ -24,7 +24,6 @@ from ..open_files import is_read_only
 from ..spec import HOST, Access, HandleKind, Location
 from . import libc
 from .addresses import (
-    PROTECTION,
     Ballast,
     await_late,
     catch_up,
@@ -46,7 +45,7 @@ from .arguments import (
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
-from .memfds import Memfds, look, reading
+from .memfds import Memfds, look, place
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
 from .seals import seal
 
@@ -350,11 +349,7 @@ class HostDriver:
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or is_read_only(fd)
             flags = _PRIVATE if private else _SHARED
-            placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
-            if placed == -1 and ctypes.get_errno() == errno.EPERM and access <= Access.READ and is_read_only(fd):
-                # Before Linux 6.7 (and in some of 6.12): a descriptor that can write does not map such memory at all.
-                with reading(fd) as reader:
-                    placed = libc.mmap(address, nbytes, PROTECTION[access], flags, reader, 0)
+            placed = place(address, nbytes, access, flags, fd)
             if placed == -1:
                 raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             mapping.access = access

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 
 from ..errors import ProtocolError, UsageError
 from ..lifetime import close_all, own, uninterrupted
+from ..open_files import is_read_only
+from ..spec import Access
 from . import libc
+from .addresses import PROTECTION
 
-__all__ = ["Memfds", "look", "reading"]
+__all__ = ["Memfds", "look", "place", "reading"]
 
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
+_DECIDED = 1.0  # seconds within which the kernel has granted a seal or not: it waits 0.15 s for pages that are pinned
+_PAUSE = 0.001  # seconds
 
 
 class Memfds:
@@ -127,3 +134,26 @@ def reading(fd: int) -> Iterator[int]:
         yield opened[0]
     finally:
         claim.release()
+
+
+def place(address: int, nbytes: int, access: Access, flags: int, fd: int) -> int:
+    """Map a memfd at an address, and return what ``mmap`` does: -1, with an errno, if it is refused.
+
+    While somebody asks for ``F_SEAL_WRITE`` the kernel refuses shared mappings (EPERM), whether it grants the seal in
+    the end or not: this waits until it is decided. Before Linux 6.7, and in some of 6.12, a descriptor that can write
+    does not map sealed memory at all: then another one is opened.
+    """
+    protection = PROTECTION[access]
+    placed: int = libc.mmap(address, nbytes, protection, flags, fd, 0)
+    deadline = time.monotonic() + _DECIDED
+    while placed == -1 and ctypes.get_errno() == errno.EPERM and not _is_sealed(fd) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+        placed = libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if placed == -1 and ctypes.get_errno() == errno.EPERM and access <= Access.READ and is_read_only(fd):
+        with reading(fd) as reader:
+            placed = libc.mmap(address, nbytes, protection, flags, reader, 0)
+    return placed
+
+
+def _is_sealed(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & (libc.F_SEAL_WRITE | libc.F_SEAL_FUTURE_WRITE))
