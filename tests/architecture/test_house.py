@@ -18,6 +18,7 @@ LONG = {
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
     "vram/keeper/client.py": "everything that can be said to a keeper; half of it is what each call promises",
     "vram/keeper/conversation.py": "how threads share one connection: who reads, who waits, who was interrupted",
+    "vram/keeper/lender.py": "its thread and what others ask of it: who owns what and who ends it, in one place",
     "vram/keeper/listener.py": "how a path comes to be ours and goes: each call is safe by what the one before it left",
     "vram/keeper/messages.py": "the whole protocol on one page, with what each message means",
     "vram/keeper/server.py": "one loop and all that it owns: which of it is bounded by what is seen in one place",

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PRELUDE = """
 import contextlib, os, random, signal, sys, threading, time
 import vram
@@ -169,6 +171,71 @@ assert all(met.values()), met
 """
 
 
+# Signals close after one another, from a process of their own: one meets what is done about the one before.
+SENDER = """
+import os, random, sys, time
+to, gaps, end = int(sys.argv[1]), random.Random(int(sys.argv[2])), time.monotonic() + 90
+while os.getppid() == to and time.monotonic() < end:
+    time.sleep(gaps.uniform(0.0005, 0.004))
+    os.kill(to, 2)
+"""
+STORM = """
+import gc, os, signal, subprocess, sys, threading, time
+import vram
+from vram import lifetime
+
+directory, least, sender, seed = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+at = os.path.join(directory, "lent")
+
+def lend():
+    with vram.lend({"a": a}, at=at):
+        pass
+
+def settled(what, count, before):
+    end = time.monotonic() + 60
+    while count() > before + len(lifetime.stuck()):
+        assert time.monotonic() < end, f"{what}: {count()}, where there were {before}; {lifetime.stuck()}"
+        time.sleep(0.01)
+
+a = vram.zeros(1000, device="host")
+lend()
+files = len(os.listdir("/proc/self/fd"))
+hits, rounds, errors = 0, 0, []
+process = subprocess.Popen([sys.executable, "-c", sender, str(os.getpid()), seed])
+end = time.monotonic() + 60
+while True:
+    try:
+        while hits < least and time.monotonic() < end:
+            rounds += 1
+            try:
+                lend()
+            except KeyboardInterrupt:
+                hits += 1
+            except BaseException as error:
+                errors += (repr(error),)
+        break
+    except KeyboardInterrupt:
+        hits += 1
+while True:
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        break
+    except KeyboardInterrupt:
+        pass
+process.kill()
+process.wait()
+gc.collect()
+assert hits >= 300, hits
+settled("threads that nobody knows of", lambda: sum(one.name == "lender" for one in threading.enumerate()), 0)
+settled("descriptors", lambda: len(os.listdir("/proc/self/fd")), files)
+settled("sockets that can be borrowed from", lambda: len(os.listdir(directory)), 0)
+with vram.lend({"a": a}, at=at), vram.borrow(at) as lease:
+    assert lease["a"].shape == (1000,)
+assert not errors, errors
+print(rounds, hits)
+"""
+
+
 def test_what_a_signal_meets_is_finished_or_taken_back_i12() -> None:
     run(MEMORY)
 
@@ -177,7 +244,13 @@ def test_a_verb_that_a_signal_meets_leaves_no_lease_claim_thread_or_lock_i12(tmp
     run(VERBS, str(tmp_path / "lent.sock"))
 
 
-def run(script: str, *arguments: str) -> None:
-    command = [sys.executable, "-c", PRELUDE + script, *arguments]
+@pytest.mark.parametrize("seed", [3, 4])
+def test_signals_close_after_one_another_leave_no_lender_that_nobody_knows_of_i12(tmp_path: Path, seed: int) -> None:
+    """Each meets what is done about the one before: no thread, descriptor or socket is left, and the path is free."""
+    run(STORM, str(tmp_path), "1500", SENDER, str(seed), prelude="")
+
+
+def run(script: str, *arguments: str, prelude: str = PRELUDE) -> None:
+    command = [sys.executable, "-c", prelude + script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -31,7 +31,7 @@ from .mapping import device_name, sealed_copy
 from .placement import Placement
 
 if TYPE_CHECKING:
-    from ..keeper.lender import LenderServer
+    from ..keeper.lender import LenderServer, Wanted
 
 __all__ = ["Lending", "lend"]
 
@@ -51,12 +51,15 @@ class Lending(Owned):
         Seconds that :meth:`close` waits for borrowers of memory which may not be freed under them.
     """
 
-    __slots__ = ("_by_handle", "_server", "manifest", "nbytes", "path", "patience")
+    __slots__ = ("_by_handle", "_server", "_wants", "manifest", "nbytes", "path", "patience")
 
     _warn_on_leak = True
 
-    def __init__(self, server: LenderServer, manifest: Manifest, nbytes: int, patience: float) -> None:
+    def __init__(
+        self, server: LenderServer, wants: list[Wanted], manifest: Manifest, nbytes: int, patience: float
+    ) -> None:
         self._server = server
+        self._wants = wants  # by nobody else, so that the lender ends with this object whatever its finalizers meet
         self.nbytes = nbytes
         self._by_handle = bool(manifest.handles)
         self.manifest = manifest
@@ -126,7 +129,10 @@ class Lending(Owned):
         if strict and (leases := self._leases()):
             raise BusyError(f"what is lent at {self.path} is still borrowed", tuple(map(str, leases)))
         held = self._ask_back() if self._by_handle else ""
-        super().close()
+        try:
+            super().close()
+        finally:
+            self._wants.clear()  # no interrupt comes before this, and it is enough (I12)
         if not held:
             self._server.join()  # whoever lends at this path next is not taken for this one
             return
@@ -228,7 +234,7 @@ def lend(
     >>> with vram.lend({"weights": tensor}, at="/run/app/weights.sock") as lending:  # doctest: +SKIP
     ...     wait_until_told()
     """
-    from ..keeper.lender import LenderServer  # a server, with asyncio: not for those who only name the class
+    from ..keeper.lender import LenderServer, Wanted  # a server, with asyncio: not for those who only name the class
 
     arrays = obj if isinstance(obj, Mapping) else {_ONE: obj}
     waits = None if stream is None else as_stream(stream)
@@ -240,7 +246,8 @@ def lend(
         raise UsageError(f"mode {mode!r:.40} is no permissions of a file, such as 0o600")
     if group is not None and not isinstance(group, str):
         raise UsageError(f"group {group!r:.40} is no name or number of a group, as text")
-    server = LenderServer(as_path(at), mode=mode, group=group)
+    wants = [Wanted()]  # in nothing else that a traceback keeps: emptied, it is gone, and the lender ends by itself
+    server = LenderServer(as_path(at), wants[0], mode=mode, group=group)
     plan = Placement(arrays, check_flag(writable, "writable"), None, False, lends=True)
     events: list[Event] = []
     kept = _Kept(plan, events)
@@ -263,9 +270,11 @@ def lend(
             writable=writable,
             meta=notes,
             keeps=kept,
+            when_idle=bool(manifest.handles),
         )
-        return Lending(server, manifest, plan.nbytes, seconds)
+        return Lending(server, wants, manifest, plan.nbytes, seconds)
     except BaseException as error:
+        wants.clear()  # first: no interrupt comes before this, and any number may come after it (I12)
         with unwinding(error):
             server.end(when_idle=False)
             server.join()  # whoever lends at this path next is not taken for this one

@@ -9,17 +9,20 @@ process itself puts anything in, and memory that no descriptor stands for can be
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import secrets
+import select
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
 
 from ..errors import AccessDeniedError, ClosedError, NotFoundError, WaitTimeoutError
-from ..lifetime import Gate, begin
+from ..lifetime import Gate, begin, close_all
 from ..sharing.channel import close_fds
 from . import messages as m
 from . import pages
@@ -33,11 +36,26 @@ from .rules import LENT
 from .server import PATIENCE, KeeperServer
 from .service import Service
 
-__all__ = ["LENT", "LenderServer"]
+__all__ = ["LENT", "LenderServer", "Wanted"]
 
 _T = TypeVar("_T")
 _ANSWER = 30.0  # seconds within which the thread does what it is asked
-_servers: weakref.WeakSet[LenderServer] = weakref.WeakSet()
+_RINGS = 1000  # milliseconds within which what began to ring has rung
+_servers: set[LenderServer] = set()  # whose thread runs; only the threads put them in and take them out
+
+
+class Wanted:
+    """A lender serves as long as somebody has the one of these that it was made with, and then ends by itself."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Bell(weakref.ref[Wanted]):
+    """Rings once nobody has it any more, without a step in Python, which an interrupt could keep from being done."""
+
+    __slots__ = ("ring",)
+
+    ring: Callable[[], None]
 
 
 class _Asked:
@@ -106,6 +124,8 @@ class LenderServer(KeeperServer):
     ----------
     path : str
         Where to listen; its directory has to exist.
+    wanted : Wanted
+        Held weakly: when it goes, the lender ends as :meth:`end` says, without being told (I12).
     mode : int
         Permissions of the socket: who may connect may borrow.
     group : str or None
@@ -114,7 +134,15 @@ class LenderServer(KeeperServer):
         Seconds that a borrower may keep it waiting before it is disconnected.
     """
 
-    def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        path: str,
+        wanted: Wanted,
+        *,
+        mode: int = 0o600,
+        group: str | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
         super().__init__(path, mode=mode, group=group, patience=patience, raises_limit=False)
         self.service = LenderService(self)
         self.handle = self.service.handle
@@ -123,7 +151,13 @@ class LenderServer(KeeperServer):
         self._freed = Gate()
         self._keeps: object = None
         self._asked: set[_Asked] = set()
+        self._fds: list[int] = []  # to be lent; closed by the thread only, while there is one (I9)
         self._thread: threading.Thread | None = None
+        self._wanted = weakref.ref(wanted)
+        self._bell: _Bell | None = None
+        self._bell_fds: list[int] = []  # the one that it rings
+        self._is_away = Gate()  # from the path
+        self._when_idle = False  # whether it ends so if nobody says how
         self._ends_when_idle = False
         self._has_ended = False  # whether it was told to, perhaps before there was a loop to be told
 
@@ -139,7 +173,6 @@ class LenderServer(KeeperServer):
         # has to see to it that the thread ends.
         started = _Asked()
         self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
-        _servers.add(self)
         begin(self._thread)
         if not started.gate.wait(_ANSWER):
             raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {_ANSWER:g} s")
@@ -149,17 +182,61 @@ class LenderServer(KeeperServer):
         """What the thread does."""
 
         def ready() -> None:
+            self._watch()
             started.gate.open()
-            if self._has_ended:
+            if self._is_over:
                 self.stop()
 
         try:
+            _servers.add(self)
+            if self._is_over:
+                raise self._over()
+            for other in list(_servers):  # whose end an interrupt kept from being waited for
+                if other is not self and other.path == self.path and other._is_over:
+                    other._is_away.wait(_ANSWER)
             self.listen()
             self.serve(ready, signals=False)
         except BaseException as error:
             if started.gate.is_open:
                 raise
             started.fail(error)
+        finally:
+            if self._bound:  # there was no loop to be had, which would have seen to it
+                self.listener.unlink()
+                self.listener.sock.close()
+            self._is_away.open()
+            close_fds(self._fds)
+            _servers.discard(self)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether it was told to end, or nobody wants it any more."""
+        return self._has_ended or self._wanted() is None
+
+    def _watch(self) -> None:
+        """Have the loop told when nobody wants this lender any more. In the thread, as :meth:`_watch_no_more`."""
+        wanted = self._wanted()
+        if wanted is not None:
+            self._bell_fds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            self.loop.add_reader(self._bell_fds[0], self._not_wanted)
+            self._bell = _Bell(wanted, operator.methodcaller("ring"))
+            self._bell.ring = partial(os.eventfd_write, self._bell_fds[0], 1)
+
+    def _not_wanted(self) -> None:
+        self.loop.remove_reader(self._bell_fds[0])  # which stays as it is: see below
+        self._has_ended = True
+        self._end(self._when_idle)
+
+    def _watch_no_more(self) -> None:
+        wanted = self._wanted()  # kept: it does not ring from here on
+        self._bell = None
+        if self._bell_fds and wanted is None:
+            # It rings, perhaps just now in another thread, and the number must be this file until it has (I9).
+            poll = select.poll()
+            poll.register(self._bell_fds[0], select.POLLIN)
+            if not poll.poll(_RINGS):
+                return
+        close_all(self._bell_fds)
 
     def lend(
         self,
@@ -172,8 +249,11 @@ class LenderServer(KeeperServer):
         writable: bool,
         meta: Mapping[str, str],
         keeps: object,
+        when_idle: bool = False,
     ) -> None:
         """Put the one entry in. `fds` are lent; `keeps` is kept until nobody holds a lease any more and it was ended.
+
+        If this fails, the lender is of no use any more: whoever called this ends it.
 
         Parameters
         ----------
@@ -181,21 +261,19 @@ class LenderServer(KeeperServer):
             One for each descriptor; those of pools come last.
         nbytes : int
             Bytes that are lent, whether by descriptor or not.
+        when_idle : bool
+            How it ends when nobody wants it any more.
         """
-        mine: list[int] = []
-        try:
-            # In one step, as lifetime.uninterrupted. Close-on-exec, as all that Python makes.
-            mine.extend(map(os.dup, fds if manifest_fd is None else (manifest_fd, *fds)))
-            self._keeps = keeps
-            self._do(lambda: self._put_in(segments, mine, manifest, manifest_fd is not None, nbytes, writable, meta))
-        except BaseException:
-            close_fds(mine)
-            raise
+        self._keeps = keeps
+        self._when_idle = when_idle
+        # In one step, as lifetime.uninterrupted. Close-on-exec, as all that Python makes. From here on they are the
+        # thread's, which alone knows whether it has put them in: a number that is closed here too would be another's.
+        self._fds.extend(map(os.dup, fds if manifest_fd is None else (manifest_fd, *fds)))
+        self._do(lambda: self._put_in(segments, manifest, manifest_fd is not None, nbytes, writable, meta))
 
     def _put_in(
         self,
         segments: Sequence[Segment],
-        fds: list[int],
         manifest: bytes,
         has_manifest_fd: bool,
         nbytes: int,
@@ -205,9 +283,10 @@ class LenderServer(KeeperServer):
         devices = list(dict.fromkeys(segment.device for segment in segments))
         pieces = [m.Piece(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
         publication = self.catalogue.begin(
-            self._owner, LENT, nbytes=nbytes, handles=len(fds), writable=writable, meta=meta, least=0
+            self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
         )
-        held = Held(list(fds), nbytes, self._returned)
+        fds, self._fds = self._fds, []
+        held = Held(fds, nbytes, self._returned)
         version, effects = self.catalogue.commit(publication, held, self.now())
         version.body = msgspec.Raw(
             m.encode(
@@ -218,7 +297,6 @@ class LenderServer(KeeperServer):
             )
         )  # fmt: skip
         self._version = version
-        fds.clear()
         self.service.carry_out(effects)  # those who came between the socket and this
 
     # -- what its process asks ------------------------------------------------------------------------------------
@@ -258,11 +336,17 @@ class LenderServer(KeeperServer):
     def join(self) -> None:
         """Wait until the thread has ended."""
         thread = self._thread
-        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.is_alive():  # or it was not begun; if it is yet to be, it ends at once
             thread.join(_ANSWER)
+        if not thread.is_alive():
+            close_fds(self._fds)  # what came when it had ended already
 
     def _end(self, when_idle: bool) -> None:
         self.loop.remove_reader(self.listener.sock)
+        self.listener.unlink()
+        self._is_away.open()
         if when_idle and self._version is not None and not self._freed.is_open:
             self._ends_when_idle = True
             self._ask_back()  # who dropped it without closing it has not; with nobody to wait for it ends here
@@ -278,7 +362,9 @@ class LenderServer(KeeperServer):
             self.stop()
 
     def _shut_down(self) -> None:
+        self._is_away.open()
         super()._shut_down()  # closes the loop: whoever asks from here on is told so
+        self._watch_no_more()
         self._keeps = None
         for asked in list(self._asked):
             if asked.is_to_run():
@@ -324,9 +410,12 @@ class LenderServer(KeeperServer):
 
     def let_go_in_child(self) -> None:
         """In the child of a fork: let go of the parent's sockets, or borrowers would not see the parent's end."""
+        self._bell = None  # before anything else: what is collected here must not end the parent's
+        close_all(self._bell_fds)
         for connection in [*self.strangers, *self.connections.values()]:
             connection.sock.close()
-        self.listener.sock.close()
+        if self._bound:
+            self.listener.sock.close()
 
 
 def _after_fork_in_child() -> None:

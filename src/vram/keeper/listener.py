@@ -93,8 +93,9 @@ class Listener:
         """Take the path away, if it is still this socket's."""
         with contextlib.suppress(OSError), _directory(self.path) as directory:
             name = os.path.basename(self.path)
-            if _inode(name, directory) == self.inode:
+            if self.inode is not None and _inode(name, directory) == self.inode:
                 os.unlink(name, dir_fd=directory)
+                self.inode = None  # once: its number may be another socket's when this one is closed
 
 
 class Permissions:
