@@ -152,6 +152,20 @@ def test_a_connection_ends_in_parts_by_claim(books: Catalogue, ann: Session, bob
     assert [effect.call for effect in told if isinstance(effect, Claimed)] == list(range(1, 21))
 
 
+def test_a_claim_that_passes_on_while_its_connection_ends_is_no_mistake(ann: Session, books: Catalogue) -> None:
+    for name in ("a", "b"):
+        books.attach(ann, name, 0.0, claim=True)
+    bob = books.connect(BOB)
+    books.attach(bob, "b", 0.0, call=1, wait=None, claim=True)
+    parts = books.leaving(ann, 0.0)
+    assert next(parts) == []
+    assert next(parts) == [], "nobody waits for the first"
+    (claimed,) = books.expire(1_000.0)
+    assert isinstance(claimed, Claimed)
+    assert list(parts) == []
+    assert [claim.session for claim in books.claims.values()] == [bob]
+
+
 def test_what_is_published_between_two_parts_is_what_the_rest_get(books: Catalogue, ann: Session, bob: Session) -> None:
     for call in range(1, 101):
         waits(books, bob, call)

@@ -174,7 +174,8 @@ class Catalogue:
         for publication in list(session.publications.values()):
             self.abandon(publication)
         yield []
-        for claim in list(session.claims.values()):
+        while session.claims:  # one may pass on between two parts
+            claim = next(iter(session.claims.values()))
             self._unclaim(claim)
             yield self._begin_round(claim.name, now, claim)
         held = list(session.leases)
@@ -410,8 +411,9 @@ class Catalogue:
         self.line_up(waiter)
         if waiter.deadline is not None:
             self._schedule(waiter.deadline, waiter)
-        if claim and name in self._rounds:
-            self._rounds[name].rest.append(waiter)
+        among = self._rounds.get(name) if claim else None
+        if among is not None and among.rest is not None:
+            among.rest.append(waiter)
         return waiter
 
     def cancel(self, session: Session, call: int) -> None:
@@ -762,23 +764,27 @@ class Catalogue:
         `every` says that there is a new version. Otherwise it is about the claim alone: who does not want that need
         not be asked.
         """
-        line = self._waiters.get(name)
         under_way = self._rounds.pop(name, None)
-        if line is None:
+        if name not in self._waiters:
             return []
         if under_way is not None:
             every = every or under_way.every
             if before is None and name not in self._claim_of:
                 before = under_way.before
+        self._rounds[name] = Round(None, before, every)
+        return [] if under_way is not None else [Serve(name)]
+
+    def _line(self, name: str, now: float, among: Round) -> deque[Waiter]:
+        """Return those whom a round is for, first come first, but for who has had the claim for its time."""
         last = self._last_number(name)
         # Who waits for a later version goes on waiting: anybody may have thousands of those on somebody else's name.
-        rest = [waiter for waiter in line.values() if waiter.wants <= last and (every or waiter.claims)]
-        passing = before or self._claim_of.get(name)
+        there = self._waiters.get(name, {}).values()
+        line = [waiter for waiter in there if waiter.wants <= last and (among.every or waiter.claims)]
+        passing = among.before or self._claim_of.get(name)
         late = () if passing is None else [uid for uid, until in passing.run.items() if until <= now]
         if late:
-            rest.sort(key=lambda one: one.claims and one.session.uid in late)
-        self._rounds[name] = Round(deque(rest), before, every)
-        return [] if under_way is not None else [Serve(name)]
+            line.sort(key=lambda one: one.claims and one.session.uid in late)
+        return deque(line)
 
     def serve_on(self, name: str, now: float) -> list[Effect]:
         """Serve the next of those who wait for a name; the last effect is to go on with them, if there are more."""
@@ -788,6 +794,8 @@ class Catalogue:
             return effects
         line = self._waiters.get(name, {})
         among.effort = 0
+        if among.rest is None:
+            among.rest = self._line(name, now, among)
         while among.rest and among.effort < SERVED:
             waiter = among.rest.popleft()
             if waiter.order not in line:

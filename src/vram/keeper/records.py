@@ -228,8 +228,8 @@ class Round:
 
     Attributes
     ----------
-    rest : deque of Waiter
-        Who has not been tried yet, and may have gone since.
+    rest : deque of Waiter or None
+        Who has not been tried yet, and may have gone since; None: the round has not begun.
     before : Claim or None
         The claim that was on the name until the round began.
     every : bool
@@ -242,7 +242,7 @@ class Round:
         What the part under way has cost so far, in tries.
     """
 
-    rest: deque[Waiter] = field(default_factory=deque)
+    rest: deque[Waiter] | None = None
     before: Claim | None = None
     every: bool = False
     number: int = 0
