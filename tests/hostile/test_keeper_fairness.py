@@ -164,6 +164,35 @@ def test_a_thousand_leases_that_end_at_once_are_ended_in_parts() -> None:
             until(lambda: good.statistics().leases == 0, what="the end of the leases")
 
 
+def test_a_thousand_who_wait_for_one_name_are_served_in_parts() -> None:
+    """What another user asks meanwhile is answered in between, whatever each of the thousand expects."""
+    notes = {f"{number:03x}": "v" for number in range(100)}
+    with (
+        open_to_all() as keeper,
+        peers(keeper, GREEDY, 1) as (greedy,),
+        peers(keeper, OTHER, 1) as (owner,),
+        peers(keeper, MODEST, 1) as (modest,),
+    ):
+        for call in range(1, 1_001):
+            wanted = {**notes, "063": f"other {call}"}
+            greedy.send(m.encode(m.Attach(call, "w", expect=wanted, wait=None)))
+        before = greedy.ask(m.encode(m.Statistics(9_999)))
+        assert isinstance(before, m.KeeperStatistics)
+        assert before.waiting == 1_000
+        with memfds(1) as fds, stopped(keeper):
+            owner.send(m.encode(m.Publish(1, "w", [m.Piece(4096, 1, 0)], ["host"], meta=notes)), fds)
+            for call in range(1, 31):
+                modest.send(m.encode(m.Statistics(call)))
+        seen = [modest.hear() for _ in range(30)]
+        waiting = [one.waiting for one in seen if isinstance(one, m.KeeperStatistics)]
+        assert len(waiting) == 30
+        assert len(set(waiting)) > 10, "others were answered before all who wait were served, or after"
+        for call in range(1, 1_001):
+            refused = greedy.hear()
+            assert isinstance(refused, m.Error)
+            assert (refused.call, refused.kind) == (call, "MismatchError")
+
+
 # -- connections ------------------------------------------------------------------------------------------------------
 
 

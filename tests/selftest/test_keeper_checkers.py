@@ -78,11 +78,11 @@ Catalogue.drop_claim = lambda self, session, claim, now: []
 """
 LAST_COME_FIRST_SERVED = """
 right = Catalogue._serve
-def serve(self, name, now):
+def serve(self, name, now, *before, **options):
     line = self._waiters.get(name, {})
     for order in sorted(line, reverse=True):
         line[order] = line.pop(order)
-    return right(self, name, now)
+    return right(self, name, now, *before, **options)
 Catalogue._serve = serve
 """
 ANYBODY_REMOVES = """

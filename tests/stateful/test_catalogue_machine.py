@@ -13,9 +13,10 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vram.errors import VramError
+from vram.keeper import catalogue as module
 from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.records import (
@@ -288,6 +289,14 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.calls = 0
         self.publications: dict[int, Publication] = {}
 
+    @initialize(served=st.sampled_from([1, module.SERVED]))
+    def serve(self, served: int) -> None:
+        """Those who wait are gone through at once or one by one: the same comes of it."""
+        self.served, module.SERVED = module.SERVED, served
+
+    def teardown(self) -> None:
+        module.SERVED = getattr(self, "served", module.SERVED)
+
     # -- picking ------------------------------------------------------------------------------------------------
     def session(self, pick: int) -> Session:
         return list(self.real.sessions.values())[pick % len(self.real.sessions)]
@@ -420,7 +429,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         version, effects = self.real.commit(publication, token, self.now)
         version.body = msgspec.Raw(b"\xc0")
         assert version.number == number
-        same(effects, expected)
+        same(self.real.at_once(effects, self.now), expected)
 
     # -- attaching ----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -504,7 +513,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         claim = list(self.real.claims.values())[pick % len(self.real.claims)]
         before = self.model.claims.pop(claim.name)
         expected = self.model.serve(claim.name, before)
-        same(self.real.drop_claim(claim.session, claim.id, self.now), expected)
+        same(self.real.at_once(self.real.drop_claim(claim.session, claim.id, self.now), self.now), expected)
 
     # -- retiring -----------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)
@@ -576,7 +585,10 @@ class CatalogueMachine(RuleBasedStateMachine):
             default=None,
         )
         assert earliest is None or (deadline is not None and deadline <= earliest)
-        same(self.real.expire(self.now), expected, in_order=not any_claim)
+        real: list[Effect] = []
+        while part := self.real.expire(self.now, 1):
+            real += self.real.at_once(part, self.now)
+        same(real, expected, in_order=not any_claim)
 
     # -- news ---------------------------------------------------------------------------------------------------
     @precondition(lambda self: self.real.sessions)

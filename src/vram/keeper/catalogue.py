@@ -30,6 +30,9 @@ The states of a version
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
 next when its holder gives up or goes, or has had it for :attr:`Catalogue.claim_timeout` and somebody waits for it. Then
 its holder may still publish, until another has.
+
+Where many wait for a name they are gone through in parts (:class:`Round`), with everybody else's turn in between.
+Until the end of such a round the claim is for those in it: who comes meanwhile stands behind them.
 """
 
 from __future__ import annotations
@@ -37,9 +40,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from ..errors import (
@@ -66,6 +68,8 @@ from .records import (
     Notify,
     Publication,
     Refused,
+    Round,
+    Serve,
     Session,
     Version,
     Waiter,
@@ -77,6 +81,8 @@ from .users import by_number
 __all__ = ["CLAIM_TIMEOUT", "PART", "Catalogue"]
 
 PART = 16  # leases that end before everybody else gets a turn
+SERVED = 32  # of those who wait for a name are tried before everybody else gets a turn,
+COMPARED = 4  # and so many fewer for each whose notes have to be unpacked
 MAX_LEASES = 65_536  # of one connection
 MAX_WAITERS = 1_024  # of one connection
 MAX_CLAIMS = 256  # of one connection
@@ -136,6 +142,8 @@ class Catalogue:
         self._floor = 0  # numbers of forgotten names were not above this
         self._last: dict[str, int] = {}
         self._waiters: dict[str, dict[int, Waiter]] = {}
+        self._rivals: dict[str, dict[int, int]] = {}  # by name and uid, how many wait who would publish it themselves
+        self._rounds: dict[str, Round] = {}  # by name; of each some effect that was returned will go on with it
         self._claim_of: dict[str, Claim] = {}
         self._deadlines: list[tuple[float, int, Waiter | Version | Claim]] = []
         self._stale_deadlines = 0
@@ -151,13 +159,12 @@ class Catalogue:
 
     def disconnect(self, session: Session, now: float) -> list[Effect]:
         """End a session and all that depends on it, as if it had given everything back itself."""
-        return list(chain.from_iterable(self.leaving(session, now)))
+        return [effect for part in self.leaving(session, now) for effect in self.at_once(part, now)]
 
     def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
         """End a session in parts, which are short: whoever holds much would keep everybody else waiting."""
         if session.id not in self.sessions:
             return
-        effects: list[Effect] = []
         for watched in session.watches.values():
             del watched.watchers[session.id]
         session.tally.watches -= len(session.watches)
@@ -166,9 +173,11 @@ class Catalogue:
             self._forget(waiter)
         for publication in list(session.publications.values()):
             self.abandon(publication)
-        for claim in list(session.claims.values()):
-            effects += self.drop_claim(session, claim.id, now)
-        yield effects
+        yield []
+        while session.claims:  # one may pass on between two parts
+            claim = next(iter(session.claims.values()))
+            self._unclaim(claim)
+            yield self._begin_round(claim.name, now, claim)
         held = list(session.leases)
         for start in range(0, len(held), PART):
             yield self.release_all(session, held[start : start + PART])
@@ -324,7 +333,7 @@ class Catalogue:
         if claim is not None and claim.name == name:
             self._unclaim(claim)
         session.passed.pop(publication.claim, None)
-        effects += self._serve(name, now)
+        effects += self._serve(name, now, every=True)
         return version, effects
 
     def abandon(self, publication: Publication) -> None:
@@ -386,7 +395,7 @@ class Catalogue:
         waiter = Waiter(0, session, call, name, version, access, None, claim, None, owner)
         if expect is not None:
             waiter.expected = packed(check_meta(expect, what="expect"))
-        result = self._try(waiter, now)
+        result = self._try(waiter, now, Round())
         if not isinstance(result, Waiter):
             return result
         if wait == 0.0 and wait is not None:
@@ -398,12 +407,13 @@ class Catalogue:
         self.accounts.check(session, "waiters")
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
-        session.waiters[call] = waiter
         session.tally.waiters += 1
-        self._waiters.setdefault(name, {})[waiter.order] = waiter
-        self.waiting += 1
+        self.line_up(waiter)
         if waiter.deadline is not None:
             self._schedule(waiter.deadline, waiter)
+        among = self._rounds.get(name) if claim else None
+        if among is not None and among.rest is not None:
+            among.rest.append(waiter)
         return waiter
 
     def cancel(self, session: Session, call: int) -> None:
@@ -630,6 +640,18 @@ class Catalogue:
         found = [version for known in self._names.values() for version in known.older.values()]
         return found + [known.current for known in self._names.values() if known.current is not None]
 
+    def at_once(self, effects: Sequence[Effect], now: float) -> list[Effect]:
+        """Go on with whatever these effects have left to be done in parts; return all effects, in their order."""
+        due = deque(effects)
+        done: list[Effect] = []
+        while due:
+            effect = due.popleft()
+            if isinstance(effect, Serve):
+                due.extendleft(reversed(self.serve_on(effect.name, now)))
+            else:
+                done.append(effect)
+        return done
+
     def is_current(self, version: Version) -> bool:
         """Whether attaching by name gives this version."""
         return self._current(version.name) is version
@@ -639,11 +661,8 @@ class Catalogue:
         known = self._names.get(name)
         return None if known is None else known.current
 
-    def _try(self, waiter: Waiter, now: float, before: Claim | None = None) -> Lease | Claim | Waiter:
-        """Serve an attach as things stand; return the waiter itself if it has to wait.
-
-        `before` is the claim that was on the name until just now.
-        """
+    def _try(self, waiter: Waiter, now: float, among: Round) -> Lease | Claim | Waiter:
+        """Serve an attach as things stand; return the waiter itself if it has to wait."""
         name, wants = waiter.name, waiter.wants
         known = self._names.get(name)
         version = None if known is None else known.current
@@ -660,25 +679,14 @@ class Catalogue:
                     f"{name!r} version {version.number} belongs to uid {version.owner}, and not to uid {waiter.owner} "
                     f"as was expected: take another name, one under ~{waiter.owner}/ is that user's alone"
                 )
-            expect = waiter.expect
-            found = version.meta if expect else {}
-            if not expect or all(found.get(key) == value for key, value in expect.items()):
+            if self._is_expected(waiter, version, among):
                 return self._lease(waiter.session, version, waiter.access, now)
-            if not waiter.claims:
-                raise MismatchError(
-                    f"{name!r} version {version.number} is not what was expected: {_difference(expect, found)}",
-                    expect,
-                    found,
-                )
-            if version.owner != waiter.session.uid:
-                raise MismatchError(
-                    f"{name!r} version {version.number} is not what was expected ({_difference(expect, found)}) and "
-                    f"belongs to uid {version.owner}, so that uid {waiter.session.uid} may not replace it",
-                    expect,
-                    found,
-                )
+            if not waiter.claims or version.owner != waiter.session.uid:
+                raise _mismatch(waiter, version, among)
         if not waiter.claims:
             return waiter
+        if not waiter.order and name in self._rounds:
+            return waiter  # behind those who came before and have not been asked yet
         session, there = waiter.session, self._claim_of.get(name)
         try:
             self._may_make(session, name, waiter.owner)
@@ -686,6 +694,7 @@ class Catalogue:
             if there is None or waiter.owner not in (None, there.session.uid):
                 raise
             return waiter  # somebody who may is about to
+        waiter.may_make = True
         if there is not None and there.until is not None:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
@@ -693,7 +702,22 @@ class Catalogue:
         self.accounts.check(session, "claims")
         if there is not None:
             self._pass_on(there)
-        return self._claim(session, name, now, there or before)
+        return self._claim(session, name, now, there or among.before)
+
+    @staticmethod
+    def _is_expected(waiter: Waiter, version: Version, among: Round) -> bool:
+        """Whether a version says what a waiter expects: unpacked once for all who expect the same, and not again for
+        who went on waiting since."""
+        if waiter.expected is None or waiter.differs == version.number:
+            return waiter.expected is None
+        among.turn_to(version)
+        same = among.known.get(waiter.expected)
+        if same is None:
+            among.effort += COMPARED
+            same = among.known[waiter.expected] = waiter.notes.items() <= among.meta_of(version).items()
+        if not same:
+            waiter.differs = version.number
+        return same
 
     def _claim(self, session: Session, name: str, now: float, before: Claim | None) -> Claim:
         """Give a session the claim on a name that nobody has.
@@ -704,8 +728,7 @@ class Catalogue:
         until = now + self.claim_timeout
         run = {} if before is None else before.run
         left = run.setdefault(session.uid, until)
-        line = self._waiters.get(name, {}).values()
-        if left > now and any(one.claims and one.session.uid != session.uid for one in line):
+        if left > now and any(uid != session.uid for uid in self._rivals.get(name, ())):
             until = left
         claim = Claim(next(self._ids), session, name, now, until, self._last_number(name), run)
         session.tally.claims += 1
@@ -728,20 +751,58 @@ class Catalogue:
         self.book(lease)
         return lease
 
-    def _serve(self, name: str, now: float, before: Claim | None = None) -> list[Effect]:
-        """Go through those who wait for a name, in the order they came: a claim whose time is over, or that was given
-        up just now (`before`), goes to a user who has not had it for its time, if such a one waits."""
-        effects: list[Effect] = []
+    def _serve(self, name: str, now: float, before: Claim | None = None, *, every: bool = False) -> list[Effect]:
+        """Go through those who wait for a name, in the order they came; where they are many, through the first of
+        them. `before` and `every` are as in :meth:`_begin_round`."""
+        begun = self._begin_round(name, now, before, every=every)
+        return self.serve_on(name, now) if begun else []
+
+    def _begin_round(self, name: str, now: float, before: Claim | None, *, every: bool = False) -> list[Effect]:
+        """Have those who wait for a name served, in the order they came: a claim whose time is over, or that was given
+        up just now (`before`), goes to a user who has not had it for its time, if such a one waits.
+
+        `every` says that there is a new version. Otherwise it is about the claim alone: who does not want that need
+        not be asked.
+        """
+        under_way = self._rounds.pop(name, None)
+        if name not in self._waiters:
+            return []
+        if under_way is not None:
+            every = every or under_way.every
+            if before is None and name not in self._claim_of:
+                before = under_way.before
+        self._rounds[name] = Round(None, before, every)
+        return [] if under_way is not None else [Serve(name)]
+
+    def _line(self, name: str, now: float, among: Round) -> deque[Waiter]:
+        """Return those whom a round is for, first come first, but for who has had the claim for its time."""
         last = self._last_number(name)
         # Who waits for a later version goes on waiting: anybody may have thousands of those on somebody else's name.
-        line = [waiter for waiter in self._waiters.get(name, {}).values() if waiter.wants <= last]
-        passing = before or self._claim_of.get(name)
-        if passing is not None:
-            run = passing.run
-            line.sort(key=lambda one: one.claims and run.get(one.session.uid, now + 1.0) <= now)
-        for waiter in line:
+        there = self._waiters.get(name, {}).values()
+        line = [waiter for waiter in there if waiter.wants <= last and (among.every or waiter.claims)]
+        passing = among.before or self._claim_of.get(name)
+        late = () if passing is None else [uid for uid, until in passing.run.items() if until <= now]
+        if late:
+            line.sort(key=lambda one: one.claims and one.session.uid in late)
+        return deque(line)
+
+    def serve_on(self, name: str, now: float) -> list[Effect]:
+        """Serve the next of those who wait for a name; the last effect is to go on with them, if there are more."""
+        among = self._rounds.get(name)
+        effects: list[Effect] = []
+        if among is None:
+            return effects
+        line = self._waiters.get(name, {})
+        among.effort = 0
+        if among.rest is None:
+            among.rest = self._line(name, now, among)
+        while among.rest and among.effort < SERVED:
+            waiter = among.rest.popleft()
+            if waiter.order not in line:
+                continue  # it has gone since
+            among.effort += 1
             try:
-                result = self._try(waiter, now, before)
+                result = self._try(waiter, now, among)
             except VramError as error:
                 self._forget(waiter)
                 effects.append(Refused(waiter.session, waiter.call, error))
@@ -753,6 +814,13 @@ class Catalogue:
                 effects.append(Granted(waiter.session, waiter.call, result))
             else:
                 effects.append(Claimed(waiter.session, waiter.call, result))
+                if not among.every:  # for who may publish as well, nothing has changed but who is first
+                    among.rest = deque(one for one in among.rest if one.wants or not one.may_make)
+        among.found = None
+        if among.rest:
+            effects.append(Serve(name))
+        else:
+            del self._rounds[name]
         return effects
 
     def _check_claim(self, session: Session, name: str, claim: int) -> None:
@@ -905,6 +973,16 @@ class Catalogue:
     def _schedule(self, when: float, due: Waiter | Version | Claim) -> None:
         heapq.heappush(self._deadlines, (when, next(self._ids), due))
 
+    def line_up(self, waiter: Waiter) -> None:
+        """Note a waiter wherever it is looked for, but for the tally of its user and the deadlines; for this class, and
+        for who restores one."""
+        waiter.session.waiters[waiter.call] = waiter
+        self._waiters.setdefault(waiter.name, {})[waiter.order] = waiter
+        if waiter.claims:
+            rivals = self._rivals.setdefault(waiter.name, {})
+            rivals[waiter.session.uid] = rivals.get(waiter.session.uid, 0) + 1
+        self.waiting += 1
+
     def _forget(self, waiter: Waiter) -> None:
         del waiter.session.waiters[waiter.call]
         waiter.session.tally.waiters -= 1
@@ -912,6 +990,13 @@ class Catalogue:
         del line[waiter.order]
         if not line:
             del self._waiters[waiter.name]
+        if waiter.claims:
+            rivals = self._rivals[waiter.name]
+            rivals[waiter.session.uid] -= 1
+            if not rivals[waiter.session.uid]:
+                del rivals[waiter.session.uid]
+                if not rivals:
+                    del self._rivals[waiter.name]
         self.waiting -= 1
         if waiter.deadline is not None:
             self._compact()
@@ -952,6 +1037,8 @@ class Catalogue:
         if waiter.claims and claim is not None:
             made = f"{waiter.name!r} is being made by another process, which has had the claim"
             return BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
+        if waiter.claims and waiter.name in self._rounds:
+            return BusyError(f"those who waited for {waiter.name!r} before are being served; try again, or wait")
         if waiter.wants and waiter.name in self._names:
             return self._gone(waiter.name, waiter.wants)
         return self._unknown(waiter.name)
@@ -964,10 +1051,21 @@ class Catalogue:
         return WaitTimeoutError(f"{waiter.name!r} was not published in time{who}")
 
 
+def _mismatch(waiter: Waiter, version: Version, among: Round) -> MismatchError:
+    among.effort += COMPARED
+    expect, found = waiter.notes, among.meta_of(version)
+    there, difference = f"{waiter.name!r} version {version.number}", _difference(expect, found)
+    if not waiter.claims:
+        return MismatchError(f"{there} is not what was expected: {difference}", expect, found)
+    return MismatchError(
+        f"{there} is not what was expected ({difference}) and belongs to uid {version.owner}, so that uid "
+        f"{waiter.session.uid} may not replace it",
+        expect,
+        found,
+    )
+
+
 def _difference(expect: Mapping[str, str], found: Mapping[str, str]) -> str:
-    parts = [
-        f"{key} is {found.get(key, '(not set)')!r:.80}, expected {value!r:.80}"
-        for key, value in expect.items()
-        if found.get(key) != value
-    ]
-    return "; ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+    differs = [key for key, value in expect.items() if found.get(key) != value]
+    parts = [f"{key} is {found.get(key, '(not set)')!r:.80}, expected {expect[key]!r:.80}" for key in differs[:3]]
+    return "; ".join(parts) + (f" and {len(differs) - 3} more" if len(differs) > 3 else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ __all__ = [
     "Notify",
     "Publication",
     "Refused",
+    "Round",
+    "Serve",
     "Session",
     "Tally",
     "Version",
@@ -190,7 +193,10 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """An attach that waits: `wants` is the version asked for (0: any), `claims` whether it would publish itself."""
+    """An attach that waits: `wants` is the version asked for (0: any), `claims` whether it would publish itself.
+
+    `differs` is the number of the last version that it was compared with and waited on.
+    """
 
     order: int
     session: Session
@@ -202,11 +208,60 @@ class Waiter:
     claims: bool
     deadline: float | None
     owner: int | None = None  # the uid that the version has to belong to
+    differs: int = 0
+    may_make: bool = False  # whether it was found that its user may have the claim
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What the meta of a version has to say, where that is anything."""
+        return self.expect or {}
 
     @property
     def expect(self) -> dict[str, str] | None:
         """What the meta of a version has to say."""
         return None if self.expected is None else _unpack(self.expected)
+
+
+@dataclass(slots=True, eq=False)
+class Round:
+    """Where the keeper has got to with those who wait for a name.
+
+    Attributes
+    ----------
+    rest : deque of Waiter or None
+        Who has not been tried yet, and may have gone since; None: the round has not begun.
+    before : Claim or None
+        The claim that was on the name until the round began.
+    every : bool
+        Whether there is a new version, and not only a claim to be had.
+    known : dict of bytes to bool
+        Whether such notes are in those of version `number`.
+    found : dict or None
+        The notes of that version, while a part of the round is under way.
+    effort : int
+        What the part under way has cost so far, in tries.
+    """
+
+    rest: deque[Waiter] | None = None
+    before: Claim | None = None
+    every: bool = False
+    number: int = 0
+    known: dict[bytes, bool] = field(default_factory=dict)
+    found: dict[str, str] | None = None
+    effort: int = 0
+
+    def turn_to(self, version: Version) -> None:
+        """Forget what is known of another version of this name."""
+        if self.number != version.number:
+            self.number, self.found = version.number, None
+            self.known.clear()
+
+    def meta_of(self, version: Version) -> dict[str, str]:
+        """Return a version's notes, unpacked once in each part."""
+        self.turn_to(version)
+        if self.found is None:
+            self.found = version.meta
+        return self.found
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +319,14 @@ class Evicted:
     version: int
 
 
-Effect = Free | Granted | Claimed | Refused | Notify | Evicted
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """More of those who wait for this name are to be served, after everybody else had a turn."""
+
+    name: str
+
+
+Effect = Free | Granted | Claimed | Refused | Notify | Evicted | Serve
 
 
 @dataclass(slots=True, eq=False)

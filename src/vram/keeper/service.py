@@ -19,7 +19,7 @@ from .admission import InadmissibleError, admit
 from .catalogue import PART
 from .connection import Connection, Held, Partial
 from .failures import failure
-from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Lease, Notify, Refused, Session
+from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Lease, Notify, Refused, Serve, Session
 
 if TYPE_CHECKING:
     from .server import KeeperServer
@@ -117,8 +117,9 @@ class Service:
         done = 0
         try:
             while self._due and (most is None or done < most):
-                self._do(self._due.popleft())
-                done += 1
+                effect = self._due.popleft()
+                self._do(effect)
+                done += PART if isinstance(effect, Serve) else 1  # which is a turn's work on its own
         finally:
             self._at_work = False
         if self._due:
@@ -135,6 +136,9 @@ class Service:
             if decided is not None:
                 self._due.extend(decided)
                 self._due.append(effect)
+            return
+        if isinstance(effect, Serve):
+            self._due.extend(self.catalogue.serve_on(effect.name, self.server.now()))
             return
         if isinstance(effect, Free):
             effect.token.drop(effect.whose)

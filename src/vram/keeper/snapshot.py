@@ -268,9 +268,7 @@ def restore(
             wait.deadline,
             wait.owner,
         )
-        session.waiters[wait.call] = waiter
-        made._waiters.setdefault(wait.name, {})[wait.order] = waiter
-        made.waiting += 1
+        made.line_up(waiter)
         if waiter.deadline is not None:
             made._schedule(waiter.deadline, waiter)
     terms = {term.claim: term for term in books.terms}
