@@ -235,30 +235,98 @@ def test_the_keepers_own_user_gets_in_whatever_others_hold() -> None:
 # -- descriptors in flight --------------------------------------------------------------------------------------------
 
 
-def test_who_reads_is_not_cut_off_for_those_who_do_not() -> None:
-    """A keeper that is not root's may have so many descriptors in flight; one user's connections hold all of them."""
-    with short_directory() as place, memfds(1) as (fd,):
-        path, part = f"{place}/k", 512 // 64
+@contextlib.contextmanager
+def keeper_of_another(**options: float) -> Iterator[str]:
+    """A keeper that is not root's, so that it may have 512 descriptors in flight; everybody may connect."""
+    with short_directory() as place:
         os.chown(place, OTHER, OTHER)
         os.chmod(place, 0o711)
-        with keeper_of(OTHER, path, descriptors=512, mode=0o666, patience=3.0), contextlib.ExitStack() as stack:
-            with being(MODEST):
-                modest = Peer(path)
-            stack.callback(modest.close)
-            big = m.Publish(1, "big", [m.Piece(4096, 1, 0)] * part, ["host"])
-            assert isinstance(modest.ask(m.encode(big), [fd] * part), m.Published)
-            held = modest.ask(m.encode(m.Attach(2, "big")))
-            assert isinstance(held, m.Attached)
-            greedy = []
-            for _ in range(512 // part + 8):
-                with being(GREEDY):
-                    greedy.append(Peer(path))
-                stack.callback(greedy[-1].close)
-                greedy[-1].send(m.encode(m.Attach(1, "big")))
-            modest.send(m.encode(m.Attach(3, "big")))
-            with contextlib.closing(Peer(path, greet=False)) as late:
-                assert late.is_cut_off()  # and so would be whoever has owed something for longer
-            for peer in greedy:  # until then what they did not read is in flight
-                peer.close()
-            assert isinstance(modest.hear(), m.Attached)
-            assert modest.ask(m.encode(m.Stale(4, held.lease))) == m.IsStale(4, False, 1)
+        with keeper_of(OTHER, f"{place}/k", descriptors=512, mode=0o666, **options):
+            yield f"{place}/k"
+
+
+PART = 512 // 64  # descriptors that one connection may leave unread
+
+
+def one_as(stack: contextlib.ExitStack, path: str, uid: int, *, greet: bool = True) -> Peer:
+    with being(uid):
+        peer = Peer(path, greet=greet)
+    stack.callback(peer.close)
+    return peer
+
+
+def publish_big(peer: Peer, fd: int) -> None:
+    big = m.Publish(1, "big", [m.Piece(4096, 1, 0)] * PART, ["host"])
+    assert isinstance(peer.ask(m.encode(big), [fd] * PART), m.Published)
+
+
+def test_who_reads_is_not_cut_off_for_those_who_do_not() -> None:
+    """One user's connections hold all that it may have in flight; another one of the same user has read everything."""
+    with keeper_of_another(patience=3.0) as path, memfds(1) as (fd,), contextlib.ExitStack() as stack:
+        modest = one_as(stack, path, GREEDY)
+        publish_big(modest, fd)
+        held = modest.ask(m.encode(m.Attach(2, "big")))
+        assert isinstance(held, m.Attached)
+        greedy = [one_as(stack, path, GREEDY) for _ in range(512 // PART + 8)]
+        for peer in greedy:
+            peer.send(m.encode(m.Attach(1, "big")))
+        modest.send(m.encode(m.Attach(3, "big")))
+        late = one_as(stack, path, MODEST, greet=False)
+        assert late.is_cut_off()  # and so would be whoever has owed something for longer
+        for peer in greedy:  # until then what they did not read is in flight
+            peer.close()
+        assert isinstance(modest.hear(), m.Attached)
+        assert modest.ask(m.encode(m.Stale(4, held.lease))) == m.IsStale(4, False, 1)
+
+
+def test_what_one_user_does_not_read_is_in_nobody_elses_way() -> None:
+    """Nor when its connections were closed for it, and it keeps its ends of them: the kernel goes on counting."""
+    with (
+        keeper_of_another(patience=1.0) as path,
+        memfds(1) as (fd,),
+        contextlib.ExitStack() as stack,
+        contextlib.ExitStack() as theirs,
+    ):
+        own, modest = one_as(stack, path, OTHER), one_as(stack, path, MODEST)
+        publish_big(modest, fd)
+        for turn in range(6):  # 6 * 12 * 8 descriptors are more than 512
+            for _ in range(12):
+                one_as(theirs, path, GREEDY).send(m.encode(m.Attach(1, "big")))
+            for peer in (modest, own):
+                assert isinstance(peer.ask(m.encode(m.Attach(2 + turn, "big"))), m.Attached)
+            assert one_as(stack, path, MODEST, greet=False).is_cut_off()  # and so are those that did not read
+        one = one_as(stack, path, GREEDY)
+        one.send(m.encode(m.Attach(1, "big")))
+        theirs.close()
+        assert isinstance(one.hear(), m.Attached), "with what it did not read its user's share is free again"
+
+
+def test_users_that_do_not_read_leave_room_for_the_next_one() -> None:
+    with keeper_of_another() as path, memfds(1) as (fd,), contextlib.ExitStack() as stack:
+        publish_big(one_as(stack, path, MODEST), fd)
+        for uid in range(6001, 6006):
+            for _ in range(20):
+                one_as(stack, path, uid).send(m.encode(m.Attach(1, "big")))
+        for uid in (MODEST, OTHER):
+            assert isinstance(one_as(stack, path, uid).ask(m.encode(m.Attach(1, "big"))), m.Attached)
+
+
+# -- answers that wait ------------------------------------------------------------------------------------------------
+
+
+def test_answers_that_one_user_does_not_read_are_bounded_over_its_connections() -> None:
+    """They end with some of its connections; who else waits for the same gets them."""
+    calls, connections = 60, 12
+    with open_to_all() as keeper, KeeperClient.connect(keeper.path) as good, memfds(1) as (fd,):
+        with peers(keeper, GREEDY, connections) as greedy, peers(keeper, MODEST, 2) as modest:
+            for peer in [*greedy, *modest]:
+                for call in range(1, calls + 1):
+                    peer.send(m.encode(m.Attach(call, "big", wait=1000.0)))
+            until(lambda: good.statistics().waiting == calls * (connections + 2), what="all waits")
+            good.publish("big", [KIB4], [fd], manifest=b"m" * 32_000, meta={f"k{i}": "v" * 300 for i in range(13)})
+            for peer in modest:
+                for _ in range(calls):
+                    assert isinstance(peer.hear(), m.Attached)
+            others = len(modest) + 1
+            until(lambda: good.statistics().connections - others < 10, what="the end of some of 12 connections")
+            assert good.statistics().connections - others > 5, "with some 2 MiB unread for each, 16 MiB are 8 of them"

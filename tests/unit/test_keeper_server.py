@@ -181,10 +181,9 @@ def test_what_a_peer_owes_moves_with_its_connection(path: str) -> None:
         done = threading.Event()
 
         def owe() -> None:
-            there.in_flight = 3
+            first.in_flight.count(there, 3)
             there.waiting_since = first.now()
-            there.queue.append((m.encode(m.Done(99)), None, 0, 0))  # an answer that nobody waits for
-            there.queued = len(there.queue[0][0])
+            there.enqueue(m.encode(m.Done(99)), None, 0, 0)  # an answer that nobody waits for
             done.set()
 
         first.loop.call_soon_threadsafe(owe)

@@ -6,6 +6,7 @@ anything waits nothing more is read from that peer, so that the queue is bounded
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import socket
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Held", "Partial"]
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
+_EACH = 256  # bytes that any answer in a queue costs besides, about
 _DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
 _SENT, _LOST = 0, -1
 # Seconds until descriptors that could not be put in flight are tried again: at first, and at most. It doubles, since
@@ -93,6 +95,11 @@ class Connection:
         Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
     parked : float or None
         Since when something of the peer waits to be read until it is its user's turn; see :mod:`.turns`.
+    in_flight : int
+        Descriptors sent since the peer was last known to have read everything. A closed connection with any lingers:
+        its socket stays open, since without it nobody could tell when they are read.
+    share : Share
+        What all connections of the same user have left unread; see :mod:`.in_flight`.
     """
 
     __slots__ = (
@@ -107,6 +114,7 @@ class Connection:
         "retry",
         "server",
         "session",
+        "share",
         "sock",
         "version",
         "waiting_since",
@@ -122,7 +130,8 @@ class Connection:
         self.partials: dict[int, Partial] = {}
         self.queue: deque[tuple[bytes, Held | None, int, int]] = deque()
         self.queued = 0
-        self.in_flight = 0  # descriptors sent since the peer was last known to have read everything
+        self.in_flight = 0
+        self.share = server.in_flight.of(credentials.uid)
         self.waiting_since: float | None = None
         self.retry = _RETRY
         self.reading = False
@@ -195,15 +204,23 @@ class Connection:
             return
         if held is not None:
             held.keep()
-        self.queue.append((payload, held, start, stop))
-        self.queued += len(payload)
-        if self.queued > MAX_QUEUED:
+        self.enqueue(payload, held, start, stop)
+        if self.queued > MAX_QUEUED or self.share.queued > self.share.max_queued:
             self.close()
             return
         self.pause()
         if len(self.queue) == 1:
             self.owes()
             self._wait_for_room()
+
+    def enqueue(self, payload: bytes, held: Held | None, start: int, stop: int) -> None:
+        """Put a message into the queue, which has one use of `held` from now on."""
+        self.queue.append((payload, held, start, stop))
+        self._count_queued(len(payload) + _EACH)
+
+    def _count_queued(self, nbytes: int) -> None:
+        self.queued += nbytes
+        self.share.queued += nbytes
 
     def owes(self) -> None:
         """Note that the peer has to do something within the server's patience."""
@@ -215,7 +232,7 @@ class Connection:
         """Whether nothing that was sent is still unread (``SIOCOUTQ``, see unix(7))."""
         (unread,) = struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, b"\0\0\0\0"))
         if unread == 0:
-            self.in_flight = 0
+            self.server.in_flight.landed(self)
         return bool(unread == 0)
 
     def _try(self, payload: bytes, held: Held | None, start: int, stop: int) -> int:
@@ -225,8 +242,10 @@ class Connection:
         else:
             fds = held.fds[start:stop]
             # Descriptors in flight are limited per user of the whole machine, so each peer gets one part of them:
-            # who does not read what came before gets nothing more.
+            # who does not read what came before gets nothing more. So it is with all peers of one user.
             if self.in_flight and self.in_flight + len(fds) > self.server.part and not self.has_read_all():
+                return errno.ETOOMANYREFS
+            if fds and not self.server.in_flight.has_room(self.share, len(fds)):
                 return errno.ETOOMANYREFS
         try:
             transmit(self.sock, payload, fds, _DONTWAIT)
@@ -236,7 +255,7 @@ class Connection:
             self.close()
             return _LOST
         if fds:
-            self.in_flight += len(fds)
+            self.server.in_flight.count(self, len(fds))
             self.waiting_since = self.server.now()  # to read these, from now
             self.server.watch_over(self)
         return _SENT
@@ -273,7 +292,7 @@ class Connection:
             self.waiting_since = self.server.now()
             self.retry = _RETRY
             self.queue.popleft()
-            self.queued -= len(payload)
+            self._count_queued(-len(payload) - _EACH)
             if held is not None:
                 held.drop()
         self.not_writing()
@@ -295,17 +314,33 @@ class Connection:
         if self.parked is not None:
             self.server.turns.drop(self)
         self.not_writing()
-        self.server.strangers_closer.close_socket(
-            self.sock, self.credentials.uid, hang_up=hang_up and not self.server.closing
-        )
+        hang_up = hang_up and not self.server.closing
+        if hang_up and self.in_flight and not self.has_read_all():
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)  # the end for the peer, as if it was closed
+        else:
+            self.server.in_flight.landed(self)
+            self._close_socket(hang_up=hang_up)
         for _, held, _, _ in self.queue:
             if held is not None:
                 held.drop()
         self.queue.clear()
+        self._count_queued(-self.queued)
         for partial in self.partials.values():
             self.server.dispose(partial.fds, partial.nbytes, uid=self.credentials.uid)
         self.partials.clear()
         self.server.gone(self)
+
+    def _close_socket(self, *, hang_up: bool = False) -> None:
+        self.server.strangers_closer.close_socket(self.sock, self.credentials.uid, hang_up=hang_up)
+
+    def stop_lingering(self, *, at_once: bool = False) -> bool:
+        """Close the socket of a closed connection once its peer has read everything or hung up; whether it is."""
+        if not at_once and not self.has_read_all():
+            return False
+        self.server.in_flight.landed(self)
+        self._close_socket()
+        return True
 
     def overdue(self, now: float, patience: float) -> bool:
         """Whether the peer has kept us waiting for too long; forgets about one that owes nothing any more."""

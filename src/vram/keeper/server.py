@@ -29,6 +29,7 @@ from .admission import trim
 from .catalogue import CLAIM_TIMEOUT, PART, Catalogue
 from .connection import Connection
 from .failures import failure
+from .in_flight import InFlight
 from .listener import Listener, group_id
 from .paths import find_path, prepare_directory
 from .records import Session
@@ -113,6 +114,7 @@ class KeeperServer:
         handles = limit - self.max_connections - _SPARE - min(MAX_FDS, limit // 32) - limit // 16
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
+        self.in_flight = InFlight(self, limit)
         self.catalogue = Catalogue(
             Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
             keeper_uid=os.geteuid(),
@@ -122,7 +124,8 @@ class KeeperServer:
         )
         self.connections: dict[int, Connection] = {}
         self.strangers: dict[Connection, None] = {}  # connected, and have not said hello
-        self.by_user: dict[int, int] = {}
+        self.lingering: dict[Connection, None] = {}  # closed, with descriptors in flight that may still be read
+        self.by_user: dict[int, int] = {}  # connections, those that linger included
         self.paused = False
         self.closing = False
         self.successor = False  # another process serves on: leave the path to it
@@ -192,6 +195,8 @@ class KeeperServer:
     def _start(self) -> None:
         """Accept, read and write."""
         self._accepting()
+        for connection in self.lingering:
+            self.watch_over(connection)
         for connection in [*self.strangers, *self.connections.values()]:
             if connection.queue:
                 connection.writable()
@@ -216,6 +221,9 @@ class KeeperServer:
         self.paused = self.closing = True
         for connection in [*self.strangers, *self.connections.values()]:
             connection.close()
+        for connection in list(self.lingering):
+            connection.stop_lingering(at_once=True)
+            self._left(connection)
         self.service.finish()
         for version in self.catalogue.all_versions():
             version.token.drop()
@@ -275,7 +283,7 @@ class KeeperServer:
     def _greet(self, sock: socket.socket) -> None:
         credentials = peer_credentials(sock)
         sock.setblocking(False)
-        total = len(self.connections) + len(self.strangers)
+        total = len(self.connections) + len(self.strangers) + len(self.lingering)
         most = self.max_connections
         own = credentials.uid == self.catalogue.accounts.keeper_uid
         if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
@@ -325,13 +333,26 @@ class KeeperServer:
         """A connection was closed: undo what it had done."""
         self.strangers.pop(connection, None)
         self._watched.pop(connection, None)
+        if connection.in_flight:  # its user has one connection less when nothing of it is
+            self.linger(connection)
+        else:
+            self._left(connection)
+        if connection.session is not None:
+            self.connections.pop(connection.session.id, None)
+            self.service.leave(connection.session)
+
+    def linger(self, connection: Connection) -> None:
+        """Keep the socket of a closed connection until what was sent is read, or its peer has closed its own."""
+        self.lingering[connection] = None
+        self.watch_over(connection)
+
+    def _left(self, connection: Connection) -> None:
+        self.lingering.pop(connection, None)
         uid = connection.credentials.uid
         self.by_user[uid] -= 1
         if not self.by_user[uid]:
             del self.by_user[uid]
-        if connection.session is not None:
-            self.connections.pop(connection.session.id, None)
-            self.service.leave(connection.session)
+            self.in_flight.forget(uid)
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
@@ -364,6 +385,11 @@ class KeeperServer:
             return
         now = self.now()
         for connection in list(self._watched):
+            if connection.closed:  # it lingers, or was closed by the end of one before it
+                if connection in self.lingering and connection.stop_lingering():
+                    self._watched.pop(connection, None)
+                    self._left(connection)
+                continue
             if connection.overdue(now, self.patience):
                 connection.close()
                 continue

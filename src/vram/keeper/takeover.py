@@ -95,6 +95,7 @@ class ConnectionRow(Struct, array_like=True):
     waiting_since: float | None
     queue: list[tuple[bytes, int, int, int]]  # payload, number of the token or -1, first and last descriptor
     partials: list[PartialRow]
+    lingers: bool = False  # closed, with descriptors in flight; an older keeper finds a stranger that has hung up
 
 
 class LimitsRow(Struct, array_like=True):
@@ -225,10 +226,10 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
         return numbers.setdefault(held, len(numbers))
 
     books = save(server.catalogue, number)
-    connections = [*server.strangers, *server.connections.values()]
+    connections = [*server.strangers, *server.connections.values(), *server.lingering]
     rows = [
         ConnectionRow(
-            0 if one.session is None else one.session.id,
+            0 if one.session is None or one.closed else one.session.id,
             one.version,
             one.in_flight,
             one.waiting_since,
@@ -237,6 +238,7 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
                 PartialRow(call, part.publication.id, m.encode(part.request), len(part.fds), part.nbytes)
                 for call, part in one.partials.items()
             ],
+            one.closed,
         )
         for one in connections
     ]
@@ -400,11 +402,10 @@ def _unpack(
         raise
     for connection, row in zip(made, state.connections, strict=True):
         connection.version = row.version
-        connection.in_flight = row.in_flight
+        server.in_flight.count(connection, row.in_flight)
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:
-            connection.queue.append((payload, token(index) if index >= 0 else None, start, stop))
-            connection.queued += len(payload)
+            connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
             partial.fds, rest = rest[: part.descriptors], rest[part.descriptors :]
@@ -412,7 +413,10 @@ def _unpack(
             connection.partials[part.call] = partial
         uid = connection.credentials.uid
         server.by_user[uid] = server.by_user.get(uid, 0) + 1
-        if row.session:
+        if row.lingers:
+            connection.closed = True
+            server.lingering[connection] = None
+        elif row.session:
             connection.session = catalogue.sessions[row.session]
             server.connections[row.session] = connection
         else:
