@@ -1,15 +1,18 @@
-"""A keeper that serves from a thread of the test's own process, for a look into it."""
+"""What happens beside a test: a keeper in a thread of its own process, one for every user, a call that may wait."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.testing.keeper import SOON
 
-__all__ = ["serving"]
+__all__ = ["later", "open_to_all", "serving"]
 
 
 @contextlib.contextmanager
@@ -26,3 +29,30 @@ def serving(server: KeeperServer) -> Iterator[KeeperServer]:
             server.loop.call_soon_threadsafe(server.stop)
         thread.join(SOON)
         assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def open_to_all() -> Iterator[str]:
+    """Run a keeper to which every user may connect, and yield the path of its socket."""
+    with short_directory() as directory:
+        os.chmod(directory, 0o755)
+        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), ["--mode", "0666"])
+        try:
+            yield keeper.path
+        finally:
+            keeper.stop()
+
+
+def later(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Do something in a thread; its result, or the exception, comes into the list."""
+    came: list[Any] = []
+
+    def run() -> None:
+        try:
+            came.append(act())
+        except BaseException as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, came

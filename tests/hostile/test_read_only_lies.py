@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.hostile.test_descriptor_fuzz import _Nobody as Nobody
+from tests.keeper_here import open_to_all
 from tests.processes.other_users import OTHER, as_user
 
 import vram
@@ -30,7 +31,6 @@ from vram.driver import seals
 from vram.errors import BusyError, ProtocolError
 from vram.exchange.lease import Lease
 from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
-from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
@@ -51,13 +51,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @pytest.fixture(scope="module")
 def running() -> Iterator[str]:
     """The socket of a keeper to which every user may connect."""
-    with short_directory() as directory:
-        os.chmod(directory, 0o755)
-        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), ["--mode", "0666"])
-        try:
-            yield keeper.path
-        finally:
-            keeper.stop()
+    with open_to_all() as path:
+        yield path
 
 
 @pytest.fixture

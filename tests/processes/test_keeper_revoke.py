@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.keeper_here import later
 from tests.processes.other_users import OTHER, as_user
 
 import vram
@@ -146,21 +147,6 @@ def publish(name: str = "n") -> int:
 
 def listens() -> bool:
     return any(thread.name == THREAD for thread in threading.enumerate())
-
-
-def later(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Do something in a thread; its result, or the exception, comes into the list."""
-    came: list[Any] = []
-
-    def run() -> None:
-        try:
-            came.append(act())
-        except BaseException as error:
-            came.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, came
 
 
 # -- asking ---------------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.keeper_here import open_to_all
 from tests.processes.other_users import OTHER, as_user
 
 import vram
 from vram.errors import AccessDeniedError
-from vram.keeper.private import KeeperProcess, short_directory
 
 PAGE = 4096
 F_ADD_SEALS = 1033
@@ -108,13 +108,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def running_keeper() -> Iterator[str]:
     """The socket of a keeper to which every user may connect."""
-    with short_directory() as directory:
-        os.chmod(directory, 0o755)
-        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), ["--mode", "0666"])
-        try:
-            yield keeper.path
-        finally:
-            keeper.stop()
+    with open_to_all() as path:
+        yield path
 
 
 @pytest.fixture

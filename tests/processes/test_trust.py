@@ -22,6 +22,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from tests.hostile.test_keeper_client_hostile import ENTRY, impostor, says
+from tests.keeper_here import later
 from tests.processes.other_users import OTHER, as_user
 
 import vram
@@ -112,21 +113,6 @@ def become(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-
-
-def later(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """Do something in a thread; its result, or the exception, comes into the list."""
-    came: list[Any] = []
-
-    def run() -> None:
-        try:
-            came.append(act())
-        except BaseException as error:
-            came.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, came
 
 
 class Reader:
