@@ -113,7 +113,10 @@ class Handle:
         return self._state in (_CLOSED, _STUCK) or self._generation != _generation
 
     def check(self) -> None:
-        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here."""
+        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here.
+
+        What every operation comes by asks before it calls this: a call costs more than the answer.
+        """
         if self._generation != _generation:
             raise ForkedError(
                 f"{self.label} belongs to the parent of this fork; send it over an ArrayChannel or a multiprocessing "
@@ -140,10 +143,12 @@ class Handle:
         claim = Claim(self, next(_serials))  # before it counts: an interrupt must find somebody who gives it up
         try:
             with _lock:
-                self.check()
+                if self._state != _OPEN or self._generation != _generation:
+                    self.check()
                 self._claims[claim._serial] = (holder, tag)
         finally:
-            _settle()
+            if _released:
+                _settle()
         return claim
 
     def depend(self, other: Handle) -> None:
@@ -162,10 +167,12 @@ class Handle:
         """Turn claims into dependencies: :meth:`depend` and the release of each in one step."""
         try:
             with _lock:
-                self.check()
+                if self._state != _OPEN or self._generation != _generation:
+                    self.check()
                 for claim in claims:
                     other = claim.handle
-                    other.check()
+                    if other._state != _OPEN or other._generation != _generation:
+                        other.check()
                     serial = claim._serial
                     if serial <= 0:
                         raise ClosedError(f"this claim on {other.label} was given up")
@@ -173,7 +180,8 @@ class Handle:
                     self._depends[serial] = other
                     claim._serial = _RELEASED
         finally:
-            _settle()
+            if _released:
+                _settle()
 
     def forgo(self, other: Handle) -> None:
         """Give up the newest claim that this handle has on `other`."""
@@ -332,11 +340,13 @@ def own(
         if depends:
             with _lock:  # Handle.depend for each, under one lock
                 for other in depends:
-                    other.check()
+                    if other._state != _OPEN or other._generation != _generation:
+                        other.check()
                     number = next(_serials)
                     other._claims[number] = (handle, None)
                     handle._depends[number] = other
-            _settle()
+            if _released:
+                _settle()
     except BaseException:
         handle._undo = None
         handle._state = _CLOSED
@@ -474,15 +484,17 @@ class Owned:
             If this object was closed, or belongs to the parent of a fork.
         """
         claim = self._claim
-        if claim.is_released:
-            raise ClosedError(f"{claim.handle.label} was closed")
-        claim.handle.check()
-        return claim.handle
+        handle = claim.handle
+        if claim._serial <= 0:
+            raise ClosedError(f"{handle.label} was closed")
+        if handle._state != _OPEN or handle._generation != _generation:
+            handle.check()  # which says what is wrong; spelt out before, since every operation comes by here
+        return handle
 
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called on this object."""
-        return self._claim.is_released
+        return self._claim._serial <= 0
 
     def close(self, *, strict: bool = False) -> None:
         """Give up this object's claim. What nobody else claims is taken back now, the rest with its last claim.
@@ -596,7 +608,8 @@ def _settle() -> None:
         try:
             held = False
             try:
-                if not (held := uninterrupted(_lock.acquire, False)):
+                (held,) = map(_lock.acquire, (False,))  # as uninterrupted() does it
+                if not held:
                     return
                 while _released and due is None:
                     handle, serial = _released[0]
