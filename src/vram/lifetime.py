@@ -361,7 +361,8 @@ def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
     """Call a C function and return what it returns, so that no interrupt comes before that is stored.
 
     An interrupt is raised after a call of a C function, before its result is assigned. Unpacking is no call: here the
-    interpreter asks for interrupts before the function runs, and then not until the caller makes its next call.
+    interpreter asks for interrupts before the function runs, and then not until the caller makes its next call. What
+    every operation comes by does it itself: ``(result,) = starmap(call, [arguments])``.
 
     Parameters
     ----------

@@ -24,8 +24,12 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     UsageError
         If it is not an int or a sequence of ints that are not negative.
     """
-    if type(shape) is tuple and len(shape) <= _MAX_NDIM and all(type(n) is int and n >= 0 for n in shape):
-        return shape  # as nearly always
+    if type(shape) is tuple and len(shape) <= _MAX_NDIM:
+        for length in shape:
+            if type(length) is not int or length < 0:
+                break
+        else:
+            return shape  # as nearly always
     try:
         lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
     except TypeError:

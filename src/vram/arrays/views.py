@@ -54,9 +54,8 @@ class Home:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.addressable = _is_addressable(cast("Any", region.driver))
-        self.gpu = next(
-            (place.id for place in region.users if isinstance(place.id, int) and place.kind == "cuda"), None
-        )
+        gpus = [place.id for place in region.users if place.kind == "cuda" and isinstance(place.id, int)]
+        self.gpu = gpus[0] if gpus else None
         self.arrays: set[int] = set()
         self.is_grown = False
         self.is_owned = False
@@ -206,7 +205,8 @@ class _Homes:
             return self._of_foreign(region)
         address = region.address
         with self._lock:
-            home = self._alive(address)
+            ref = self._by_address.get(address)
+            home = None if ref is None else ref()
             if home is not None and home.region is region:
                 return home
             if len(self._by_address) >= self._limit:

@@ -24,6 +24,7 @@ import itertools
 import os
 import time
 from bisect import bisect_left, bisect_right
+from itertools import starmap
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
@@ -81,7 +82,7 @@ class Memory:
             try:
                 taken = [*map(self._fds.pop, (-1,))]  # in one step, see lifetime.uninterrupted
                 if not self.users:
-                    uninterrupted(os.close, taken[0])
+                    (_,) = starmap(os.close, [taken])  # as lifetime.uninterrupted
                     taken = []
                     return
             except IndexError:
@@ -144,7 +145,8 @@ class _Spans(Generic[_S]):
         if self.at.get(span.address) is not span:
             return False
         try:
-            return uninterrupted(self.at.pop, span.address, None) is span
+            (taken,) = starmap(self.at.pop, [(span.address, None)])  # as lifetime.uninterrupted
+            return taken is span
         finally:
             self._version = None
 
@@ -231,7 +233,7 @@ class Mapping:
     def take(self) -> bool:
         """Whether it is this caller who takes the mapping back."""
         try:
-            uninterrupted(self._token.pop, -1)
+            (_,) = starmap(self._token.pop, [()])  # as lifetime.uninterrupted
         except IndexError:
             return False
         return True
@@ -248,7 +250,7 @@ class Mapping:
     def queue(self, ticket: Ticket) -> bool:
         """Stand in the line, and return whether it is this ticket's turn at once."""
         self._line[ticket] = None
-        return self._is_turn(ticket)
+        return len(self._line) == 1 or self._is_turn(ticket)
 
     def leave(self, ticket: Ticket) -> bool:
         """Leave the line with a ticket that is over, and return whether nobody is left in it."""
@@ -406,7 +408,8 @@ class Books:
                 raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
             # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
             others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-            if others or reservation.is_leaving or not self.has(reservation):
+            is_out = self.reservations.at.get(reservation.address) is reservation
+            if others or reservation.is_leaving or not is_out:
                 raise RangeError(
                     f"{call}: {mapping.nbytes} bytes at {address:#x} overlap "
                     + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")

@@ -105,20 +105,14 @@ class Chunks:
 
         The driver is asked only where somebody could have done that behind our back: every growth comes by here.
         """
-        if not self.row:
-            return False
-        memory = self.row[-1].known
+        memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (bool(memory.exported) and is_sealed(memory)))
 
     def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if direct := maps_directly(driver):
-            new, right = direct.mem_map_new, self._at_once(access)
-
-            def put(address: int, nbytes: int) -> None:
-                new(address, nbytes, place, kinds, right)
-
+            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=self._at_once(access))
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
@@ -143,9 +137,11 @@ class Chunks:
             for one in given:
                 if isinstance(one, Received):
                     if direct:
-                        pieces.append(
-                            Piece(one.nbytes, partial(_receive, direct, one, right, self.private, self.location))
-                        )
+                        put = partial(
+                            direct.mem_map_import, fd=one.fd, kind=one.handle_kinds, access=right,
+                            private=self.private, location=self.location,
+                        )  # fmt: skip
+                        pieces.append(Piece(one.nbytes, put))
                         continue
                     one = PhysicalAllocation.import_(driver, one.fd, one.nbytes, kind=one.handle_kinds)
                     opened.append(one)
@@ -169,7 +165,7 @@ class Chunks:
     def _append(self, pieces: Sequence[Piece], access: Access) -> None:
         """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""
         handle, where = self.handle, self.where
-        start = offset = self.mapped
+        start = offset = self.row[-1].stop if self.row else 0
         made: list[Claim] = []
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
@@ -282,12 +278,6 @@ def maps_directly(driver: Driver) -> DirectMapping | None:
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
 def _is_direct(kind: type) -> bool:
     return issubclass(kind, DirectMapping)
-
-
-def _receive(
-    driver: DirectMapping, one: Received, access: Access, private: bool, place: Location, address: int, nbytes: int
-) -> None:
-    driver.mem_map_import(address, nbytes, one.fd, one.handle_kinds, access, private=private, location=place)
 
 
 def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Final
 
 from ..driver.protocol import Driver, Sealing
 from ..errors import RangeError, UsageError
@@ -17,11 +18,28 @@ __all__ = ["MappedRegion"]
 
 
 class MappedRegion(Owned):
-    """What :class:`~vram.memory.Region` is before anything changes its size: not made on its own."""
+    """What :class:`~vram.memory.Region` is before anything changes its size: not made on its own.
+
+    Attributes
+    ----------
+    driver : Driver
+        The driver of its memory.
+    location : Location
+        Where its memory lives.
+    users : tuple of Location
+        Who may access its memory: the place that works on it first. The memory's own location, unless told.
+    address : int
+        Where it begins; the same for as long as it lives.
+    capacity : int
+        The ceiling, in bytes: a multiple of the granularity.
+    is_private : bool
+        Whether what is written here is seen here only.
+    """
 
     __slots__ = (
         "_access", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
         "_least", "_nbytes", "_reached", "_shown_full", "_size_lock", "_warn_on_leak",
+        "address", "capacity", "driver", "is_private", "location", "users",
     )  # fmt: skip
 
     # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
@@ -41,6 +59,13 @@ class MappedRegion(Owned):
         imported: bool = False,
         managed: bool = False,
     ) -> None:
+        where = mapped.where
+        self.driver: Final[Driver] = where.driver
+        self.location: Final[Location] = mapped.location
+        self.users: Final[tuple[Location, ...]] = mapped.users
+        self.address: Final[int] = where.address
+        self.capacity: Final[int] = where.nbytes
+        self.is_private: Final[bool] = mapped.private
         self._chunks = mapped
         self._access = access
         self._granularity = granularity
@@ -58,31 +83,6 @@ class MappedRegion(Owned):
         self._claim = claim
 
     # -- what it is ---------------------------------------------------------------------------------------------
-    @property
-    def driver(self) -> Driver:
-        """The driver of its memory."""
-        return self._chunks.where.driver
-
-    @property
-    def location(self) -> Location:
-        """Where its memory lives."""
-        return self._chunks.location
-
-    @property
-    def users(self) -> tuple[Location, ...]:
-        """Who may access its memory: the place that works on it first. The memory's own location, unless told."""
-        return self._chunks.users
-
-    @property
-    def address(self) -> int:
-        """Where it begins; the same for as long as it lives."""
-        return self._chunks.where.address
-
-    @property
-    def capacity(self) -> int:
-        """The ceiling, in bytes: a multiple of the granularity."""
-        return self._chunks.where.nbytes
-
     @property
     def nbytes(self) -> int:
         """The size, in bytes."""
@@ -110,11 +110,6 @@ class MappedRegion(Owned):
     def access(self) -> Access:
         """What its location may do here."""
         return self._access
-
-    @property
-    def is_private(self) -> bool:
-        """Whether what is written here is seen here only."""
-        return self._chunks.private
 
     @property
     def is_imported(self) -> bool:
@@ -166,7 +161,7 @@ class MappedRegion(Owned):
             size = size.split()[0]
         row = self._chunks.row
         flags = {
-            "private": self._chunks.private,
+            "private": self.is_private,
             "imported": self._imported,
             "frozen": self._frozen,
             "shared": any(chunk.known is not None and chunk.known.exported for chunk in row),
@@ -178,7 +173,7 @@ class MappedRegion(Owned):
 
     def synchronize(self) -> None:
         """Return when the work is done that devices have under way on its memory. On the host there is none."""
-        for place in self._chunks.users:
+        for place in self.users:
             self.driver.synchronize(place)
 
     # -- who looks at it ----------------------------------------------------------------------------------------

@@ -98,9 +98,9 @@ class Region(MappedRegion):
             raise UsageError(f"chunk is 0; the least is one granule of {granularity} bytes")
         if first > ceiling:
             raise CapacityError(f"nbytes {first} is past the capacity of {ceiling} bytes; ask for more capacity")
-        if checks.flag(populate, "populate"):
+        if populate is not False and checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
-        whose = chunks.users(driver, users)
+        whose = chunks.users(driver, users) if users else ()
         where, claim = chunks.reserve(driver, ceiling, place, ())
         region = cls(
             claim,
@@ -187,7 +187,7 @@ class Region(MappedRegion):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        needed, whose = tuple(depends), chunks.users(driver, users)
+        needed, whose = tuple(depends), chunks.users(driver, users) if users else ()
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
         mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
         region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
@@ -403,7 +403,7 @@ class Region(MappedRegion):
                 f"with more and copy, or ask for more from the start: it costs addresses only"
             )
         mapped = self._chunks
-        if self._frozen or mapped.ends_sealed:
+        if self._frozen or (mapped.row and mapped.ends_sealed):
             raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
         present = mapped.mapped
         reached = max(self._reached, nbytes)
