@@ -404,8 +404,10 @@ class Books:
         memory, reservation, address = mapping.memory, mapping.reservation, mapping.address
         try:
             held = memory.hold(mapping)
-            if not self.write_down(mapping):
+            if not reservation.mappings.add(mapping):
                 raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
+            self.mappings[address] = mapping
+            self.ends[mapping.end] = mapping
             # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
             others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
             is_out = self.reservations.at.get(reservation.address) is reservation
@@ -426,14 +428,6 @@ class Books:
         """
         mapping.memory.drop(mapping)
         self.strike(mapping)
-
-    def write_down(self, mapping: Mapping) -> bool:
-        """Whether `mapping` is now in the books; not if another begins there."""
-        if not mapping.reservation.mappings.add(mapping):
-            return False
-        self.mappings[mapping.address] = mapping
-        self.ends[mapping.end] = mapping
-        return True
 
     def strike(self, mapping: Mapping) -> None:
         """Take `mapping` out of the books."""

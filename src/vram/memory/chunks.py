@@ -112,7 +112,8 @@ class Chunks:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if direct := maps_directly(driver):
-            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=self._at_once(access))
+            right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
+            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right)
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
@@ -131,7 +132,7 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, opened = self.where.driver, []
-        direct, right = maps_directly(driver), self._at_once(access)
+        direct, right = maps_directly(driver), Access.NONE if self.where.workers else access  # as in make
         try:
             pieces = []
             for one in given:
@@ -157,10 +158,6 @@ class Chunks:
             raise
         for one in opened:
             one.close()  # the mappings keep it now
-
-    def _at_once(self, access: Access) -> Access:
-        """Return the right to map with. On a device none: it is given for a whole span in one call, to all users."""
-        return Access.NONE if self.where.workers else access
 
     def _append(self, pieces: Sequence[Piece], access: Access) -> None:
         """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""

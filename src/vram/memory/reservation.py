@@ -175,6 +175,7 @@ class Unmap:
 
     def __call__(self) -> None:
         where = self.where
+        is_over = True
         try:
             if self.is_mapped:
                 if where.workers and not self.is_idle:
@@ -189,15 +190,11 @@ class Unmap:
                 where.spans.pop(self.offset, None)
         except BaseException as error:
             if not isinstance(error, Exception):
-                self.is_sure = False  # it is called again, and may find nothing left to do
-                raise
-            self._ran()
+                is_over = self.is_sure = False  # it is called again, and may find nothing left to do
             raise
-        self._ran()
-
-    def _ran(self) -> None:
-        if self._done.locked():  # an undo that failed may be called again
-            self._done.release()
+        finally:
+            if is_over and self._done.locked():  # an undo that failed may be called again
+                self._done.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""
