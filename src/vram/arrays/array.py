@@ -205,7 +205,7 @@ class Array(Viewable):
     @property
     def region(self) -> Region:
         """The region it lies on. Raises ClosedError once this array was closed."""
-        return self._here().region
+        return (self._home or self._here()).region
 
     @property
     def offset(self) -> int:

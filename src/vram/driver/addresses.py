@@ -255,9 +255,9 @@ def make_open(mapping: Mapping, access: Access, books: Books, ballast: Ballast) 
 def _map_anew(mapping: Mapping, fd: int, access: Access, books: Books, ballast: Ballast, *, is_final: bool) -> None:
     ticket = Ticket()
     try:
-        mapping.queue(ticket)
+        has_turn = (mapping.queue(ticket) and not mapping.is_gone) or mapping.wait(ticket)
         # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
-        if mapping.wait(ticket) and mapping.is_final is not is_final:
+        if has_turn and mapping.is_final is not is_final:
             flags = libc.MAP_SHARED | libc.MAP_FIXED
             if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
                 raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
@@ -266,7 +266,8 @@ def _map_anew(mapping: Mapping, fd: int, access: Access, books: Books, ballast: 
     finally:
         ticket.is_over = True
         mapping.leave(ticket)
-        catch_up(books, ballast)
+        if books.late:
+            catch_up(books, ballast)
 
 
 def populate(mapping: Mapping, start: int, end: int) -> None:

@@ -201,18 +201,18 @@ def _publish(
     with contextlib.ExitStack() as made:
         manifest, segments = plan.manifest()
         inline = encode_manifest(manifest)
-        nbytes = sum(segment.size for segment in segments)
         extra = inline if len(inline) > MAX_MANIFEST else b""
         # What follows cannot be taken back (a seal) or costs a copy: whoever is refused, is refused before (I4).
-        client.offer(
-            name,
-            nbytes + (sealed_size(extra) if extra else 0),
-            handles=len(segments) + bool(extra),
-            writable=writable,
-            meta=meta,
-            ttl=ttl,
-            claim=claim,
-        )
+        if extra or plan.is_to_be_asked_for:
+            client.offer(
+                name,
+                sum([segment.size for segment in segments]) + (sealed_size(extra) if extra else 0),
+                handles=len(segments) + bool(extra),
+                writable=writable,
+                meta=meta,
+                ttl=ttl,
+                claim=claim,
+            )
         if isinstance(plan, Placement):
             plan.copy()
         plan.synchronize()

@@ -97,8 +97,8 @@ class KeeperClient(Looking):
             raise UsageError(
                 f"a manifest of {len(manifest)} bytes; {MAX_MANIFEST} is the most inside a message: pass manifest_fd"
             )
-        check_size(sum(segment.size for segment in segments))
-        devices = list(dict.fromkeys(segment.device for segment in segments))
+        check_size(sum([segment.size for segment in segments]))
+        devices = list(dict.fromkeys([segment.device for segment in segments]))
         index = {device: position for position, device in enumerate(devices)}
         pieces = [m.Piece(segment.size, int(segment.kind), index[segment.device]) for segment in segments]
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
@@ -506,7 +506,7 @@ def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT
     found, _ = find_path(path)
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:
-        return _labelled(existing, label)
+        return _labelled(existing, label) if label else existing
     if _clients_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"this thread is connecting to a keeper: what interrupted it cannot talk to {found} now")
     with _clients_lock:

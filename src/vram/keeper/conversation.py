@@ -8,7 +8,7 @@ code, which it can leave locked. Who waits first hangs up a bell, then looks, th
 so in one call, then rings all bells. The locks for sending and for reading are entered by ``with``, or tried.
 
 A signal handler runs in the middle of whatever its thread does. It cannot have an answer while its own thread is the
-one that reads or sends, so a call inside a call of the same thread is refused (:meth:`Conversation._enter`).
+one that reads or sends, so a call inside a call of the same thread is refused (:meth:`Conversation._refuse_inside`).
 
 An interrupt costs no answer, of this thread's call or of another's: what was taken off the socket is delivered before
 the interrupt is passed on, and an :class:`Answer` that nobody makes anything of gives back what it grants (I12).
@@ -231,7 +231,8 @@ class Conversation:
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
         me = threading.get_ident()
-        self._enter(me)
+        if me in self._inside:
+            self._refuse_inside()
         deadline = None if timeout is None else time.monotonic() + timeout
         tray: deque[Answer] = deque()
         try:
@@ -274,10 +275,8 @@ class Conversation:
         with contextlib.suppress(VramError, OSError):
             self._converse(m.Cancel(number, call), number, (), _TAKE_BACK)
 
-    def _enter(self, me: int) -> None:
+    def _refuse_inside(self) -> None:
         """Refuse a call from a signal handler that interrupted a call of the same thread."""
-        if me not in self._inside:
-            return
         # An interrupt at the wrong moment may have left us in there: the stack has the truth.
         frame = sys._getframe(2)
         while frame is not None:
@@ -289,7 +288,8 @@ class Conversation:
             frame = frame.f_back  # type: ignore[assignment]
 
     def _send(self, payload: bytes, fds: Sequence[int]) -> None:
-        self._check()
+        if self._failure is not None:
+            raise self._failure_again()
         try:
             with self._sending:
                 if self._given_back:
@@ -327,7 +327,8 @@ class Conversation:
                 try:
                     self._reading.release()
                 finally:
-                    self._ring()
+                    if self._bells:
+                        self._ring()
 
     def _look(self, call: int, tray: deque[Answer]) -> Answer | None:
         if tray:
@@ -347,8 +348,7 @@ class Conversation:
 
     def _read_for_all(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
         while True:
-            arrived = self._look(call, tray)
-            if arrived is not None:
+            if (tray or self._failure is not None) and (arrived := self._look(call, tray)) is not None:
                 return arrived
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -399,6 +399,8 @@ class Conversation:
                 del self._come[0]
                 self._unreadable(error)
                 return
+        if not answer.fds and not isinstance(answer.reply, (m.Attached, m.Claimed)):
+            answer.owner = None  # it grants nothing
         try:
             self._deliver(answer)
         except VramError:  # no interrupt: it is what the message says
@@ -426,7 +428,8 @@ class Conversation:
         whose = self._expected.get(number)
         if whose is not None:
             whose += (answer,)
-            self._ring()
+            if self._bells:
+                self._ring()
             # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
             if self._expected.get(number) is not whose:
                 left = _take(whose)
@@ -487,10 +490,6 @@ class Conversation:
                     self._sending.release()
 
     # -- inside: failing ------------------------------------------------------------------------------------------
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure_again()
-
     def _fail(self, error: VramError | None = None, *, said: bool = False) -> VramError:
         """The connection is of no use any more; say so to everybody, in the other side's words if it `said` why."""
         gone = error is None or (isinstance(error, PeerGoneError) and not said)

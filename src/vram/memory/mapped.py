@@ -126,6 +126,8 @@ class MappedRegion(Owned):
         row = self._chunks.row
         if not row or not isinstance(self.driver, Sealing):
             return self._frozen
+        if not self._imported and None in [chunk.known for chunk in row]:
+            return False  # what was made here, and that nobody ever wanted to have, nobody can have sealed
         return all(is_sealed(chunk.memory) for chunk in row)
 
     @property
@@ -135,7 +137,7 @@ class MappedRegion(Owned):
         New memory is zero; what an earlier, larger size left, or a view of the whole capacity wrote, is not. Of memory
         that was made elsewhere nothing is known.
         """
-        size, end = self._nbytes, self.mapped
+        size, end = self._nbytes, self._chunks.mapped
         known = end if self._imported or self._shown_full else min(self._reached, end)
         return size, max(size, known)
 
@@ -241,5 +243,5 @@ class MappedRegion(Owned):
             if not 0 <= start <= stop <= self._nbytes:
                 raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
             found = [c for c in self._chunks.row if c.start < stop and start < c.stop and start < stop]
-            held = tuple(PhysicalAllocation.of(chunk.memory) for chunk in found)
-            return held, start - found[0].start if found else 0
+            held = [PhysicalAllocation.of(chunk.memory) for chunk in found]
+            return tuple(held), start - found[0].start if found else 0

@@ -11,7 +11,7 @@ from ..errors import BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Handle, unwinding
 from ..spec import Access, HandleKind, Location, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received
+from .allocation import PhysicalAllocation, Received, seal_memory
 from .chunks import Chunks
 from .mapped import MappedRegion
 from .pin import Span
@@ -362,17 +362,20 @@ class Region(MappedRegion):
             If the region is private.
         """
         with self._alone():
-            self.handle  # noqa: B018  (as in _grow)
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
-            if not (sealing := isinstance(self.driver, Sealing)):
-                self._chunks.protect(min(self._access, Access.READ))
-            for chunk in self._chunks.row if sealing else ():
-                PhysicalAllocation.of(chunk.memory, "freeze").seal()
-                self._frozen = True
-                self._access = min(self._access, Access.READ)
-            self._frozen = True
-            self._access = min(self._access, Access.READ)
+            using = self.handle.claim("freeze")  # another thread may close this object meanwhile
+            try:
+                right = min(self._access, Access.READ)
+                if isinstance(self.driver, Sealing):
+                    for chunk in self._chunks.row:
+                        seal_memory(chunk.memory)
+                        self._frozen, self._access = True, right
+                else:
+                    self._chunks.protect(right)
+                self._frozen, self._access = True, right
+            finally:
+                using.release()
 
     # -- how ----------------------------------------------------------------------------------------------------
     def _alone(self) -> threading.RLock:
