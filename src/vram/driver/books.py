@@ -28,7 +28,6 @@ from itertools import starmap
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
-from ..lifetime import uninterrupted
 from ..spec import Access, HandleKind
 from . import libc
 
@@ -110,9 +109,10 @@ class Memory:
 def duplicate(fd: int) -> int:
     """Return one more descriptor of what `fd` stands for."""
     try:
-        return uninterrupted(fcntl.fcntl, fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a standard stream
+        (copy,) = starmap(fcntl.fcntl, [(fd, fcntl.F_DUPFD_CLOEXEC, 3)])  # never in the place of a standard stream
     except OSError as error:
         raise libc.failure(f"dup({fd})", error.errno) from None
+    return copy
 
 
 class _Spanned(Protocol):

@@ -182,7 +182,7 @@ class HostDriver:
         self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool,
         location: Location | None = None,
     ) -> None:  # fmt: skip
-        if location is not None:
+        if location is not None and location is not HOST:
             check_location(location)
         check_access("mem_map_import", access)
         put = partial(self._map, "mem_map_import", address, access=access, private=private)

@@ -13,7 +13,7 @@ from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
 from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Listening, Watch
-from ..lifetime import Owned, unwinding
+from ..lifetime import Owned, own, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest
@@ -60,7 +60,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._listenings: list[Listening] = []
         self._revoked = False
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
-        claim = self._return.own(f"lease on {attachment.name!r} version {attachment.version}")
+        claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
         if attachment.answer is not None:
             attachment.answer.owner = None  # the lease is the claim's now, in the step after it was made
         fds = attachment.fds
@@ -148,11 +148,11 @@ class Lease(Owned, Mapping[str, Array]):
         return len(self.manifest.arrays)
 
     def _make(self, name: str) -> Array:
-        entry = self.manifest.arrays.get(name)
+        entry, leased = self.manifest.arrays.get(name), self._attachment
         if entry is None:
             shown = _some(tuple(self))
-            raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r:.80}; it has {shown}")
-        where = Provenance(self._client.path, self.name, self.version, name, self.access, 0, 0)
+            raise NotFoundError(f"{leased.name!r} version {leased.version} has no array {name!r:.80}; it has {shown}")
+        where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
         return array_on(self._regions[entry.memory], self.manifest, where)
 
     @property

@@ -224,7 +224,7 @@ def read_manifest(attachment: Attachment) -> Manifest:
     ProtocolError
         If it is no manifest, or more than the memory of the lease can need.
     """
-    nbytes = sum(segment.size for segment in attachment.segments)
+    nbytes = sum([segment.size for segment in attachment.segments])
     if attachment.manifest_fd is None:
         return decode_manifest(attachment.manifest, nbytes)
     return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)

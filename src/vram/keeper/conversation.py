@@ -312,9 +312,11 @@ class Conversation:
                 bell = threading.Lock()
                 bell.acquire()
                 self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
-                arrived = self._look(call, tray)
-                if arrived is not None:
-                    return arrived
+                if tray:
+                    del self._expected[call]  # as in _read_for_all
+                    return tray.popleft()
+                if self._failure is not None:
+                    raise self._failure_again()
                 left = _NAP if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     raise self._silent()
@@ -330,14 +332,6 @@ class Conversation:
                     if self._bells:
                         self._ring()
 
-    def _look(self, call: int, tray: deque[Answer]) -> Answer | None:
-        if tray:
-            del self._expected[call]  # first, or the reader would put a second answer into it
-            return tray.popleft()
-        if self._failure is not None:
-            raise self._failure_again()
-        return None
-
     def _ring(self) -> None:
         """Wake everybody who waits, to look again."""
         while self._bells:
@@ -348,8 +342,11 @@ class Conversation:
 
     def _read_for_all(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
         while True:
-            if (tray or self._failure is not None) and (arrived := self._look(call, tray)) is not None:
-                return arrived
+            if tray:
+                del self._expected[call]  # first, or the reader would put a second answer into it
+                return tray.popleft()
+            if self._failure is not None:
+                raise self._failure_again()
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise self._silent()
@@ -358,32 +355,27 @@ class Conversation:
     def _read_one(self, timeout: float | None) -> None:
         """Read one message and give it to whom it is for. Called with the lock for reading."""
         if not self._come:
-            self._take_off(timeout)
-        if self._come:
+            lost: DescriptorsLostError | None = None
             try:
-                self._sort()
-            except BaseException:
-                if self._come:  # an interrupt: whoever the message is for may wait for it for ever
-                    self._sort()
-                raise
-
-    def _take_off(self, timeout: float | None) -> None:
-        """Take one message off the socket, to be delivered."""
-        lost: DescriptorsLostError | None = None
+                payload, fds = self._channel.take(timeout=timeout)
+            except WaitTimeoutError:
+                raise self._silent() from None
+            except ClosedError:
+                raise self._fail() from None
+            except DescriptorsLostError as error:  # a matter of one call, not of the connection
+                payload, fds, lost = error.payload, [], error
+            except PeerGoneError as error:
+                raise self._fail(error) from None
+            except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
+                self._unreadable(error)
+                return
+            self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
         try:
-            payload, fds = self._channel.take(timeout=timeout)
-        except WaitTimeoutError:
-            raise self._silent() from None
-        except ClosedError:
-            raise self._fail() from None
-        except DescriptorsLostError as error:  # a matter of one call, not of the connection
-            payload, fds, lost = error.payload, [], error
-        except PeerGoneError as error:
-            raise self._fail(error) from None
-        except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
-            self._unreadable(error)
-            return
-        self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
+            self._sort()
+        except BaseException:
+            if self._come:  # an interrupt: whoever the message is for may wait for it for ever
+                self._sort()
+            raise
 
     def _sort(self) -> None:
         """Deliver what was taken off the socket. After an interrupt it is called again, and finds the same answer."""
