@@ -329,15 +329,18 @@ class Lease(Owned, Mapping[str, Array]):
                 self._listenings.pop().stop()
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def close(self, *, strict: bool = False) -> None:
+    def close(self, *, strict: bool = False, wait: bool = False) -> None:
         """Unmap what no view uses any more and give the version back.
 
-        Returns when the keeper has acknowledged that, unless views are alive: then the last of them gives it back.
+        The keeper is told after the unmap, and its answer is not waited for; as long as views are alive, the last of
+        them tells it.
 
         Parameters
         ----------
         strict : bool
             Refuse, and change nothing, while views are alive.
+        wait : bool
+            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so.
 
         Raises
         ------
@@ -348,23 +351,30 @@ class Lease(Owned, Mapping[str, Array]):
             return
         if strict:
             self._refuse_while_viewed()
-        self._stop_listening()
+        if self._listenings:
+            self._stop_listening()
         if self._watch is not None:
             self._watch.close()
+        if not wait:
+            self._unmap()
+            return
         self._return.keep_back()
         try:
-            for region in reversed(self._regions):
-                let_go(region)  # closed with its last array: slices that are alive keep it open, to be handed on
-            for array in tuple(self._arrays.values()):
-                array.close()
-            self._arrays.clear()
-            super().close()
+            self._unmap()
             if self._return.is_due:
                 with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
                     self._client.release([self._return.lease_id])
                 self._return.take()
         finally:
             self._return.send_on()  # also what an interrupt kept from being given back (I12)
+
+    def _unmap(self) -> None:
+        for region in reversed(self._regions):
+            let_go(region)  # closed with its last array: slices that are alive keep it open, to be handed on
+        for array in tuple(self._arrays.values()):
+            array.close()
+        self._arrays.clear()
+        super().close()
 
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []
