@@ -125,7 +125,7 @@ class Handle:
         if self._state != _OPEN:
             raise ClosedError(f"{self.label} is closed")
 
-    def claim(self, holder: object, tag: object = None) -> Claim:
+    def claim(self, holder: object, tag: object = None, made: Claim | None = None) -> Claim:
         """Take a claim.
 
         Parameters
@@ -134,18 +134,23 @@ class Handle:
             Who holds on, as :class:`BusyError` will name it: by what ``str()`` says of it at that time.
         tag : object
             Anything the owner of the handle wants to find again in :meth:`tags`.
+        made : Claim, optional
+            One that was made for this handle and is none yet, of a class that knows more.
 
         Raises
         ------
         ClosedError, ForkedError
             If there is nothing left to hold on to.
         """
-        claim = Claim(self, next(_serials))  # before it counts: an interrupt must find somebody who gives it up
+        serial = next(_serials)
+        claim = Claim(self, _RELEASED) if made is None else made
         try:
             with _lock:
                 if self._state != _OPEN or self._generation != _generation:
                     self.check()
-                self._claims[claim._serial] = (holder, tag)
+                # Two steps that no interrupt divides: there is somebody who gives it up.
+                self._claims[serial] = (holder, tag)
+                claim._serial = serial
         finally:
             if _released:
                 _settle()

@@ -64,7 +64,13 @@ class Home:
     @classmethod
     def of(cls, region: Region) -> Home:
         """Return the home of a region."""
-        return _homes.of(region)
+        homes, address = _homes, region.address
+        if isinstance(region, ForeignRegion):
+            return homes.of_foreign(region)
+        with homes.lock:
+            ref = homes.by_address.get(address)
+            home = None if ref is None else ref()
+            return home if home is not None and home.region is region else homes.add(region)
 
     def leave(self, array: int) -> None:
         """An array was closed; the last one out closes a region that belongs to the arrays."""
@@ -194,33 +200,26 @@ class _Homes:
     # dropped when the table has doubled. Nothing here is reached from a finalizer.
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._by_address: dict[int, weakref.ref[Home]] = {}
+        self.lock = threading.RLock()
+        self.by_address: dict[int, weakref.ref[Home]] = {}
         self._foreign: dict[int, weakref.ref[Home]] = {}
         self._sorted: list[int] | None = None
         self._limit = self._foreign_limit = 64
 
-    def of(self, region: Region) -> Home:
-        if isinstance(region, ForeignRegion):
-            return self._of_foreign(region)
-        address = region.address
-        with self._lock:
-            ref = self._by_address.get(address)
-            home = None if ref is None else ref()
-            if home is not None and home.region is region:
-                return home
-            if len(self._by_address) >= self._limit:
-                self._by_address = {at: ref for at, ref in self._by_address.items() if ref() is not None}
-                self._limit = 2 * len(self._by_address) + 64
-            home = Home(region)
-            if address not in self._by_address:
-                self._sorted = None
-            self._by_address[address] = weakref.ref(home)
-            return home
+    def add(self, region: Region) -> Home:
+        """Make the home of a region that has none. Called with the lock."""
+        if len(self.by_address) >= self._limit:
+            self.by_address = {at: ref for at, ref in self.by_address.items() if ref() is not None}
+            self._limit = 2 * len(self.by_address) + 64
+        home = Home(region)
+        if region.address not in self.by_address:
+            self._sorted = None
+        self.by_address[region.address] = weakref.ref(home)
+        return home
 
-    def _of_foreign(self, region: Region) -> Home:
+    def of_foreign(self, region: Region) -> Home:
         # Its memory is not ours to find, and several regions may begin at one address: known by the object alone.
-        with self._lock:
+        with self.lock:
             ref = self._foreign.get(id(region))
             home = None if ref is None else ref()
             if home is None or home.region is not region:
@@ -232,9 +231,9 @@ class _Homes:
             return home
 
     def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
-        with self._lock:
+        with self.lock:
             if self._sorted is None:
-                self._sorted = sorted(self._by_address)
+                self._sorted = sorted(self.by_address)
             at = bisect_right(self._sorted, address) - 1
             home = self._alive(self._sorted[at]) if at >= 0 else None
         if home is None or home.region.is_closed:
@@ -243,7 +242,7 @@ class _Homes:
         return (home.region, offset) if offset + nbytes <= home.region.nbytes else None
 
     def _alive(self, address: int) -> Home | None:
-        ref = self._by_address.get(address)
+        ref = self.by_address.get(address)
         return None if ref is None else ref()
 
 

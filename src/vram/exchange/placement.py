@@ -102,6 +102,7 @@ class Placement:
         except BaseException:
             self.__exit__(None, None, None)
             raise
+        self._regions = [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
 
     def _refuse_copies(self) -> None:
         """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
@@ -213,12 +214,13 @@ class Placement:
         """Whether a refusal has to come before what publishing begins with: a copy, or what has no undo, as a seal."""
         if self._copies or self._unclear:
             return True
-        regions = () if self._writable else self._regions()
-        return any(region.access is Access.READ_WRITE or not region.is_frozen for region in regions)
+        if self._writable:
+            return False
+        return bool([one for one in self._regions if one.access is Access.READ_WRITE or not one.is_frozen])
 
     def synchronize(self) -> None:
         """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
-        for region in self._regions():
+        for region in self._regions:
             region.synchronize()
 
     def freeze(self) -> None:
@@ -226,7 +228,7 @@ class Placement:
 
         What others may be able to write comes first: if that is refused, nothing has changed.
         """
-        for region in reversed(self._regions()):
+        for region in reversed(self._regions):
             if self._lends and region.location != HOST:
                 continue
             region.freeze()
@@ -237,12 +239,9 @@ class Placement:
         """Whether any of what is shared where it is has become read-only."""
         return any(span.region.is_frozen for span in self.spans.values())
 
-    def _regions(self) -> list[Region]:
-        return [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
-
     def places(self) -> list[Location]:
         """Return where the memories are, each as often as it comes."""
-        return [place for region in self._regions() for place in region.users]
+        return [place for region in self._regions for place in region.users]
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all segments, in their order, lent by the allocations."""

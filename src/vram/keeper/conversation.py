@@ -182,9 +182,12 @@ class Conversation:
     @property
     def is_usable(self) -> bool:
         """Whether this is the process that connected and, as far as is known, the keeper is still there."""
-        if self._pid != os.getpid() or self._failure is not None or self._channel.is_closed:
+        if self._pid != os.getpid() or self._failure is not None:
             return False
-        return not self._channel.is_hung_up()
+        try:
+            return not self._channel.is_hung_up()
+        except ClosedError:
+            return False
 
     def close(self) -> None:
         """End the connection; the keeper takes all its leases back. Idempotent."""

@@ -212,7 +212,9 @@ class MappedRegion(Owned):
                 )
             self._shown_full = self._shown_full or full
             span = Span(start, stop, holder)
-            return Pin(handle.claim(holder, span), span, keeps)
+            pin = Pin(handle, span, keeps)
+            handle.claim(holder, span, pin)
+            return pin
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""

@@ -29,22 +29,25 @@ class Span:
         self.is_live = True
 
 
-class Pin:
+class Pin(Claim):
     """A claim on a span of a region: made by :meth:`Region.pin <vram.memory.Region.pin>`.
 
     Keeps the memory, not the region object. Garbage collection releases it too, in any thread.
 
     Attributes
     ----------
+    handle : Handle
+        The region's.
     keeps : object
         Anything else that has to live as long as this pin and those taken from it, such as the owner of memory that
         is not ours.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_span", "keeps")
+    __slots__ = ("_span", "keeps")
 
-    def __init__(self, claim: Claim, span: Span, keeps: object = None) -> None:
-        self._claim = claim
+    def __init__(self, handle: Handle, span: Span, keeps: object = None) -> None:
+        self.handle = handle
+        self._serial = 0  # of no claim yet; see Handle.claim
         self._span = span
         self.keeps = keeps
 
@@ -57,16 +60,6 @@ class Pin:
     def stop(self) -> int:
         """Offset in the region where it ends, in bytes."""
         return self._span.stop
-
-    @property
-    def handle(self) -> Handle:
-        """The region's handle."""
-        return self._claim.handle
-
-    @property
-    def is_released(self) -> bool:
-        """Whether it was given up."""
-        return self._claim.is_released
 
     def again(self, start: int, stop: int, holder: str = "pin") -> Pin:
         """Take another pin within this one's span; it works after the region object was closed too.
@@ -89,7 +82,8 @@ class Pin:
         if not mine.start <= start <= stop <= mine.stop:
             raise RangeError(f"bytes {start} to {stop} are not within the pinned bytes {mine.start} to {mine.stop}")
         span = Span(start, stop, holder)
-        pin = Pin(self._claim.handle.claim(holder, span), span, self.keeps)
+        pin = Pin(self.handle, span, self.keeps)
+        self.handle.claim(holder, span, pin)
         if not mine.is_live:  # looked at last: from here on a shrink sees the new span, whatever becomes of this one
             pin.release()
             raise ClosedError(f"the pin of {mine.holder} [{mine.start}:{mine.stop}] was released")
@@ -105,10 +99,12 @@ class Pin:
             if max(span.start, mine.start) < min(span.stop, mine.stop)
         )
 
-    def release(self) -> None:
-        """Give it up. Idempotent; never waits, never raises."""
+    def release(self, *, strict: bool = False) -> None:
+        """Give it up. Idempotent; never waits, never raises unless `strict`: see :meth:`Claim.release`."""
+        if not strict:
+            self._span.is_live = False  # first: the claim may wait in a queue
+        super().release(strict=strict)
         self._span.is_live = False
-        self._claim.release()
         self.keeps = None
 
     def __enter__(self) -> Self:
@@ -124,4 +120,6 @@ class Pin:
     def __del__(self) -> None:
         span = getattr(self, "_span", None)
         if span is not None:  # not if an interrupt came before the constructor was done
-            span.is_live = False  # the claim goes with this object
+            span.is_live = False
+            if self._serial > 0:
+                super().__del__()

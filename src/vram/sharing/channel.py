@@ -405,7 +405,7 @@ class Channel(lifetime.Owned):
             raise UsageError(
                 f"a message of {size} bytes and {len(fds)} descriptors; it has 1 to {MAX_MESSAGE} and at most {MAX_FDS}"
             )
-        if timeout is not None and not (type(timeout) is float and timeout >= 0.0):
+        if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         self.handle  # noqa: B018  (the check)
         try:
@@ -478,7 +478,7 @@ class Channel(lifetime.Owned):
 
         So an interrupt costs none, wherever it comes. Who takes them over empties the list.
         """
-        if timeout is not None and not (type(timeout) is float and timeout >= 0.0):
+        if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         self.handle  # noqa: B018  (the check)
         flags = 0 if timeout is None else _DONTWAIT
