@@ -82,20 +82,20 @@ Label = str | Callable[[], str]
 class Handle:
     """One thing to take back, counted.
 
-    Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one.
+    Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one, and
+    fills both in.
     """
 
     __slots__ = ("_at_exit", "_claims", "_depends", "_generation", "_id", "_label", "_state", "_undo")
 
-    def __init__(self, label: Label, undo: Callable[[], object] | None, at_exit: bool) -> None:
-        self._label = label
-        self._undo = undo
-        self._at_exit = at_exit
-        self._claims: dict[int, tuple[object, object]] = {}  # who, and the owner's tag
-        self._depends: dict[int, Handle] = {}
-        self._generation = _generation
-        self._state = _OPEN
-        self._id = next(_serials)
+    _label: Label
+    _undo: Callable[[], object] | None
+    _at_exit: bool
+    _claims: dict[int, tuple[object, object]]  # by serial number: who, and the owner's tag
+    _depends: dict[int, Handle]
+    _generation: int
+    _state: int
+    _id: int
 
     @property
     def label(self) -> str:
@@ -143,7 +143,8 @@ class Handle:
             If there is nothing left to hold on to.
         """
         serial = next(_serials)
-        claim = Claim(self, _RELEASED) if made is None else made
+        claim = Claim.__new__(Claim) if made is None else made
+        claim.handle, claim._serial = self, _RELEASED
         try:
             with _lock:
                 if self._state != _OPEN or self._generation != _generation:
@@ -161,8 +162,9 @@ class Handle:
         serial = next(_serials)
         try:
             with _lock:
-                other.check()
-                self.check()
+                for one in (other, self):
+                    if one._state != _OPEN or one._generation != _generation:
+                        one.check()
                 other._claims[serial] = (self, None)
                 self._depends[serial] = other
         finally:
@@ -248,13 +250,20 @@ class Handle:
 
 
 class Claim:
-    """One reason to keep a handle. Let go with :meth:`release`; garbage collection does it too."""
+    """One reason to keep a handle. Let go with :meth:`release`; garbage collection does it too.
+
+    Made by :func:`own` and :meth:`Handle.claim`, which fill it in.
+
+    Attributes
+    ----------
+    handle : Handle
+        What it keeps.
+    """
 
     __slots__ = ("__weakref__", "_serial", "handle")
 
-    def __init__(self, handle: Handle, serial: int) -> None:
-        self.handle = handle
-        self._serial = serial
+    handle: Handle
+    _serial: int
 
     @property
     def is_released(self) -> bool:
@@ -337,11 +346,14 @@ def own(
     ClosedError, ForkedError
         If a dependency is gone. `undo` has then not been called: the caller still owns the thing.
     """
-    handle = Handle(label, undo, at_exit)
-    serial = handle._id
-    handle._claims[serial] = (holder, None)
+    # Without constructors: everything that is made comes by here, and nothing else makes these two.
+    handle, claim = Handle.__new__(Handle), Claim.__new__(Claim)
+    serial = next(_serials)
+    handle._label, handle._undo, handle._at_exit = label, undo, at_exit
+    handle._claims, handle._depends = {serial: (holder, None)}, {}
+    handle._generation, handle._state, handle._id = _generation, _OPEN, serial
+    claim.handle, claim._serial = handle, serial
     try:
-        claim = Claim(handle, serial)
         if depends:
             with _lock:  # Handle.depend for each, under one lock
                 for other in depends:

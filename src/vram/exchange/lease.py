@@ -138,7 +138,13 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
         if array is None:
-            array = self._arrays.setdefault(name, self._make(name))
+            entry, leased = self.manifest.arrays.get(name), self._attachment
+            if entry is None:
+                shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
+                raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
+            where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
+            made = array_on(self._regions[entry.memory], self.manifest, where)
+            array = self._arrays.setdefault(name, made)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -146,14 +152,6 @@ class Lease(Owned, Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.manifest.arrays)
-
-    def _make(self, name: str) -> Array:
-        entry, leased = self.manifest.arrays.get(name), self._attachment
-        if entry is None:
-            shown = _some(tuple(self))
-            raise NotFoundError(f"{leased.name!r} version {leased.version} has no array {name!r:.80}; it has {shown}")
-        where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
-        return array_on(self._regions[entry.memory], self.manifest, where)
 
     @property
     def array(self) -> Array:

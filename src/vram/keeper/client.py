@@ -111,9 +111,9 @@ class KeeperClient(Looking):
             manifest,
             manifest_fd is not None,
             writable,
-            check_meta(meta or {}),
-            check_ttl(ttl),
-            _number(claim),
+            check_meta(meta) if meta else {},
+            None if ttl is None else check_ttl(ttl),
+            0 if claim is None else _number(claim),
         )
         reply = self._ask(request, call, everything[:MAX_FDS])
         while isinstance(reply, m.Continue):
@@ -142,7 +142,15 @@ class KeeperClient(Looking):
         check_name(name)
         check_size(nbytes)
         call = next(self._calls)
-        request = m.Offer(call, name, nbytes, handles, check_meta(meta or {}), check_ttl(ttl), _number(claim))
+        request = m.Offer(
+            call,
+            name,
+            nbytes,
+            handles,
+            check_meta(meta) if meta else {},
+            None if ttl is None else check_ttl(ttl),
+            0 if claim is None else _number(claim),
+        )
         self._be(m.Done, self._ask(request, call))
 
     def abandon(self, claim: PublishClaim | int) -> None:
@@ -559,8 +567,8 @@ def _hand_over(found: Attachment | PublishClaim) -> None:
         answer.owner = None
 
 
-def _number(claim: PublishClaim | int | None) -> int:
-    return claim.id if isinstance(claim, PublishClaim) else claim or 0
+def _number(claim: PublishClaim | int) -> int:
+    return claim.id if isinstance(claim, PublishClaim) else claim
 
 
 def own_label() -> str:

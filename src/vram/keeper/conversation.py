@@ -308,23 +308,22 @@ class Conversation:
         held: list[bool] = []
         try:
             while True:
-                # Take the lock and remember it in one call, as in _flush.
-                held.extend(filter(None, map(self._reading.acquire, (False,))))
-                if held:
-                    return self._read_for_all(call, tray, deadline)
-                bell = threading.Lock()
-                bell.acquire()
-                self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
+                if not held:  # take the lock and remember it in one call, as in _flush
+                    held.extend(filter(None, map(self._reading.acquire, (False,))))
+                bell = None if held else self._hang_up_a_bell()  # before the look: what comes in between rings it
                 if tray:
-                    del self._expected[call]  # as in _read_for_all
+                    del self._expected[call]  # first, or the reader would put a second answer into it
                     return tray.popleft()
                 if self._failure is not None:
                     raise self._failure_again()
-                left = _NAP if deadline is None else deadline - time.monotonic()
-                if left <= 0:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
                     raise self._silent()
+                if bell is None:
+                    self._read_one(left)
+                    continue
                 if self._reading.locked():
-                    bell.acquire(timeout=min(left, _NAP))
+                    bell.acquire(timeout=_NAP if left is None else min(left, _NAP))
                 with contextlib.suppress(ValueError):
                     self._bells.remove(bell)  # nobody rang
         finally:
@@ -335,6 +334,12 @@ class Conversation:
                     if self._bells:
                         self._ring()
 
+    def _hang_up_a_bell(self) -> threading.Lock:
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells.append(bell)
+        return bell
+
     def _ring(self) -> None:
         """Wake everybody who waits, to look again."""
         while self._bells:
@@ -342,18 +347,6 @@ class Conversation:
                 self._bells.popleft().release()
             except IndexError:  # another thread was quicker
                 return
-
-    def _read_for_all(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
-        while True:
-            if tray:
-                del self._expected[call]  # first, or the reader would put a second answer into it
-                return tray.popleft()
-            if self._failure is not None:
-                raise self._failure_again()
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise self._silent()
-            self._read_one(left)
 
     def _read_one(self, timeout: float | None) -> None:
         """Read one message and give it to whom it is for. Called with the lock for reading."""
