@@ -175,7 +175,7 @@ class Array(Viewable):
         """
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
-        rows = capacity_rows(capacity, lengths)
+        rows = (lengths[0] if lengths else 1) if capacity is None else capacity_rows(capacity, lengths)
         nbytes = nbytes_of(lengths, kind)
         region = Region.create(
             driver,

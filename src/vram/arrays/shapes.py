@@ -52,13 +52,11 @@ def as_length(value: object, what: str) -> int:
     return length
 
 
-def capacity_rows(capacity: int | Sequence[int] | None, shape: tuple[int, ...]) -> int:
+def capacity_rows(capacity: int | Sequence[int], shape: tuple[int, ...]) -> int:
     """Return the capacity in rows."""
-    rows = shape[0] if shape else 1
-    if capacity is None:
-        return rows
     if not shape:
         raise UsageError("an array without dimensions cannot grow: leave capacity out")
+    rows = shape[0]
     asked = as_shape(capacity)
     if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):
         raise UsageError(

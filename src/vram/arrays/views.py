@@ -93,7 +93,9 @@ class Home:
                 f"the {region.driver.name} driver's",
                 "Use .to_host() for a copy, or (on a GPU) .torch(), DLPack or __cuda_array_interface__ for a view",
             )  # fmt: skip
-        readonly = self._is_readonly()
+        readonly = region.access is not Access.READ_WRITE
+        if readonly:
+            self._check_readable()
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
         if not readonly:
             self.views.add(_ViewRef(view, self.views.discard))
@@ -106,13 +108,13 @@ class Home:
 
         It is never given to users: numpy makes a capsule of it, which says where the memory really is.
         """
-        return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, self._is_readonly())
+        self._check_readable()
+        readonly = self.region.access is not Access.READ_WRITE
+        return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, readonly)
 
-    def _is_readonly(self) -> bool:
-        access = self.region.access
-        if access is Access.NONE:
+    def _check_readable(self) -> None:
+        if self.region.access is Access.NONE:
             raise UsageError("memory mapped without access cannot be looked at; map it with READ or READ_WRITE")
-        return access is not Access.READ_WRITE
 
     def freeze_views(self) -> None:
         """Take the writable flag away from every view that was handed out.

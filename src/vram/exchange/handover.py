@@ -153,7 +153,7 @@ class Lent:
         for start in range(first, total, MAX_FDS) if total else (0,):
             stop = min(start + MAX_FDS, total)
             some = whole.segments[start:stop]
-            nbytes = sum(segment.nbytes for segment in some)
+            nbytes = sum([segment.nbytes for segment in some])
             part = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
             yield MemoryPart(self.id, start, stop == total, writable, part), self.fds[start:stop]
 

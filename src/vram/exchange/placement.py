@@ -148,7 +148,17 @@ class Placement:
     # -- in this order --------------------------------------------------------------------------------------------
     def manifest(self) -> tuple[Manifest, list[Segment]]:
         """Return the manifest and the segments that it speaks of."""
-        memories, handles = self._describe()
+        memories: list[MemoryDescriptor] = []
+        handles: list[HandleEntry] = []
+        for number, span in enumerate(self.spans.values()):
+            if span.by_handle:
+                self.pools = self.pools or PoolDescriptors()
+                pool = self.pools.number(span.region)  # first: see handle_bytes
+                handles.append(HandleEntry(number, handle_bytes(span.region), pool))
+                memories.append(describe_by_handle(span.region, span.start, span.stop))
+            else:
+                nbytes = span.stop - span.start
+                memories.append(describe_allocations(span.region, span.allocations, span.inside, nbytes))
         entries: dict[str, ArrayEntry] = {}
         for number, span in enumerate(self.spans.values()):
             entries |= {item.name: item.entry(number, span.start) for item in span.items}
@@ -164,22 +174,7 @@ class Placement:
         ]
         pools = [] if self.pools is None else self.pools.fds
         pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
-        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, handles, len(pools)), pieces
-
-    def _describe(self) -> tuple[list[MemoryDescriptor], tuple[HandleEntry, ...]]:
-        """Describe what is shared where it is."""
-        memories: list[MemoryDescriptor] = []
-        handles: list[HandleEntry] = []
-        for number, span in enumerate(self.spans.values()):
-            if span.by_handle:
-                self.pools = self.pools or PoolDescriptors()
-                pool = self.pools.number(span.region)  # first: see handle_bytes
-                handles.append(HandleEntry(number, handle_bytes(span.region), pool))
-                memories.append(describe_by_handle(span.region, span.start, span.stop))
-            else:
-                nbytes = span.stop - span.start
-                memories.append(describe_allocations(span.region, span.allocations, span.inside, nbytes))
-        return memories, tuple(handles)
+        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools)), pieces
 
     def copy(self) -> None:
         """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""

@@ -15,7 +15,7 @@ from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
 
-__all__ = ["Chunk", "Chunks", "maps_directly", "measure", "plan", "reserve", "touchable"]
+__all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
@@ -111,9 +111,9 @@ class Chunks:
     def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
-        if direct := maps_directly(driver):
+        if _is_direct(type(driver)):
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
-            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right)
+            put = partial(cast("DirectMapping", driver).mem_map_new, location=place, handle_kinds=kinds, access=right)
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
@@ -132,7 +132,8 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, opened = self.where.driver, []
-        direct, right = maps_directly(driver), Access.NONE if self.where.workers else access  # as in make
+        direct = cast("DirectMapping", driver) if _is_direct(type(driver)) else None
+        right = Access.NONE if self.where.workers else access  # as in make
         try:
             pieces = []
             for one in given:
@@ -267,13 +268,9 @@ def measure(
     return total, location or Location(driver.name)
 
 
-def maps_directly(driver: Driver) -> DirectMapping | None:
-    """Return the driver as one that maps memory in the call that makes or opens it, if it does."""
-    return cast("DirectMapping", driver) if _is_direct(type(driver)) else None
-
-
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
 def _is_direct(kind: type) -> bool:
+    """Whether drivers of a class map memory in the call that makes or opens it."""
     return issubclass(kind, DirectMapping)
 
 

@@ -110,7 +110,7 @@ class Region(MappedRegion):
             kinds=kinds,
             least=round_up(share, granularity),
             exact=chunk is not None,
-            managed=checks.flag(managed, "managed"),
+            managed=managed is True or checks.flag(managed, "managed"),
         )
         if first:
             try:

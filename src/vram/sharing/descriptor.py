@@ -233,9 +233,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     for name in manifest.arrays:
         check_array_name(name)
     data = _encoder.encode(manifest)
-    if len(data) > most_manifest(nbytes):
+    if len(data) > (longest := min(MAX_MANIFEST, WORDS_PER_ARRAY * most)):
         raise UsageError(
-            f"a manifest of {len(data)} bytes for {nbytes} bytes of memory; at most {most_manifest(nbytes)} are read: "
+            f"a manifest of {len(data)} bytes for {nbytes} bytes of memory; at most {longest} are read: "
             f"publish several versions, or give shorter names"
         )
     return data
@@ -254,12 +254,13 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
     ProtocolError
         If it is not one, speaks of another version, or contradicts itself.
     """
-    longest = MAX_MANIFEST if nbytes is None else most_manifest(nbytes)
+    most = MAX_ARRAYS if nbytes is None else most_arrays(nbytes)
+    longest = MAX_MANIFEST if nbytes is None else min(MAX_MANIFEST, WORDS_PER_ARRAY * most)
     if len(data) > longest:
         raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read")
     try:
         if len(data) > _SMALL:
-            _count(_outline_decoder.decode(data), MAX_ARRAYS if nbytes is None else most_arrays(nbytes))
+            _count(_outline_decoder.decode(data), most)
         manifest = _decoder.decode(data)
     except _UNREADABLE as error:
         raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error!s:.200}") from None
