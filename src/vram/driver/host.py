@@ -315,8 +315,8 @@ class HostDriver:
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
         """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
-        check_kinds(HOST, kind)
         if kind != HandleKind.POSIX_FD:
+            check_kinds(HOST, kind)
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)

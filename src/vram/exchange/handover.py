@@ -281,10 +281,11 @@ class Lender:
         try:
             lent = Lent(number, region, claim.handle, self._pools, is_held=self._remembers)
             lent.stand_for(array)
-            handle.depend(claim.handle)
             self._by_region[handle] = self._by_id[number] = lent
-        finally:
-            claim.release()  # from here on the region alone keeps it
+            handle.adopt(claim)  # from here on the region alone keeps it
+        except BaseException:
+            claim.release()
+            raise
         return lent
 
     def numbers(self) -> set[int]:

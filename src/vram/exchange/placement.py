@@ -116,7 +116,8 @@ class Placement:
 
     def _share(self, region: Region, item: Item, offset: int) -> None:
         start, stop = offset, offset + item.nbytes
-        span = self.spans.setdefault(region.handle, Span(region, start, stop, [], goes_by_handle(region)))
+        by_handle = isinstance(region, ForeignRegion) and goes_by_handle(region)
+        span = self.spans.setdefault(region.handle, Span(region, start, stop, [], by_handle))
         span.start, span.stop = min(span.start, start), max(span.stop, stop)
         span.items.append(item)
         item.region, item.offset = region, offset

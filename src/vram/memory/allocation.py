@@ -207,7 +207,7 @@ class PhysicalAllocation(Owned):
         """
         handle = self.handle
         memory = self._memory
-        if checks.kinds(kind) not in memory.handle_kinds or not kind:
+        if (kind is not HandleKind.POSIX_FD and not checks.kinds(kind)) or kind not in memory.handle_kinds:
             raise checks.not_exported(handle.label, kind, memory.handle_kinds)
         with memory.lock:
             fd = memory.exported.get(kind)
