@@ -832,6 +832,16 @@ def test_s10_memory_is_handed_over_after_what_fills_it(tmp_path: Path, monkeypat
     shut_down()
 
 
+def test_an_empty_array_is_not_said_to_lie_in_the_memory_that_it_went_with() -> None:
+    """It goes with memory that is published anyway; its own was not."""
+    with made() as a, vram.empty((0, 4), "int64", device="host", capacity=8) as empty:
+        vram.publish("both", {"a": a, "empty": empty})
+        assert (a.provenance is not None, empty.provenance) == (True, None)
+        empty.resize(3)
+        assert len(ForkingPickler.dumps(empty)) > 0, "as memory of its own: not by the name of the other"
+        shut_down()
+
+
 # -- what a close waits for ------------------------------------------------------------------------------------------
 
 

@@ -250,10 +250,10 @@ class Placement:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
         access = "rw" if self._writable else "r"
         for span in self.spans.values():
-            layout = span.region.layout
+            region, layout = span.region, span.region.layout
             for item in span.items:
                 array = item.value
-                if isinstance(array, Array) and not array.is_closed:
+                if isinstance(array, Array) and not array.is_closed and array.region is region:
                     array.provenance = Provenance(
                         path, name, version, item.name, access, item.offset, item.nbytes, layout
                     )
