@@ -95,7 +95,8 @@ class HostDriver:
         return self._available.info()
 
     def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
-        check_kinds(location, handle_kinds)
+        if location is not HOST or handle_kinds is not HandleKind.POSIX_FD:  # seldom, here and below
+            check_kinds(location, handle_kinds)
         return _GRANULARITY
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -174,7 +175,8 @@ class HostDriver:
     def mem_map_new(
         self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
     ) -> None:
-        check_access("mem_map_new", access)
+        if type(access) is not Access:
+            check_access("mem_map_new", access)
         put = partial(self._map, "mem_map_new", address, access=access, private=False)
         self._create("mem_map_new", nbytes, location, handle_kinds, put)
 
@@ -184,7 +186,8 @@ class HostDriver:
     ) -> None:  # fmt: skip
         if location is not None and location is not HOST:
             check_location(location)
-        check_access("mem_map_import", access)
+        if type(access) is not Access:
+            check_access("mem_map_import", access)
         put = partial(self._map, "mem_map_import", address, access=access, private=private)
         self._import("mem_map_import", fd, kind, nbytes, put)
 
@@ -302,7 +305,8 @@ class HostDriver:
 
     def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
         """Make memory, and return what its first use does; memory that nobody uses then is given back."""
-        check_kinds(location, kinds)
+        if location is not HOST or kinds is not HandleKind.POSIX_FD:
+            check_kinds(location, kinds)
         check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
         fd, memory = self._memfds.make(nbytes), None

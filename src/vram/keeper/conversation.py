@@ -454,7 +454,8 @@ class Conversation:
         # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
         some = [queue[at] for at in range(min(len(queue), 4096))]
         while some:
-            leases = list(itertools.takewhile(lambda number: number > 0, some))
+            claims = [at for at, number in enumerate(some) if number < 0]
+            leases = some[: claims[0]] if claims else some[:]
             request = m.Release(0, leases) if leases else m.Abandon(0, -some[0])
             self._channel.send(m.encode(request), timeout=timeout)
             for _ in leases or some[:1]:
