@@ -249,6 +249,7 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "attach, long manifest": (nothing, lambda s: vram.attach("many", timeout=SOON), attached),
     "upgrade": (leased, lambda s: s.mine.upgrade(timeout=SOON), leased_no_more),
     "close a lease": (leased, lambda s: s.mine.close(), leased_no_more),
+    "close a lease and wait": (leased, lambda s: s.mine.close(wait=True), leased_no_more),
     "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
     "show": (nothing, lambda s: vram.show("weights"), attached),
     "attach_or_publish": (missing, load_and_publish, loaded),
