@@ -43,6 +43,7 @@ from ..errors import (
 from ..open_files import close_fds
 
 __all__ = [
+    "ALL_FDS",
     "MAX_FDS",
     "MAX_MESSAGE",
     "MAX_PATH",
@@ -63,6 +64,7 @@ Payload = bytes | bytearray | memoryview
 
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 253
+ALL_FDS = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0  # bytes of ancillary data
 MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
 
 # As plain ints: the flags of the socket module are enums, and their | costs a microsecond in every message.
@@ -73,7 +75,6 @@ _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
 _TRUNCATED = _TRUNC | _CTRUNC
-_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
@@ -144,15 +145,17 @@ def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), fla
         (_,) = map(sock.send, (payload,), (flags | _NOSIGNAL,))
 
 
-def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[bytes, list[int], bool]:
     """Receive one message; return its payload, its descriptors, and whether any part of it was cut off.
+
+    Descriptors come as far as there is `room` for them, in bytes of ancillary data.
 
     The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
     is the end of the stream. Raises OSError as the kernel reports it.
     """
     left: deque[_Raw] = deque()
     try:
-        payload, fds, cut = _receive(sock, flags, left)
+        payload, fds, cut = _receive(sock, flags, left, room)
     except BaseException:
         _discard(left)
         raise
@@ -161,7 +164,7 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
     return payload, fds, cut != 0
 
 
-def _receive(sock: socket.socket, flags: int, left: deque[_Raw]) -> tuple[bytes, list[int], int]:
+def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL_FDS) -> tuple[bytes, list[int], int]:
     """The same, but says which part was cut off: MSG_TRUNC, MSG_CTRUNC, both or 0.
 
     What an interrupt keeps from being returned goes to `left`, and comes from there the next time.
@@ -171,9 +174,9 @@ def _receive(sock: socket.socket, flags: int, left: deque[_Raw]) -> tuple[bytes,
         if left:
             (raw,) = map(deque.popleft, (left,))
         else:
-            (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (_ANCILLARY,), (flags | _CLOEXEC,))
+            (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (room,), (flags | _CLOEXEC,))
     except IndexError:  # another thread was quicker
-        return _receive(sock, flags, left)
+        return _receive(sock, flags, left, room)
     try:
         payload, ancillary, said, _ = raw
         cut = said & _TRUNCATED
