@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.unit.test_keeper_server import connect, make, serving
@@ -19,11 +19,12 @@ from vram.errors import PeerGoneError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import Connection
-from vram.keeper.fairness import Fairness
+from vram.keeper.fairness import ADVANCE, SHARE, Fairness
 from vram.keeper.private import short_directory
 from vram.keeper.records import Session
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
+from vram.keeper.turns import Turns
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, memfds, until
 
@@ -328,3 +329,115 @@ def test_a_user_alone_never_waits(path: str) -> None:
             one: KeeperClient = connect(stack, path)
             assert one.list() == []
         assert gate.waits == 0
+
+
+# -- who pays ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The keeper's own time, and a loop that does what is due."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def thread_time(self) -> float:
+        return self.now
+
+    monotonic = thread_time
+
+    def call_soon(self, act: Callable[[], None]) -> Handle:
+        return self.call_later(0.0, act)
+
+    def call_later(self, delay: float, act: Callable[[], None]) -> Handle:
+        entry = (self.now + delay, act)
+        self.due.append(entry)
+        return Handle(lambda: self.due.remove(entry))
+
+    def run(self, until: float) -> None:
+        """Do what is due until then."""
+        while self.due and min(self.due)[0] <= until:
+            entry = min(self.due, key=lambda one: one[0])
+            self.due.remove(entry)
+            self.now = max(self.now, entry[0])
+            entry[1]()
+        self.now = max(self.now, until)
+
+
+class Handle:
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel
+
+
+GREEDY, MODEST, MILLISECOND = 1, 2, 0.001
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("vram.keeper.turns.time", made)
+    return made
+
+
+def turns_at(clock: Clock) -> Turns:
+    server = SimpleNamespace(by_user={GREEDY: 1, MODEST: 1}, loop=clock, paused=False, now=clock.thread_time)
+    turns = Turns(cast("KeeperServer", server))
+    turns.selector.close()
+    return turns
+
+
+def asks_little(turns: Turns, clock: Clock) -> None:
+    now = clock.now
+    assert turns.fairness.may(MODEST, now), "who asks little waits"
+    clock.now += MILLISECOND / 10
+    turns.fairness.spent(MODEST, MILLISECOND / 10, now)
+
+
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside who asks little"])
+def test_who_connects_all_the_time_has_a_share_of_the_keepers_time(clock: Clock, company: bool) -> None:
+    """A tenth of a millisecond for each connection: alone all there are, and beside others a share of the time."""
+    turns = turns_at(clock)
+    accepted: list[float] = []
+    waits = [False]
+
+    def accept(*, in_turn: bool = False) -> None:
+        with turns.accepting(in_turn=in_turn) as charge:
+            clock.now += MILLISECOND / 10
+            charge(GREEDY)
+        accepted.append(clock.now)
+
+    def in_turn() -> None:
+        waits[0] = False
+        accept(in_turn=True)
+
+    while clock.now < 1.0:
+        end = clock.now + MILLISECOND
+        if company:
+            asks_little(turns, clock)
+        while clock.now < end and not waits[0]:
+            if turns.may_accept(in_turn):
+                accept()
+            else:
+                waits[0] = True
+        clock.run(end)
+    used = len(accepted) / 10_000
+    assert (SHARE * 0.8 < used < SHARE * 1.2 + ADVANCE) if company else used > 0.95
+
+
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside who asks little"])
+def test_what_a_user_left_to_be_done_is_done_in_that_users_time(clock: Clock, company: bool) -> None:
+    turns = turns_at(clock)
+    done: list[float] = []
+
+    def part() -> None:
+        clock.now += MILLISECOND / 10
+        done.append(clock.now)
+        turns.later(GREEDY, part)
+
+    turns.later(GREEDY, part)
+    while clock.now < 1.0:
+        if company:
+            asks_little(turns, clock)
+        clock.run(clock.now + MILLISECOND)
+    used = len(done) / 10_000
+    assert (SHARE * 0.8 < used < SHARE * 1.2 + ADVANCE) if company else used > 0.95
