@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Owned, close_all, own, unwinding
-from ..sharing.channel import MAX_MESSAGE, Channel, check_path
+from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path
 
 if TYPE_CHECKING:
     from typing import Self
@@ -124,7 +124,7 @@ class SocketExchange(Owned):
                 listener.listen(1)
                 listener.settimeout(timeout)
                 try:
-                    sock, _ = listener.accept()
+                    sock = accept(listener)
                 except TimeoutError:
                     raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s") from None
             finally:
