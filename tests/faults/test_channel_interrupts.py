@@ -15,6 +15,7 @@ import pytest
 
 from interrupts import interrupt, interrupt_finalizers, room
 from vram import lifetime
+from vram.keeper.listener import Listener
 from vram.sharing.channel import Channel, accept, take_over
 
 ROOMS = room("sharing/", "lifetime.py", "open_files.py", "std:socket")
@@ -76,6 +77,21 @@ def test_no_interrupt_comes_before_a_socket_that_nobody_took_is_closed_i12() -> 
         assert not interrupt_finalizers(1, lambda: take_over(fds), ROOMS)
         assert not fds
         assert other.recv(1) == b""
+
+
+def test_a_path_that_was_taken_away_when_an_interrupt_came_is_not_taken_away_again_i12(tmp_path: Path) -> None:
+    """By then somebody else may listen there, with a socket of the same number."""
+    path = tmp_path / "k"
+    for nth in itertools.count(1):
+        listener = Listener(str(path))
+        came = interrupt(nth, listener.unlink, room("keeper/listener.py"), returns=False)
+        assert path.exists() or listener.inode is None, f"an interrupt at point {nth}"
+        listener.unlink()
+        assert not path.exists()
+        listener.sock.close()
+        if not came:
+            break
+    assert nth > 5
 
 
 def interrupts(listener: socket.socket, making: Making, come: Callable[[int, Callable[[], object]], bool]) -> int:

@@ -34,7 +34,7 @@ from vram.testing.keeper import SOON, until
 # Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library
 # does on its behalf.
 ROOMS = room("exchange/", "keeper/", "sharing/", "open_files.py")
-EVERYWHERE = room("", "std:threading", "std:concurrent/", "std:contextlib", "std:selectors")
+EVERYWHERE = room("", "std:threading", "std:concurrent/", "std:contextlib", "std:selectors", "std:socket")
 ROWS = (4, 1000)
 
 
@@ -403,7 +403,9 @@ def check(s: Scene, verb: str, rooms: tuple[str, ...], most: int | None, seed: i
             raise
         deadline = time.monotonic() + SOON / 4
         while (now := s.books()) != before:
-            gc.collect()  # what an interrupt left in a cycle of frames
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # as in `once`
+                gc.collect()  # what an interrupt left in a cycle of frames
             left = {what: (before[what], now[what]) for what in now if now[what] != before[what]}
             assert time.monotonic() < deadline, f"left behind by an interrupt at {where}, point {nth}: {left}"
     return came
