@@ -124,4 +124,5 @@ class Pin:
     def __del__(self) -> None:
         span = getattr(self, "_span", None)
         if span is not None:  # not if an interrupt came before the constructor was done
-            span.is_live = False  # the claim goes with this object
+            span.is_live = False
+            self._claim.release()  # it would go with this object; an interrupt keeps one finalizer from running (I12)
