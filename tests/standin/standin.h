@@ -66,6 +66,7 @@ typedef struct Label {
     int device;             // number of the machine's device, whatever this process calls it; -1 is the host
     unsigned handle_types;
     int location_type, location_id;
+    unsigned flags;         // CUmemAllocationProp's allocFlags, its first four bytes
     unsigned devices;       // of a multicast object
     unsigned long long size;
 } Label;
@@ -131,7 +132,10 @@ extern const Entry device_entries[], vmm_entries[], memory_entries[], ipc_entrie
 typedef struct Config {
     int driver_version, devices, numa_nodes;
     size_t memory;
-    bool no_peer, no_vmm, fabric;
+    bool no_peer, no_vmm, fabric, declines_compression;
+    struct { // what the devices have
+        bool compression, rdma, tile_pool, decompression;
+    } has;
 } Config;
 extern Config config;
 extern bool initialized, forked, deferring;

@@ -88,10 +88,39 @@ static CUresult check_handle_types(unsigned types) {
     return CUDA_SUCCESS;
 }
 
+// What the first four bytes of allocFlags are: the type of compression, whether RDMA, the usage mask.
+static unsigned alloc_flags(const CUmemAllocationProp *prop) {
+    return prop->allocFlags.compressionType | (unsigned)prop->allocFlags.gpuDirectRDMACapable << 8 |
+            (unsigned)prop->allocFlags.usage << 16;
+}
+
+static void set_alloc_flags(CUmemAllocationProp *prop, unsigned flags) {
+    prop->allocFlags.compressionType = (unsigned char)flags;
+    prop->allocFlags.gpuDirectRDMACapable = (unsigned char)(flags >> 8);
+    prop->allocFlags.usage = (unsigned short)(flags >> 16);
+}
+
+// Guesses: numbers that mean nothing are refused, and a usage that the device does not know. The manual calls the other
+// two hints: where the device has no such thing they are let go, and properties tell.
+static CUresult check_flags(const CUmemAllocationProp *prop) {
+    unsigned usage = prop->allocFlags.usage, known = config.has.tile_pool ? CU_MEM_CREATE_USAGE_TILE_POOL : 0;
+    if (config.driver_version >= 12080 && config.has.decompression) known |= CU_MEM_CREATE_USAGE_HW_DECOMPRESS;
+    NEED(prop->allocFlags.compressionType <= CU_MEM_ALLOCATION_COMP_GENERIC && prop->allocFlags.gpuDirectRDMACapable <= 1,
+            CUDA_ERROR_INVALID_VALUE);
+    NEED(!(usage & ~known), CUDA_ERROR_INVALID_VALUE);
+    return CUDA_SUCCESS;
+}
+
+static void grant_hints(CUmemAllocationProp *prop) {
+    if (!config.has.compression || config.declines_compression) prop->allocFlags.compressionType = 0;
+    if (!config.has.rdma) prop->allocFlags.gpuDirectRDMACapable = 0;
+}
+
 static CUresult check_prop(const CUmemAllocationProp *prop) {
     NEED(!config.no_vmm, CUDA_ERROR_NOT_SUPPORTED);
     NEED(prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
     TRY(check_location(&prop->location, prop->requestedHandleTypes));
+    TRY(check_flags(prop));
     return CUDA_SUCCESS;
 }
 
@@ -113,7 +142,7 @@ static bool back_with_memory(Memory *memory) {
         memory->fd = memory->arena->fd;
         return arena_take(memory->arena, memory->size, GRANULE, &memory->offset);
     }
-    Label label = {.kind = 'm', .device = number, .handle_types = types,
+    Label label = {.kind = 'm', .device = number, .handle_types = types, .flags = alloc_flags(&memory->prop),
             .location_type = (int)memory->prop.location.type,
                    .location_id = memory->prop.location.id, .size = memory->size};
     memory->fd = labelled_memfd(&label, memory->size);
@@ -135,6 +164,7 @@ static CUresult f_cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, co
     NEED(charge(device, size), CUDA_ERROR_OUT_OF_MEMORY);
     Memory *memory = make(sizeof *memory);
     *memory = (Memory){.size = size, .prop = *prop, .device = device, .charged = true, .id = next_id()};
+    grant_hints(&memory->prop);
     if (!back_with_memory(memory)) {
         uncharge(device, size);
         free(memory);
@@ -406,6 +436,7 @@ static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd) {
     memory->prop.requestedHandleTypes = (CUmemAllocationHandleType)label.handle_types;
     memory->prop.location.type = (CUmemLocationType)label.location_type;
     memory->prop.location.id = device >= 0 ? device : label.location_id;
+    set_alloc_flags(&memory->prop, label.flags); // our guess: told of imported memory, too
     *out = memory_handle(memory);
     return CUDA_SUCCESS;
 }

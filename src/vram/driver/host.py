@@ -21,7 +21,7 @@ from typing import TypeVar
 from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UsageError
 from ..lifetime import uninterrupted
 from ..open_files import is_read_only
-from ..spec import HOST, Access, HandleKind, Location
+from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
 from .addresses import (
     Ballast,
@@ -39,6 +39,7 @@ from .arguments import (
     check_access,
     check_address,
     check_alignment,
+    check_flags,
     check_kinds,
     check_location,
     check_size,
@@ -93,9 +94,12 @@ class HostDriver:
         check_location(location)
         return self._available.info()
 
-    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
+    def mem_granularity(
+        self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
+    ) -> Granularity:
         check_location(location)
         check_kinds(handle_kinds)
+        check_flags(flags)
         return _GRANULARITY
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -140,7 +144,14 @@ class HostDriver:
             )
 
     # -- physical memory ----------------------------------------------------------------------------------------
-    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
+    def mem_create(
+        self,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        flags: AllocationFlags = AllocationFlags.NONE,
+    ) -> int:
+        check_flags(flags)
         return self._create("mem_create", nbytes, location, handle_kinds, self._books.new_handle)
 
     def mem_release(self, handle: int) -> None:
@@ -171,9 +182,16 @@ class HostDriver:
         self._map("mem_map_private", address, memory, Access.NONE, private=True)
 
     def mem_map_new(
-        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         check_access("mem_map_new", access)
+        check_flags(flags)
 
         def put(memory: Memory) -> None:
             self._map("mem_map_new", address, memory, access, private=False)

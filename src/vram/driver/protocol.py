@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ..spec import Access, HandleKind, Location
+from ..spec import Access, AllocationFlags, HandleKind, Location
 
 __all__ = [
     "CopyOnWrite",
@@ -72,11 +72,12 @@ class Granularity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProperties:
-    """What the driver knows of an allocation. `nbytes` is None where the driver cannot tell."""
+    """What the driver knows of an allocation. `nbytes` is None where the driver cannot tell; `flags` were granted."""
 
     location: Location
     handle_kinds: HandleKind
     nbytes: int | None
+    flags: AllocationFlags = AllocationFlags.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,10 @@ class Driver(Protocol):
     def mem_info(self, location: Location) -> tuple[int, int]:
         """Return (available, total) bytes of physical memory."""
 
-    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
-        """Return the granularity of memory made with these very properties."""
+    def mem_granularity(
+        self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
+    ) -> Granularity:
+        """Return the granularity of memory made with these very properties. Raises as :meth:`mem_create` does."""
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
@@ -136,7 +139,13 @@ class Driver(Protocol):
         """reserved -> free. The caller sees to it that nothing is mapped and nothing refers to the range."""
 
     # -- physical memory ----------------------------------------------------------------------------------------
-    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
+    def mem_create(
+        self,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        flags: AllocationFlags = AllocationFlags.NONE,
+    ) -> int:
         """Make `nbytes` of zeroed physical memory and return a handle, which the caller must release once.
 
         Raises
@@ -144,7 +153,7 @@ class Driver(Protocol):
         OutOfMemoryError
             If there is not enough.
         UnsupportedError
-            If the driver cannot make memory that leaves the process in one of `handle_kinds`.
+            If the driver cannot make memory that leaves the process in one of `handle_kinds`, or has one of `flags`.
         """
 
     def mem_release(self, handle: int) -> None:
@@ -154,7 +163,7 @@ class Driver(Protocol):
         """Return one more handle (to be released once) to the allocation mapped at `address`."""
 
     def mem_properties(self, handle: int) -> MemoryProperties:
-        """Describe an allocation."""
+        """Describe an allocation, as the driver itself tells it: what was granted, not what was asked for."""
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
@@ -237,7 +246,13 @@ class DirectMapping(Protocol):
     """
 
     def mem_map_new(
-        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, for `location`.
 

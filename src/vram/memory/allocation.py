@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..driver.protocol import Driver, Identity, Sealing
-from ..errors import UnsupportedError
+from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
+from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
-from ..spec import HandleKind, Location, format_size
+from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
 from . import checks
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Memory:
         "driver",
         "driver_handle",
         "exported",
+        "flags",
         "handle",
         "handle_kinds",
         "location",
@@ -73,13 +74,21 @@ class Memory:
     )
 
     def __init__(
-        self, driver: Driver, driver_handle: int, nbytes: int, location: Location, kinds: HandleKind, handle: Handle
+        self,
+        driver: Driver,
+        driver_handle: int,
+        nbytes: int,
+        location: Location,
+        kinds: HandleKind,
+        handle: Handle,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         self.driver = driver
         self.driver_handle = driver_handle
         self.nbytes = nbytes
         self.location = location
         self.handle_kinds = kinds
+        self.flags = flags
         self.handle = handle
         self.exported: dict[HandleKind, int] = {}
         self.sealed = False  # by this process, through this object; is_sealed() asks the driver
@@ -106,10 +115,11 @@ class PhysicalAllocation(Owned):
     def create(
         cls,
         driver: Driver,
-        nbytes: int | str,
-        location: Location | str,
+        nbytes: int | str | AllocationSpec,
+        location: Location | str | None = None,
         *,
-        handle_kinds: HandleKind = HandleKind.POSIX_FD,
+        handle_kinds: HandleKind | None = None,
+        flags: AllocationFlags | None = None,
     ) -> Self:
         """Make zeroed memory.
 
@@ -117,12 +127,15 @@ class PhysicalAllocation(Owned):
         ----------
         driver : Driver
             The driver that serves `location`.
-        nbytes : int or str
-            Size in bytes, a positive multiple of the driver's granularity.
+        nbytes : int, str or AllocationSpec
+            Size in bytes, a positive multiple of the driver's granularity; or all that is asked for in one value, and
+            then nothing else.
         location : Location or str
             Where the memory lives.
         handle_kinds : HandleKind
-            How it must be able to leave this process; this cannot be chosen later. NONE for never.
+            How it must be able to leave this process; this cannot be chosen later. NONE for never. By default POSIX_FD.
+        flags : AllocationFlags
+            What it is meant for, such as GPUDirect RDMA. :attr:`flags` says what of that the driver granted.
 
         Raises
         ------
@@ -130,12 +143,22 @@ class PhysicalAllocation(Owned):
             For a size or place that cannot be, naming the nearest that can.
         OutOfMemoryError
             If there is not enough.
+        UnsupportedError
+            If the driver or the device lacks one of `handle_kinds` or `flags`: with what it takes, and what to do.
         """
+        if isinstance(nbytes, AllocationSpec):
+            spec = nbytes
+            if any(other is not None for other in (location, handle_kinds, flags)):
+                raise UsageError("an AllocationSpec says all that is asked for: leave the other arguments out")
+            nbytes, location, handle_kinds, flags = spec.nbytes, spec.location, spec.handle_kinds, spec.flags
+        if location is None:
+            raise UsageError('say where the memory is to be, such as location="cuda:0", or pass an AllocationSpec')
         place = checks.place(driver, location)
-        kinds = checks.kinds(handle_kinds)
-        granularity = checks.driver_of(driver).mem_granularity(place, kinds).minimum
+        kinds = checks.kinds(HandleKind.POSIX_FD if handle_kinds is None else handle_kinds)
+        meant = checks.flags(AllocationFlags.NONE if flags is None else flags)
+        granularity = checks.driver_of(driver).mem_granularity(place, kinds, meant).minimum
         size = checks.positive(nbytes, "nbytes", granularity)
-        return cls(*create_memory(driver, size, place, kinds))
+        return cls(*create_memory(driver, size, place, kinds, meant))
 
     @classmethod
     def import_(cls, driver: Driver, fd: int, nbytes: int | str, *, kind: HandleKind = HandleKind.POSIX_FD) -> Self:
@@ -182,6 +205,24 @@ class PhysicalAllocation(Owned):
         return self._memory.handle_kinds
 
     @property
+    def flags(self) -> AllocationFlags:
+        """What it is meant for: what the driver granted of what was asked for."""
+        return self._memory.flags
+
+    def properties(self) -> MemoryProperties:
+        """Ask the driver what it knows of this memory: place, handle kinds, size and flags.
+
+        Of memory of a GPU it is ``cuMemGetAllocationPropertiesFromHandle`` that answers. The driver tells no size, and
+        no handle kinds of memory that was imported: these are what this library knows.
+        """
+        handle = self.handle
+        using = handle.claim("properties")  # another thread may close this object while the driver answers
+        try:
+            return self._memory.driver.mem_properties(self._memory.driver_handle)
+        finally:
+            using.release()
+
+    @property
     def driver_handle(self) -> int:
         """The driver's own number for it. Raises ClosedError or ForkedError when that means nothing any more."""
         self.handle  # noqa: B018  (the check)
@@ -190,6 +231,8 @@ class PhysicalAllocation(Owned):
     def __repr__(self) -> str:
         memory = self._memory
         kinds = (memory.handle_kinds.name or "none").lower()
+        if memory.flags:
+            kinds += f", {(memory.flags.name or hex(memory.flags)).lower()}"
         state = ", closed" if self.is_closed else ", exported" if memory.exported else ""
         return f"<PhysicalAllocation {memory.location} {format_size(memory.nbytes)}, {kinds}{state}>"
 
@@ -283,17 +326,25 @@ class Received(NamedTuple):
     handle_kinds: HandleKind = HandleKind.POSIX_FD
 
 
-def create_memory(driver: Driver, nbytes: int, location: Location, kinds: HandleKind) -> tuple[Memory, Claim]:
+def create_memory(
+    driver: Driver,
+    nbytes: int,
+    location: Location,
+    kinds: HandleKind,
+    flags: AllocationFlags = AllocationFlags.NONE,
+) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
     release = Release(driver, nbytes, location)
     claim = own(release.describe, release)
     try:
-        release.driver_handle = raw = driver.mem_create(nbytes, location, kinds)
+        release.driver_handle = raw = driver.mem_create(nbytes, location, kinds, flags)
+        if flags:  # some are wishes
+            flags &= driver.mem_properties(raw).flags
     except BaseException as error:
         with unwinding(error):
             claim.release()
         raise
-    return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
+    return Memory(driver, raw, nbytes, location, kinds, claim.handle, flags), claim
 
 
 def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) -> tuple[Memory, Claim]:
@@ -328,7 +379,8 @@ def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
         with unwinding(error):
             claim.release()
         raise
-    return Memory(driver, raw, nbytes, properties.location, properties.handle_kinds, claim.handle), claim
+    where, kinds, flags = properties.location, properties.handle_kinds, properties.flags
+    return Memory(driver, raw, nbytes, where, kinds, claim.handle, flags), claim
 
 
 @contextmanager

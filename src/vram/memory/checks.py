@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
-from ..spec import Access, HandleKind, Location, parse_size
+from ..spec import Access, AllocationFlags, HandleKind, Location, parse_size
 
 __all__ = [
-    "access", "aligned", "descriptor", "driver_of", "flag", "kinds", "not_exported", "place", "positive", "size",
+    "access", "aligned", "descriptor", "driver_of", "flag", "flags", "kinds", "not_exported", "place", "positive",
+    "size",
 ]  # fmt: skip
 
 
@@ -60,6 +61,13 @@ def kinds(value: HandleKind) -> HandleKind:
     """Return a mask of handle kinds."""
     if type(value) is not HandleKind:
         raise UsageError(f"handle kinds must be a HandleKind such as HandleKind.POSIX_FD, not {value!r}")
+    return value
+
+
+def flags(value: AllocationFlags) -> AllocationFlags:
+    """Return a mask of what memory is meant for."""
+    if type(value) is not AllocationFlags:
+        raise UsageError(f"flags must be AllocationFlags such as AllocationFlags.GPU_DIRECT_RDMA, not {value!r}")
     return value
 
 

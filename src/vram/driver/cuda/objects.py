@@ -26,10 +26,11 @@ class CudaMemory:
     goes out again is a duplicate of it.
     """
 
-    __slots__ = ("_fds", "kinds", "nbytes", "place", "raw", "users")
+    __slots__ = ("_fds", "is_imported", "kinds", "nbytes", "place", "raw", "users")
 
     def __init__(self, nbytes: int, kinds: HandleKind, place: Place, fd: int | None = None) -> None:
         self._fds = [] if fd is None else [fd]
+        self.is_imported = fd is not None
         self.nbytes = nbytes
         self.kinds = kinds
         self.place = place
