@@ -26,6 +26,8 @@ LONG = {
     "vram/keeper/service.py": "one answer for each request, and what of the books' effects goes to whom",
     "vram/keeper/takeover.py": "both sides of one protocol and its diagram: each step answers one of the other",
     "vram/memory/allocation.py": "one allocation by each way in: made, opened, retained; one undo for all of them",
+    "vram/memory/multicast.py": "one object from its team to its end: what each call needs of those before it",
+    "vram/memory/reservation.py": "addresses, and memory put behind them: one undo for both, and who waits for it",
     "vram/memory/region.py": "everything that changes a size: each way in, and what it takes back when it fails",
     "vram/sharing/channel.py": "the two places where descriptors meet a socket, and the class that both sides use",
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",

@@ -16,7 +16,17 @@ from vram.testing.memory import MemoryContract  # noqa: E402
 
 class CudaMemory(MemoryContract):
     offers = frozenset(
-        {"DirectMapping", "Foreign", "InterprocessEvents", "LegacyIpc", "Multicast", "Pools", "StreamOrdered"}
+        {
+            "DirectMapping",
+            "Fabric",
+            "Foreign",
+            "InterprocessEvents",
+            "LegacyIpc",
+            "Multicast",
+            "NativeHandles",
+            "Pools",
+            "StreamOrdered",
+        }
     )
 
     @pytest.fixture

@@ -279,6 +279,12 @@ EXPORT int vram_standin_set_free(int device, unsigned long long bytes) {
                     0) : -1);
 }
 
+EXPORT void vram_standin_fabric(int on) { // as VRAM_STANDIN_FABRIC, from now on
+    pthread_mutex_lock(&mutex);
+    config.fabric = on;
+    pthread_mutex_unlock(&mutex);
+}
+
 EXPORT void vram_standin_defer(int on) { // off: what is pending is run first
     pthread_mutex_lock(&mutex);
     if (!on) drain_all();

@@ -7,6 +7,7 @@
 // The library serves all bindings, whichever header it was built with, from that of 12.9 on: what came later is written
 // here, over the header's own word where that has it. A test holds the names that are used to what 12.9 knows.
 #define CUDA_ERROR_MULTICAST_RESOURCE_FULL ((CUresult)47)
+#define CU_MEM_LOCATION_TYPE_INVISIBLE ((CUmemLocationType)5)
 #define CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ((CUdevice_attribute)145)
 
 #include <stdbool.h>
@@ -196,7 +197,7 @@ typedef struct Memory { // physical memory, or a multicast object
     size_t offset, size;
     CUmemAllocationProp prop;
     int device; // ordinal, -1: host
-    bool exported, imported, charged;
+    bool exported, imported, charged, elsewhere; // elsewhere: on a device that this process does not see
     uint64_t id;
     struct Multicast *multicast;
 } Memory;

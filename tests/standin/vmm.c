@@ -339,7 +339,7 @@ static CUresult check_access(const Span *span, const CUmemAccessDesc *desc) {
         NEED(valid_node(desc->location.id), CUDA_ERROR_INVALID_VALUE);
         // fall through
     case CU_MEM_LOCATION_TYPE_HOST: // the host reads host memory only
-        NEED(span->device < 0 && !span->memory->multicast, CUDA_ERROR_INVALID_VALUE);
+        NEED(span->device < 0 && !span->memory->multicast && !span->memory->elsewhere, CUDA_ERROR_INVALID_VALUE);
         return CUDA_SUCCESS;
     default: return CUDA_ERROR_INVALID_VALUE;
     }
@@ -408,6 +408,7 @@ static CUresult f_cuMemExportToShareableHandle(void *out, CUmemGenericAllocation
         memset(out, 0, sizeof(CUmemFabricHandle));
         token_make(&token, 'f', memory->fd, 0, 0, memory->device);
         memcpy(out, &token, sizeof token);
+        memory->exported = true; // what it is opened by holds it, too
         return CUDA_SUCCESS;
     }
     int fd = reopen(memory->fd); // an opening of its own rather than a dup: alone() counts those, and not the memfd's first
@@ -419,23 +420,29 @@ static CUresult f_cuMemExportToShareableHandle(void *out, CUmemGenericAllocation
 
 // Takes the descriptor over if it is one of ours. A pipe, /dev/null, another memfd, an unsealed one, a number that is no
 // descriptor: UNKNOWN (measured). A pool: NOT_SUPPORTED (measured).
-static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd) {
+static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd, bool fabric) {
     Label label;
     NEED(read_label(fd, &label), CUDA_ERROR_UNKNOWN);
     NEED(label.kind != 'p', CUDA_ERROR_NOT_SUPPORTED);
     NEED(label.kind == 'm' || label.kind == 'x', CUDA_ERROR_UNKNOWN);
     int device = label.device < 0 || label.kind == 'x' ? -1 : device_of_number(label.device);
-    // Our guess: memory of a device that CUDA_VISIBLE_DEVICES hides cannot be imported.
-    NEED(device >= 0 || label.device < 0 || label.kind == 'x', CUDA_ERROR_INVALID_DEVICE);
+    // Our guess: memory of a device that CUDA_VISIBLE_DEVICES hides cannot be imported; by the fabric, where it plays one
+    // of another machine, it is at a location of CUDA 13's own type for that.
+    bool elsewhere = label.kind == 'm' && label.device >= 0 && device < 0;
+    NEED(!elsewhere || fabric, CUDA_ERROR_INVALID_DEVICE);
     struct Multicast *multicast = label.kind == 'x' ? multicast_import(fd) : NULL;
     NEED(label.kind == 'm' || multicast, CUDA_ERROR_INVALID_VALUE);
     Memory *memory = make(sizeof *memory);
     *memory = (Memory){.fd = fd, .size = label.size, .device = device, .id = next_id(), .multicast = multicast,
-            .exported = true, .imported = true};
+            .exported = true, .imported = true, .elsewhere = elsewhere};
     memory->prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     memory->prop.requestedHandleTypes = (CUmemAllocationHandleType)label.handle_types;
     memory->prop.location.type = (CUmemLocationType)label.location_type;
     memory->prop.location.id = device >= 0 ? device : label.location_id;
+    if (elsewhere) {
+        memory->prop.location.type = CU_MEM_LOCATION_TYPE_INVISIBLE;
+        memory->prop.location.id = CU_DEVICE_INVALID;
+    }
     set_alloc_flags(&memory->prop, label.flags); // our guess: told of imported memory, too
     *out = memory_handle(memory);
     return CUDA_SUCCESS;
@@ -458,7 +465,7 @@ static CUresult f_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *o
     } else {
         return CUDA_ERROR_INVALID_VALUE; // WIN32 among them, as measured for create
     }
-    CUresult status = import_fd(out, fd);
+    CUresult status = import_fd(out, fd, type == FABRIC);
     if (status != CUDA_SUCCESS) close(fd);
     return status;
 }

@@ -842,3 +842,26 @@ def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> No
         gc.set_threshold(*threshold)
     gc.collect()
     assert cuda.live() == before
+
+
+# -- handles of CUDA's own ----------------------------------------------------------------------------------------
+def test_a_native_handle_is_one_of_cuda(cuda: CudaDriver) -> None:
+    """As people give it to the bindings themselves."""
+    from cuda.bindings import driver as api
+
+    with PhysicalAllocation.create(cuda, G, OTHER) as memory:
+        native = memory.native_handle
+        assert native != memory.driver_handle
+        status, prop = api.cuMemGetAllocationPropertiesFromHandle(native)
+        assert (int(status), prop.location.id) == (0, 1)
+        with AddressReservation.reserve(cuda, G) as where:
+            assert int(api.cuMemMap(where.address, G, 0, native, 0)[0]) == 0
+            status, again = api.cuMemRetainAllocationHandle(where.address)
+            assert (int(status), int(again)) == (0, native)
+            assert int(api.cuMemRelease(again)[0]) == 0
+            assert int(api.cuMemUnmap(where.address, G)[0]) == 0
+    with Region.create(cuda, GPU, capacity=2 * G, nbytes=1) as region:
+        assert region.may_clear
+        (piece,), _ = region.segments(0, 1)
+        assert piece.native_handle
+        assert not region.may_clear, "whoever has the handle can export it"

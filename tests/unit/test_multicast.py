@@ -891,3 +891,34 @@ def test_a_driver_error_says_the_call(driver: Any, control: standin.Standin) -> 
     with control.failing("cuMulticastCreate", code=802):
         with pytest.raises(DriverError, match=r"cuMulticastCreate failed: CUDA_ERROR_SYSTEM_NOT_READY"):
             MulticastObject.create(driver, BOTH, G)
+
+
+# -- handles of CUDA's own ----------------------------------------------------------------------------------------
+def test_a_native_handle_is_one_of_cuda(driver: Any, close: contextlib.ExitStack) -> None:
+    """What is done with it by hand is for its owner to say."""
+    from cuda.bindings import driver as api
+
+    thing = close.enter_context(MulticastObject.create(driver, 2, G))
+    with pytest.raises(UsageError, match=r"nobody else can have added devices"):
+        thing.added_elsewhere(1)
+    native = thing.native_handle
+    assert native == thing.native_handle != thing._team.driver_handle
+    for device in (0, 1):
+        assert int(api.cuMulticastAddDevice(native, device)[0]) == 0
+    thing.added_elsewhere(2)
+    where = close.enter_context(AddressReservation.reserve(driver, G))
+    with thing.map(where, locations=BOTH) as mapping:
+        assert mapping.access is Access.READ_WRITE
+    thing.close()
+    with pytest.raises(ClosedError):
+        thing.native_handle
+
+
+def test_the_rights_to_a_mapping_are_asked_of_the_driver(team: Team) -> None:
+    with team.object.map(team.reservation, locations=["cuda:1"]) as mapping:
+        assert mapping.get_access() is Access.NONE, "of the first device that was added"
+        assert mapping.get_access("cuda:1") is mapping.get_access(Location("cuda", 1)) is Access.READ_WRITE
+        with pytest.raises(UsageError, match=r"no cuda:2 among"):
+            mapping.get_access("cuda:2")
+    with pytest.raises(ClosedError):
+        mapping.get_access()

@@ -42,12 +42,14 @@ __all__ = [
     "CopyOnWrite",
     "DeviceInfo",
     "Driver",
+    "Fabric",
     "Granularity",
     "HostAddressable",
     "Identity",
     "LiveObjects",
     "MemoryProperties",
     "Multicast",
+    "NativeHandles",
     "Sealing",
     "StreamOrdered",
 ]
@@ -303,6 +305,55 @@ class Identity(Protocol):
 
 
 @runtime_checkable
+class Fabric(Protocol):
+    """A driver whose memory another machine can open, by 64 bytes (``CUmemFabricHandle``), over NVLink between them.
+
+    The bytes travel in any way. They keep nothing alive: their maker keeps the memory until it was opened. Who may open
+    it is for the system to say: the two processes must be allowed to use the same IMEX channel (CUDA Driver API,
+    "Virtual Memory Management", cuMemCreate and cuMemImportFromShareableHandle).
+    """
+
+    def mem_export_fabric(self, handle: int) -> bytes:
+        """Return the 64 bytes for memory, or a multicast object, that was created with FABRIC among its handle kinds.
+
+        Raises
+        ------
+        UsageError
+            If it was created without.
+        """
+
+    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
+        """Return a handle to the memory that 64 bytes name.
+
+        Parameters
+        ----------
+        nbytes : int
+            The size of the whole allocation, as its owner stated it. The driver does not tell; a wrong one is refused
+            with :class:`~vram.errors.ProtocolError` when it is mapped.
+        location : Location
+            The GPU that will work on it: the memory's location here, where its own GPU is not one of this process.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes name no memory.
+        UnsupportedError
+            If the driver knows no such handles, or this process may not use the channel: with what it takes.
+        """
+
+
+@runtime_checkable
+class NativeHandles(Protocol):
+    """A driver whose handles stand for those of an API that others call, too."""
+
+    def mem_native_handle(self, handle: int) -> int:
+        """Return what that API knows memory, or a multicast object, by: a ``CUmemGenericAllocationHandle`` of CUDA's.
+
+        It is lent: good until `handle` is released, and not to be released by whoever asked.
+        """
+
+
+@runtime_checkable
 class StreamOrdered(Protocol):
     """A driver with streams: copies that return at once, events, and host memory that the device reads on its own.
 
@@ -400,6 +451,9 @@ class Multicast(Protocol):
         The driver tells neither size nor team: they are what the caller says, and a wrong size is refused when it is
         mapped. A descriptor of memory is refused with :class:`~vram.errors.ProtocolError`.
         """
+
+    def multicast_import_fabric(self, data: bytes, nbytes: int, num_devices: int) -> int:
+        """:meth:`multicast_import` by the 64 bytes that :meth:`Fabric.mem_export_fabric` gives for an object."""
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
         """Add a GPU to the team, for good."""

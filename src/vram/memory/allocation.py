@@ -12,7 +12,7 @@ from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
 from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
-from . import checks
+from . import abilities, checks
 
 if TYPE_CHECKING:
     from typing import Self
@@ -64,9 +64,11 @@ class Memory:
         "driver",
         "driver_handle",
         "exported",
+        "fabric",
         "flags",
         "handle",
         "handle_kinds",
+        "is_lent",
         "location",
         "lock",
         "nbytes",
@@ -91,10 +93,17 @@ class Memory:
         self.flags = flags
         self.handle = handle
         self.exported: dict[HandleKind, int] = {}
+        self.fabric = b""  # the 64 bytes, once somebody asked for them
+        self.is_lent = False  # the driver's own handle: whoever has that can export it, too
         self.sealed = False  # by this process, through this object; is_sealed() asks the driver
         # Reentrant: a signal handler may export what the interrupted code is just exporting. Never reached from a
         # finalizer.
         self.lock = threading.RLock()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether somebody else may have it: from then on nobody here knows all that happens to it."""
+        return bool(self.exported or self.fabric or self.is_lent)
 
 
 class PhysicalAllocation(Owned):
@@ -179,6 +188,33 @@ class PhysicalAllocation(Owned):
         return cls(*import_memory(driver, fd, nbytes, kind))
 
     @classmethod
+    def import_fabric(cls, driver: Driver, data: bytes, nbytes: int | str, location: Location | str) -> Self:
+        """Open memory by the 64 bytes that :meth:`export_fabric` gave, in another process or on another machine.
+
+        Parameters
+        ----------
+        data : bytes
+            The 64 bytes of a ``CUmemFabricHandle``.
+        nbytes : int or str
+            Size in bytes of the whole allocation, as its owner stated it. The driver does not tell; a wrong one is
+            refused when it is mapped.
+        location : Location or str
+            The GPU that will work on it. The memory is said to be there if its own GPU is not one of this process.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes name no memory.
+        UnsupportedError
+            If the driver knows no such handles (before CUDA 12.3), or this process may not use the IMEX channel.
+        """
+        calls = abilities.fabric(checks.driver_of(driver))
+        place = checks.place(driver, location)
+        wanted = checks.handle_bytes(data)
+        size = checks.positive(nbytes, "nbytes", driver.mem_granularity(place, HandleKind.NONE).minimum)
+        return cls(*_open(Release(driver, size), lambda: calls.mem_import_fabric(wanted, size, place)))
+
+    @classmethod
     def of(cls, memory: Memory, holder: str = "lent") -> Self:
         """Return one more facade of an allocation, with a claim of its own. Forgetting to close it does no harm."""
         return cls(memory, memory.handle.claim(holder), managed=True)
@@ -224,16 +260,37 @@ class PhysicalAllocation(Owned):
 
     @property
     def driver_handle(self) -> int:
-        """The driver's own number for it. Raises ClosedError or ForkedError when that means nothing any more."""
+        """What :attr:`driver` calls it, for its ``mem_`` methods: no handle of CUDA's, which :attr:`native_handle` is.
+
+        Raises ClosedError or ForkedError when that means nothing any more.
+        """
         self.handle  # noqa: B018  (the check)
         return self._memory.driver_handle
+
+    @property
+    def native_handle(self) -> int:
+        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
+
+        It is lent: good until this object is closed, and not to be released. What is mapped, exported or bound with it
+        by hand is not counted here, and this memory is taken for exported from then on.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver has no such handles, as that of the host.
+        """
+        self.handle  # noqa: B018  (the check)
+        memory = self._memory
+        found = abilities.native(memory.driver).mem_native_handle(memory.driver_handle)
+        memory.is_lent = True
+        return found
 
     def __repr__(self) -> str:
         memory = self._memory
         kinds = (memory.handle_kinds.name or "none").lower()
         if memory.flags:
             kinds += f", {(memory.flags.name or hex(memory.flags)).lower()}"
-        state = ", closed" if self.is_closed else ", exported" if memory.exported else ""
+        state = ", closed" if self.is_closed else ", exported" if memory.has_left else ""
         return f"<PhysicalAllocation {memory.location} {format_size(memory.nbytes)}, {kinds}{state}>"
 
     # -- other processes ----------------------------------------------------------------------------------------
@@ -249,7 +306,7 @@ class PhysicalAllocation(Owned):
         """
         handle = self.handle
         memory = self._memory
-        if checks.kinds(kind) not in memory.handle_kinds or not kind:
+        if checks.kinds(kind) not in memory.handle_kinds or not kind or kind == HandleKind.FABRIC:
             raise checks.not_exported(handle.label, kind, memory.handle_kinds)
         with memory.lock:
             fd = memory.exported.get(kind)
@@ -266,6 +323,31 @@ class PhysicalAllocation(Owned):
                 finally:
                     using.release()
             return fd
+
+    def export_fabric(self) -> bytes:
+        """Return the 64 bytes by which another machine opens this memory; see :meth:`import_fabric`.
+
+        They travel in any way, and keep nothing alive: keep this memory until it was opened there. Who may open it is
+        for the system to say: the two processes must be allowed to use the same IMEX channel.
+
+        Raises
+        ------
+        UsageError
+            If the memory was created without FABRIC among its handle kinds.
+        UnsupportedError
+            If the driver has no such handles.
+        """
+        handle, memory = self.handle, self._memory
+        calls = abilities.fabric(memory.driver)
+        if HandleKind.FABRIC not in memory.handle_kinds:
+            raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
+        if not memory.fabric:
+            using = handle.claim("export")  # another thread may close this object while the driver works
+            try:
+                memory.fabric = calls.mem_export_fabric(memory.driver_handle)
+            finally:
+                using.release()
+        return memory.fabric
 
     def identity(self) -> tuple[int, int] | None:
         """Return a pair that two allocations share exactly if they are the same memory; None if nobody can tell."""

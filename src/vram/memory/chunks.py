@@ -108,7 +108,7 @@ class Chunks:
         if not self.row:
             return False
         memory = self.row[-1].known
-        return memory is not None and (memory.sealed or (bool(memory.exported) and is_sealed(memory)))
+        return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
     def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""

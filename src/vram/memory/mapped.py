@@ -154,7 +154,7 @@ class MappedRegion(Owned):
         """
         size = self._nbytes
         tail = [chunk.known for chunk in self._chunks.row if chunk.stop > size]
-        return self._is_ours_behind(size) and not any(memory is not None and memory.exported for memory in tail)
+        return self._is_ours_behind(size) and not any(memory is not None and memory.has_left for memory in tail)
 
     def _is_ours_behind(self, size: int) -> bool:
         """Whether this region may write behind its size, and no pin reaches there."""
@@ -171,7 +171,7 @@ class MappedRegion(Owned):
             "private": self._chunks.private,
             "imported": self._imported,
             "frozen": self._frozen,
-            "shared": any(chunk.known is not None and chunk.known.exported for chunk in row),
+            "shared": any(chunk.known is not None and chunk.known.has_left for chunk in row),
         }
         state = ", ".join(
             [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]

@@ -308,6 +308,29 @@ class Region(MappedRegion):
                 mapped.append(given, self._access)
             self._nbytes = size
 
+    def get_access(self, location: Location | str | None = None) -> Access:
+        """Ask the driver what a location may do with this memory: the least of all chunks; NONE while there are none.
+
+        Parameters
+        ----------
+        location : Location or str, optional
+            Whose right; by default that of the first of those who may access it.
+
+        Raises
+        ------
+        UsageError
+            For a place that does not exist.
+        """
+        with self._alone():  # nothing is unmapped meanwhile
+            driver = self.driver
+            place = self.users[0] if location is None else checks.place(driver, location)
+            using = self.handle.claim("get_access")  # another thread may close this object meanwhile
+            try:
+                rights = [driver.mem_get_access(self.address + chunk.start, place) for chunk in self._chunks.row]
+                return min(rights, default=Access.NONE)
+            finally:
+                using.release()
+
     def populate(self) -> None:
         """Touch all mapped pages ahead of use; their contents stay.
 

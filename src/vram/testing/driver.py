@@ -29,6 +29,7 @@ from ..errors import (
 )
 from ..spec import Access, HandleKind, Location
 from .driver_direct import DirectRules
+from .driver_fabric import FabricRules
 from .driver_mappings import MappingRules
 from .driver_sharing import SharingRules
 from .scene import CAPABILITIES, FD, Scene, together
@@ -36,7 +37,7 @@ from .scene import CAPABILITIES, FD, Scene, together
 __all__ = ["DriverContract", "Scene"]
 
 
-class DriverContract(MappingRules, SharingRules, DirectRules):
+class DriverContract(MappingRules, SharingRules, FabricRules, DirectRules):
     """The suite. See the module."""
 
     # -- devices ------------------------------------------------------------------------------------------------

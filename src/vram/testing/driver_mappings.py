@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ..driver.protocol import Driver, NativeHandles
 from ..errors import (
     AddressSpaceError,
     AlignmentError,
@@ -145,6 +146,22 @@ class MappingRules(DriverSuite):
             assert properties.location == scene.location
             assert properties.handle_kinds == kinds
             assert properties.nbytes in (None, 3 * scene.g)
+
+    def test_native_handles(self, scene: Scene, driver: Driver) -> None:
+        """They are lent: nothing changes hands."""
+        able = self.capability(driver, NativeHandles)
+        address, handle = scene.memory()
+        other = scene.create()
+        native = able.mem_native_handle(handle)
+        assert native == able.mem_native_handle(handle) != able.mem_native_handle(other)
+        before = driver.live()
+        again = scene.keep(driver.mem_retain(address))
+        assert able.mem_native_handle(again)
+        scene.release(again)
+        assert driver.live() == before
+        scene.release(other)
+        with scene.refused(UsageError):
+            able.mem_native_handle(other)
 
     @pytest.mark.parametrize("flag", list(AllocationFlags), ids=lambda flag: flag.name.lower())
     def test_flags_are_granted_or_refused(self, scene: Scene, flag: AllocationFlags) -> None:

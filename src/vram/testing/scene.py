@@ -17,9 +17,11 @@ from ..driver.protocol import (
     CopyOnWrite,
     DirectMapping,
     Driver,
+    Fabric,
     HostAddressable,
     Identity,
     Multicast,
+    NativeHandles,
     Sealing,
     StreamOrdered,
 )
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "is_open", "lent", "remedied", "together"]
 
 _CAPABILITIES: tuple[type, ...] = (
-    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
+    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, Fabric, NativeHandles, StreamOrdered, Multicast),
     *(Foreign, LegacyIpc, InterprocessEvents, Pools),  # tested by ForeignContract
 )
 CAPABILITIES = {capability.__name__: capability for capability in _CAPABILITIES}

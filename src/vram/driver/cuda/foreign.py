@@ -131,7 +131,7 @@ class ForeignCalls(WorkCalls):
         memory = CudaMemory(info.nbytes, info.kinds, (0, 0))
         try:
             self._obtain(memory, "cuMemRetainAllocationHandle", address)
-            memory.place = self._place_of_memory(memory.raw[UNCLAIMED])
+            memory.place = self._place_of_memory(memory.raw[UNCLAIMED], self._devices.place(info.location))
             return self._first_handle(memory)
         except BaseException as error:
             self._give_back(memory, error)  # in the books if it fails

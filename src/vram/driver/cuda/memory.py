@@ -25,7 +25,7 @@ from ...spec import Access, AllocationFlags, HandleKind, Location
 from ..arguments import check_access, check_address, check_alignment, check_size
 from ..books import Books, Reservation
 from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
-from .arguments import check_flags, check_kinds
+from .arguments import check_flags, check_kinds, no_channel
 from .bindings import UINT32, Bindings, check_numbers, read, write
 from .devices import DEVICE, HOST, Devices
 from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
@@ -170,6 +170,9 @@ class MemoryCalls:
         # It never says a size.
         where, flags = self._devices.location(*place), AllocationFlags(read(prop, 24, UINT32))
         return MemoryProperties(where, kinds, memory.nbytes, flags)
+
+    def mem_native_handle(self, handle: int) -> int:
+        return int(self._books.memory("mem_native_handle", handle).raw[handle])  # type: ignore[attr-defined]
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
@@ -418,11 +421,7 @@ class MemoryCalls:
         if error.code not in _REFUSED:
             return error
         if HandleKind.FABRIC in kinds:
-            return UnsupportedError(
-                f"memory on {location} that can be exported as FABRIC",
-                "an IMEX channel that this process may use (a device of nvidia-caps-imex-channels)",
-                f"the driver's answer {error.name}", "Ask for POSIX_FD, which works within one machine",
-            )  # fmt: skip
+            return no_channel(f"memory on {location} that can be exported as FABRIC", error.name)
         if place[0] != DEVICE:
             return UsageError(f"{error.call}: no memory can be had on {location} ({error.name}); is there such a node?")
         device = self._devices.all[place[1]]

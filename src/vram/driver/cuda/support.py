@@ -82,6 +82,9 @@ def _try(driver: CudaDriver, location: Location, kinds: HandleKind) -> str:
                 fd = driver.mem_export(handle, kinds)
                 undo.callback(os.close, fd)
                 undo.callback(driver.mem_release, driver.mem_import(fd, kinds, nbytes))
+            elif kinds is HandleKind.FABRIC:
+                data = driver.mem_export_fabric(handle)
+                undo.callback(driver.mem_release, driver.mem_import_fabric(data, nbytes, location))
         except (OutOfMemoryError, DeviceLostError):
             raise
         except VramError as error:
