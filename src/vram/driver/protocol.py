@@ -427,14 +427,19 @@ class Multicast(Protocol):
     is then refused with :class:`~vram.errors.UsageError`; of one that is shared only the processes together know.
 
     Off by default: making such an object can take a host out of service that others share. It is made and imported
-    only with ``VRAM_MULTICAST=on`` in the environment, and not if that of another library forbids it.
+    only with ``VRAM_MULTICAST=on`` in the environment, and not if that of another library forbids it. Its granularity
+    can be asked for at any time.
     """
 
     def multicast_check(self, location: Location) -> None:
         """Raise :class:`~vram.errors.UnsupportedError` unless multicast is on and the GPU at `location` has it."""
 
     def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
-        """Return the granularity of such an object, of what is bound to it, and of the address that it is mapped to."""
+        """Return the granularity of such an object, of what is bound to it, and of the address that it is mapped to.
+
+        Also while multicast is off: it makes no object. Raises :class:`~vram.errors.UnsupportedError` if the driver or
+        every device lacks multicast.
+        """
 
     def multicast_create(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> int:
         """Make an object for a team of `num_devices` GPUs, and return a handle, which the caller must release once.

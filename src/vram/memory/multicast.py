@@ -50,7 +50,15 @@ class MulticastObject(Owned):
     def granularity(
         driver: Driver, devices: int | Sequence[Location | str], nbytes: int | str, handle_kinds: HandleKind
     ) -> Granularity:
-        """Return what the size, offsets, sizes bound and addresses of an object made so must be multiples of."""
+        """Return what the size, offsets, sizes bound and addresses of an object made so must be multiples of.
+
+        No object is made for it, so this works while multicast is off, too.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver or every device lacks multicast.
+        """
         count, _ = team_of(driver, devices)
         size = checks.positive(nbytes, "nbytes", 1)
         return multicast(driver).multicast_granularity(count, size, checks.kinds(handle_kinds))
@@ -232,15 +240,24 @@ class MulticastObject(Owned):
         self._team.say_elsewhere(count)
 
     # -- memory -------------------------------------------------------------------------------------------------
-    def bind(self, memory: PhysicalAllocation | tuple[int, int], offset: int | str = 0) -> None:
+    def bind(
+        self,
+        memory: PhysicalAllocation | tuple[int, int],
+        offset: int | str = 0,
+        *,
+        memory_offset: int | str = 0,
+        nbytes: int | str | None = None,
+    ) -> None:
         """Have writes at an offset go to memory, too. It is kept alive as long as it is bound.
 
         Parameters
         ----------
         memory : PhysicalAllocation, or tuple of int
-            An allocation, bound whole; or an address and a size in bytes, within one mapping of this driver.
+            An allocation; or an address and a size in bytes, within one mapping of this driver.
         offset : int or str
-            Where, in bytes. This, the size and the address are multiples of the granularity.
+            Where, in bytes. This and the numbers below, the address and its size are multiples of the granularity.
+        memory_offset, nbytes : int or str
+            Which part of an allocation, in bytes: from where, and how much. By default all of it from there.
 
         Raises
         ------
@@ -255,18 +272,21 @@ class MulticastObject(Owned):
         try:
             team.whole("bind memory to")
             if isinstance(memory, PhysicalAllocation):
-                owner, raw, nbytes = memory.handle, memory.driver_handle, memory.nbytes
+                owner, raw = memory.handle, memory.driver_handle
                 if memory.driver is not team.driver:
                     raise UsageError(f"{memory!r} and {self!r} belong to different drivers")
-                start = team.span(offset, nbytes)
-                call = partial(team.calls.multicast_bind_mem, team.driver_handle, start, raw, 0, nbytes)
-                self._keep(team.bind(call, owner, raw, start, nbytes))
+                first, size = team.part(memory.nbytes, memory_offset, nbytes)
+                start = team.span(offset, size)
+                call = partial(team.calls.multicast_bind_mem, team.driver_handle, start, raw, first, size)
+                self._keep(team.bind(call, owner, raw, start, size))
                 return
-            address, nbytes = address_of(memory, team.least)
-            start = team.span(offset, nbytes)
+            if nbytes is not None or memory_offset:
+                raise UsageError("memory_offset and nbytes say which part of an allocation; an address says it itself")
+            address, size = address_of(memory, team.least)
+            start = team.span(offset, size)
             with retained(team.driver, address) as (raw, owner):
-                call = partial(team.calls.multicast_bind_address, team.driver_handle, start, address, nbytes)
-                self._keep(team.bind(call, owner, raw, start, nbytes))
+                call = partial(team.calls.multicast_bind_address, team.driver_handle, start, address, size)
+                self._keep(team.bind(call, owner, raw, start, size))
         finally:
             using.release()
 

@@ -162,6 +162,14 @@ class Team:
             )
         return start
 
+    def part(self, whole: int, offset: int | str, nbytes: int | str | None) -> tuple[int, int]:
+        """Return where the part of an allocation of `whole` bytes begins that is to be bound, and its size."""
+        first = checks.aligned(checks.size(offset, "memory_offset"), "memory_offset", self.least)
+        size = max(whole - first, self.least) if nbytes is None else checks.positive(nbytes, "nbytes", self.least)
+        if first + size > whole:
+            raise RangeError(f"bytes {first} to {first + size} are not within the {whole} bytes of the allocation")
+        return first, size
+
     def book(self, undo: Unbind) -> None:
         """Write down a span of one device that is about to be bound."""
         with self.lock:

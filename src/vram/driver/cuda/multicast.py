@@ -1,8 +1,9 @@
 """Multicast objects: one address whose writes go to memory on every GPU of a team, through NVSwitch.
 
 This has not run on hardware: making such an object can take a host out of service, with all that others run there. So
-it is off unless the environment says ``VRAM_MULTICAST=on``, and nothing of it is ever tried out. The rules are those of
-cuda.h of CUDA 13 ("Multicast Object Management"), and what is not written there is marked as a guess.
+it is off unless the environment says ``VRAM_MULTICAST=on``, and nothing of it is ever tried out; its granularity may
+be asked for at any time, which makes nothing. The rules are those of cuda.h of CUDA 13 ("Multicast Object Management"),
+and what is not written there is marked as a guess.
 
 Two functions have two forms that one name stands for: ``cuMulticastBindMem`` and ``cuMulticastBindAddr`` take a device
 more since 13.1. cuda-bindings ask the driver for each form by its version and give the new one a name of its own with
@@ -73,7 +74,9 @@ class MulticastCalls(PoolCalls):
         self._multicast_on_device((device,))
 
     def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
-        self._multicast_on()
+        # CUDA Driver API, "Multicast Object Management", cuMulticastGetGranularity: it takes no object, so
+        # it may be asked while multicast is off.
+        self._multicast_known()
         check_kinds("multicast_granularity", handle_kinds, self._call.driver_version)
         key = (num_devices, nbytes, int(handle_kinds))
         found = self._teams.get(key)
@@ -92,6 +95,7 @@ class MulticastCalls(PoolCalls):
         return found
 
     def multicast_create(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> int:
+        self._multicast_on()
         least = self.multicast_granularity(num_devices, nbytes, handle_kinds).minimum
         check_size("multicast_create", nbytes, least)
         prop = self._team_prop("multicast_create", num_devices, nbytes, handle_kinds)
@@ -280,6 +284,10 @@ class MulticastCalls(PoolCalls):
             if value is not None and forbids(value.strip().lower()):
                 raise _off(f"an environment that allows them ({needs})", f"{variable}={value!r}",
                            f"Take {variable} out of the environment if they are wanted")  # fmt: skip
+        self._multicast_known()
+
+    def _multicast_known(self) -> None:
+        """Raise unless the driver is new enough to know such objects."""
         if self._call.driver_version < MULTICAST_SINCE:
             raise _off(f"a driver of CUDA {version_text(MULTICAST_SINCE)}", version_text(self._call.driver_version),
                        "Upgrade the NVIDIA driver")  # fmt: skip
