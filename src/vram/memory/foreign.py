@@ -286,7 +286,7 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
 def open_legacy(
     driver: Driver,
     handle: bytes,
-    nbytes: int,
+    nbytes: int | None,
     location: Location,
     *,
     access: Access = Access.READ_WRITE,
@@ -297,8 +297,8 @@ def open_legacy(
 
     Parameters
     ----------
-    nbytes : int
-        The size of the whole allocation, as its owner stated it.
+    nbytes : int, optional
+        The size of the whole allocation, as its owner stated it; None to ask the driver.
     location : Location
         The GPU that it is on.
     user : Location, optional
@@ -313,10 +313,15 @@ def open_legacy(
     UsageError
         If this very process made the memory.
     """
-    able, where = legacy(driver), user or location
+    able, asked, where = legacy(driver), foreign(driver), user or location
+
+    def look(address: int) -> PointerInfo:
+        size = asked.pointer_info(address).nbytes
+        return PointerInfo(address, size, location, HandleKind.NONE, "opened", 0, access)
+
     return _opened(
         driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
-        lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, user=where,
+        lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, look if nbytes is None else None, user=where,
     )  # fmt: skip
 
 
@@ -366,7 +371,7 @@ def allocate_pointer(
 def _opened(
     driver: Driver,
     what: str,
-    nbytes: int,
+    nbytes: int | None,
     location: Location,
     access: Access,
     depends: Iterable[Handle],
@@ -375,12 +380,16 @@ def _opened(
     look: Callable[[int], PointerInfo] | None = None,
     user: Location | None = None,
 ) -> ForeignRegion:
-    leave = _Leave(f"{what}, {format_size(nbytes)} on {location}", driver, (user or location,))
+    size = "" if nbytes is None else f", {format_size(nbytes)}"
+    leave = _Leave(f"{what}{size} on {location}", driver, (user or location,))
     claim = own(leave.describe, leave, depends=depends)
     try:
         address = enter()
         leave.close = lambda: close(address)
-        info = look(address) if look else PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
+        if look is not None:
+            info = look(address)
+        else:
+            info = PointerInfo(address, nbytes or 0, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
     except BaseException as error:
         with unwinding(error):
