@@ -313,15 +313,10 @@ def open_legacy(
     UsageError
         If this very process made the memory.
     """
-    able, asked, where = legacy(driver), foreign(driver), user or location
-
-    def look(address: int) -> PointerInfo:
-        size = asked.pointer_info(address).nbytes
-        return PointerInfo(address, size, location, HandleKind.NONE, "opened", 0, access)
-
+    able, where = legacy(driver), user or location
     return _opened(
         driver, "cudaMalloc memory of another process", nbytes, location, access, depends,
-        lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, look if nbytes is None else None, user=where,
+        lambda: able.ipc_open(handle, nbytes, where), able.ipc_close, user=where,
     )  # fmt: skip
 
 
@@ -386,10 +381,8 @@ def _opened(
     try:
         address = enter()
         leave.close = lambda: close(address)
-        if look is not None:
-            info = look(address)
-        else:
-            info = PointerInfo(address, nbytes or 0, location, HandleKind.NONE, "opened", 0, access)
+        real = foreign(driver).pointer_info(address).nbytes if nbytes is None else nbytes
+        info = look(address) if look else PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
     except BaseException as error:
         with unwinding(error):
