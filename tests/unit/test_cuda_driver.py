@@ -612,7 +612,9 @@ def test_support_is_found_out_once_and_says_why(control: standin.Standin) -> Non
     found = mine.support(GPU)
     assert (found.vmm, found.posix_fd) == ("", "")
     assert "IMEX" in found.fabric
-    assert control.calls("cuMemCreate") == 3
+    assert "a GPU with a decompression engine" in found.hw_decompress
+    assert set(found.missing()) == {"fabric", "hw_decompress"}
+    assert control.calls("cuMemCreate") == 6
     assert control.calls("cuMemExportToShareableHandle") == control.calls("cuMemImportFromShareableHandle") == 1
     assert control.calls("cuMulticastCreate") == 0
     asked_once = sum(control.called().values())
@@ -631,6 +633,19 @@ def test_what_passes_is_no_answer(control: standin.Standin) -> None:
 
 def test_fabric_where_it_works() -> None:
     assert asked("print(repr(cuda.support(Location('cuda', 0)).fabric))", fabric=1).startswith("''")
+
+
+def test_support_names_what_a_device_lacks() -> None:
+    then = "print(sorted(cuda.support(Location('cuda', 0)).missing().items()))"
+    flags = ["compressible", "gpu_direct_rdma", "hw_decompress", "tile_pool"]
+    said = asked(then, fabric=1, lacks="compressible,rdma,tile_pool,decompression")
+    assert re.findall(r"\('(\w+)', ", said.splitlines()[0]) == flags
+    assert asked(then, fabric=1, lacks="").splitlines()[0] == "[]"
+    said = asked(then, fabric=1, lacks="", declines_compression=1).splitlines()[0]
+    assert said == (
+        "[('compressible', 'the driver takes <AllocationFlags.COMPRESSIBLE: 1> and makes memory without it')]"
+    )
+    assert "'legacy_ipc'" not in asked(then, driver_version=11080)
 
 
 # -- contexts -----------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from .arguments import (
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
 from .memfds import Memfds, look, place
-from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
 __all__ = ["HostDriver"]
@@ -56,6 +56,11 @@ _T = TypeVar("_T")
 
 _GRANULARITY = Granularity(GRANULARITY, GRANULARITY)
 _SHARED = libc.MAP_SHARED | libc.MAP_FIXED
+_NONE = "only memory of a GPU has that, and this is memory of the host"
+_SUPPORT = Support(
+    vmm="", posix_fd="", fabric=_NONE, compressible=_NONE, gpu_direct_rdma=_NONE, tile_pool=_NONE, hw_decompress=_NONE,
+    multicast=_NONE, legacy_ipc=_NONE, pools=_NONE,
+)  # fmt: skip
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
 
 
@@ -85,6 +90,10 @@ class HostDriver:
         # Memory can be shared within one running kernel: that is the identity of this "device".
         uuid = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return DeviceInfo(f"HOST-{uuid}", f"host memory ({os.uname().machine})", self._available.info()[1])
+
+    def support(self, location: Location) -> Support:
+        check_location(location)
+        return _SUPPORT
 
     def canonical(self, location: Location) -> Location:
         check_location(location)

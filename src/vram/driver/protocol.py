@@ -33,7 +33,7 @@ are the caller's mistake; the driver's own books survive it. Methods that undo s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
 from ..spec import Access, AllocationFlags, HandleKind, Location
@@ -52,6 +52,7 @@ __all__ = [
     "NativeHandles",
     "Sealing",
     "StreamOrdered",
+    "Support",
 ]
 
 
@@ -92,6 +93,47 @@ class LiveObjects:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What a place really can: the list of capabilities. A field is empty where it works, else it says why it does not.
+
+    Found out by doing, since attributes lie; where that would cost a context on the GPU, or do harm, it goes by the
+    driver's version and the device's attributes, as said below.
+
+    Attributes
+    ----------
+    vmm : str
+        Making and mapping memory at addresses of one's own.
+    posix_fd, fabric : str
+        Such memory leaves the process by a descriptor, and by 64 bytes to other machines: tried the whole way, export
+        and import.
+    compressible, gpu_direct_rdma, tile_pool, hw_decompress : str
+        It is made for that, and the driver grants it: :class:`~vram.spec.AllocationFlags`.
+    multicast : str
+        Multicast objects, by version and attribute. Whether they are switched on is another question:
+        :meth:`Multicast.multicast_check`.
+    legacy_ipc : str
+        Memory of ``cudaMalloc``, and events, are opened elsewhere by 64 bytes; by attribute.
+    pools : str
+        Stream-ordered pools that leave the process by a descriptor; by attribute.
+    """
+
+    vmm: str
+    posix_fd: str
+    fabric: str
+    compressible: str
+    gpu_direct_rdma: str
+    tile_pool: str
+    hw_decompress: str
+    multicast: str
+    legacy_ipc: str
+    pools: str
+
+    def missing(self) -> dict[str, str]:
+        """Return what does not work, by name, and why."""
+        return {field.name: why for field in fields(self) if (why := getattr(self, field.name))}
+
+
 class Driver(Protocol):
     """One kind of memory. See the module for the rules that all methods share."""
 
@@ -105,6 +147,15 @@ class Driver(Protocol):
 
     def device_info(self, location: Location) -> DeviceInfo:
         """Describe a device. Raises :class:`~vram.errors.UsageError` for one that does not exist."""
+
+    def support(self, location: Location) -> Support:
+        """Find out what a device really can, once in a process: some milliseconds, and no context.
+
+        Raises
+        ------
+        OutOfMemoryError, DeviceLostError
+            If that is why something does not work: it says nothing about what the device can at another time.
+        """
 
     def canonical(self, location: Location) -> Location:
         """Return the one name of a place in this process: a device's ordinal rather than its UUID.
