@@ -458,6 +458,7 @@ static CUresult f_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *o
         NEED(fd >= 0, CUDA_ERROR_UNKNOWN);
     } else if (type == FABRIC) {
         Token token;
+        NEED(config.driver_version >= 12030, CUDA_ERROR_INVALID_VALUE);
         NEED(config.fabric, CUDA_ERROR_NOT_PERMITTED);
         NEED(handle, CUDA_ERROR_INVALID_VALUE);
         memcpy(&token, handle, sizeof token);
