@@ -21,7 +21,7 @@ from typing import TypeVar
 from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UsageError
 from ..lifetime import uninterrupted
 from ..open_files import is_read_only
-from ..spec import HOST, Access, HandleKind, Location
+from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
 from .addresses import (
     Ballast,
@@ -39,6 +39,7 @@ from .arguments import (
     check_access,
     check_address,
     check_alignment,
+    check_flags,
     check_kinds,
     check_location,
     check_size,
@@ -46,7 +47,7 @@ from .arguments import (
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
 from .memfds import Memfds, look, place
-from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
 __all__ = ["HostDriver"]
@@ -55,6 +56,11 @@ _T = TypeVar("_T")
 
 _GRANULARITY = Granularity(GRANULARITY, GRANULARITY)
 _SHARED = libc.MAP_SHARED | libc.MAP_FIXED
+_NONE = "only memory of a GPU has that, and this is memory of the host"
+_SUPPORT = Support(
+    vmm="", posix_fd="", fabric=_NONE, compressible=_NONE, gpu_direct_rdma=_NONE, tile_pool=_NONE, hw_decompress=_NONE,
+    multicast=_NONE, legacy_ipc=_NONE, pools=_NONE,
+)  # fmt: skip
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
 
 
@@ -85,6 +91,10 @@ class HostDriver:
         uuid = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return DeviceInfo(f"HOST-{uuid}", f"host memory ({os.uname().machine})", self._available.info()[1])
 
+    def support(self, location: Location) -> Support:
+        check_location(location)
+        return _SUPPORT
+
     def canonical(self, location: Location) -> Location:
         check_location(location)
         return HOST
@@ -93,9 +103,12 @@ class HostDriver:
         check_location(location)
         return self._available.info()
 
-    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
+    def mem_granularity(
+        self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
+    ) -> Granularity:
         check_location(location)
         check_kinds(handle_kinds)
+        check_flags(flags)
         return _GRANULARITY
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -140,7 +153,14 @@ class HostDriver:
             )
 
     # -- physical memory ----------------------------------------------------------------------------------------
-    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
+    def mem_create(
+        self,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        flags: AllocationFlags = AllocationFlags.NONE,
+    ) -> int:
+        check_flags(flags)
         return self._create("mem_create", nbytes, location, handle_kinds, self._books.new_handle)
 
     def mem_release(self, handle: int) -> None:
@@ -171,9 +191,16 @@ class HostDriver:
         self._map("mem_map_private", address, memory, Access.NONE, private=True)
 
     def mem_map_new(
-        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         check_access("mem_map_new", access)
+        check_flags(flags)
 
         def put(memory: Memory) -> None:
             self._map("mem_map_new", address, memory, access, private=False)

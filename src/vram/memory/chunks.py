@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from ..driver.protocol import DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
-from ..spec import Access, HandleKind, Location, format_size, round_up
+from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
@@ -108,23 +108,23 @@ class Chunks:
         if not self.row:
             return False
         memory = self.row[-1].known
-        return memory is not None and (memory.sealed or (bool(memory.exported) and is_sealed(memory)))
+        return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
-    def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access) -> None:
+    def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if direct := maps_directly(driver):
             new, right = direct.mem_map_new, self._at_once(access)
 
             def put(address: int, nbytes: int) -> None:
-                new(address, nbytes, place, kinds, right)
+                new(address, nbytes, place, kinds, right, flags)
 
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
         try:
             for size in sizes:
-                made.append(create_memory(driver, size, place, kinds))
+                made.append(create_memory(driver, size, place, kinds, flags))
             self._append([Piece(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made], access)
         except BaseException as error:
             with unwinding(error):
