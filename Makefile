@@ -8,7 +8,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo test test-gpu test-all fuzz soak mutants lint format types imports bench clean
+.PHONY: help venv weights demo test test-gpu test-all fuzz soak mutants journeys lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -101,6 +101,10 @@ soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
 	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"
+
+JOURNEYS_ARGS ?=
+journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)
+	@"$(bin)/python" tests/architecture/journeys.py $(JOURNEYS_ARGS)
 
 lint: $(stamp) ## style and format
 	@"$(bin)/ruff" check src tests .ci

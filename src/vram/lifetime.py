@@ -82,20 +82,20 @@ Label = str | Callable[[], str]
 class Handle:
     """One thing to take back, counted.
 
-    Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one.
+    Not made directly: :func:`own` makes it together with its first claim, so that no handle is ever without one, and
+    fills both in.
     """
 
     __slots__ = ("_at_exit", "_claims", "_depends", "_generation", "_id", "_label", "_state", "_undo")
 
-    def __init__(self, label: Label, undo: Callable[[], object] | None, at_exit: bool) -> None:
-        self._label = label
-        self._undo = undo
-        self._at_exit = at_exit
-        self._claims: dict[int, tuple[object, object]] = {}  # who, and the owner's tag
-        self._depends: dict[int, Handle] = {}
-        self._generation = _generation
-        self._state = _OPEN
-        self._id = next(_serials)
+    _label: Label
+    _undo: Callable[[], object] | None
+    _at_exit: bool
+    _claims: dict[int, tuple[object, object]]  # by serial number: who, and the owner's tag
+    _depends: dict[int, Handle]
+    _generation: int
+    _state: int
+    _id: int
 
     @property
     def label(self) -> str:
@@ -113,7 +113,10 @@ class Handle:
         return self._state in (_CLOSED, _STUCK) or self._generation != _generation
 
     def check(self) -> None:
-        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here."""
+        """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here.
+
+        What every operation comes by asks before it calls this: a call costs more than the answer.
+        """
         if self._generation != _generation:
             raise ForkedError(
                 f"{self.label} belongs to the parent of this fork; send it over an ArrayChannel or a multiprocessing "
@@ -137,13 +140,19 @@ class Handle:
         ClosedError, ForkedError
             If there is nothing left to hold on to.
         """
-        claim = Claim(self, next(_serials))  # before it counts: an interrupt must find somebody who gives it up
+        serial = next(_serials)
+        claim = Claim.__new__(Claim)
+        claim.handle, claim._serial = self, _RELEASED
         try:
             with _lock:
-                self.check()
-                self._claims[claim._serial] = (holder, tag)
+                if self._state != _OPEN or self._generation != _generation:
+                    self.check()
+                # Two steps that no interrupt divides: there is somebody who gives it up.
+                self._claims[serial] = (holder, tag)
+                claim._serial = serial
         finally:
-            _settle()
+            if _released:
+                _settle()
         return claim
 
     def depend(self, other: Handle) -> None:
@@ -151,8 +160,9 @@ class Handle:
         serial = next(_serials)
         try:
             with _lock:
-                other.check()
-                self.check()
+                for one in (other, self):
+                    if one._state != _OPEN or one._generation != _generation:
+                        one.check()
                 other._claims[serial] = (self, None)
                 self._depends[serial] = other
         finally:
@@ -162,10 +172,12 @@ class Handle:
         """Turn claims into dependencies: :meth:`depend` and the release of each in one step."""
         try:
             with _lock:
-                self.check()
+                if self._state != _OPEN or self._generation != _generation:
+                    self.check()
                 for claim in claims:
                     other = claim.handle
-                    other.check()
+                    if other._state != _OPEN or other._generation != _generation:
+                        other.check()
                     serial = claim._serial
                     if serial <= 0:
                         raise ClosedError(f"this claim on {other.label} was given up")
@@ -173,7 +185,8 @@ class Handle:
                     self._depends[serial] = other
                     claim._serial = _RELEASED
         finally:
-            _settle()
+            if _released:
+                _settle()
 
     def forgo(self, other: Handle) -> None:
         """Give up the newest claim that this handle has on `other`."""
@@ -235,13 +248,20 @@ class Handle:
 
 
 class Claim:
-    """One reason to keep a handle. Let go with :meth:`release`; garbage collection does it too."""
+    """One reason to keep a handle. Let go with :meth:`release`; garbage collection does it too.
+
+    Made by :func:`own` and :meth:`Handle.claim`, which fill it in.
+
+    Attributes
+    ----------
+    handle : Handle
+        What it keeps.
+    """
 
     __slots__ = ("__weakref__", "_serial", "handle")
 
-    def __init__(self, handle: Handle, serial: int) -> None:
-        self.handle = handle
-        self._serial = serial
+    handle: Handle
+    _serial: int
 
     @property
     def is_released(self) -> bool:
@@ -324,19 +344,24 @@ def own(
     ClosedError, ForkedError
         If a dependency is gone. `undo` has then not been called: the caller still owns the thing.
     """
-    handle = Handle(label, undo, at_exit)
-    serial = handle._id
-    handle._claims[serial] = (holder, None)
+    # Without constructors: everything that is made comes by here, and nothing else makes these two.
+    handle, claim = Handle.__new__(Handle), Claim.__new__(Claim)
+    serial = next(_serials)
+    handle._label, handle._undo, handle._at_exit = label, undo, at_exit
+    handle._claims, handle._depends = {serial: (holder, None)}, {}
+    handle._generation, handle._state, handle._id = _generation, _OPEN, serial
+    claim.handle, claim._serial = handle, serial
     try:
-        claim = Claim(handle, serial)
         if depends:
             with _lock:  # Handle.depend for each, under one lock
                 for other in depends:
-                    other.check()
+                    if other._state != _OPEN or other._generation != _generation:
+                        other.check()
                     number = next(_serials)
                     other._claims[number] = (handle, None)
                     handle._depends[number] = other
-            _settle()
+            if _released:
+                _settle()
     except BaseException:
         handle._undo = None
         handle._state = _CLOSED
@@ -351,7 +376,8 @@ def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
     """Call a C function and return what it returns, so that no interrupt comes before that is stored.
 
     An interrupt is raised after a call of a C function, before its result is assigned. Unpacking is no call: here the
-    interpreter asks for interrupts before the function runs, and then not until the caller makes its next call.
+    interpreter asks for interrupts before the function runs, and then not until the caller makes its next call. What
+    every operation comes by does it itself: ``(result,) = starmap(call, [arguments])``.
 
     Parameters
     ----------
@@ -474,15 +500,17 @@ class Owned:
             If this object was closed, or belongs to the parent of a fork.
         """
         claim = self._claim
-        if claim.is_released:
-            raise ClosedError(f"{claim.handle.label} was closed")
-        claim.handle.check()
-        return claim.handle
+        handle = claim.handle
+        if claim._serial <= 0:
+            raise ClosedError(f"{handle.label} was closed")
+        if handle._state != _OPEN or handle._generation != _generation:
+            handle.check()  # which says what is wrong; spelt out before, since every operation comes by here
+        return handle
 
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called on this object."""
-        return self._claim.is_released
+        return self._claim._serial <= 0
 
     def close(self, *, strict: bool = False) -> None:
         """Give up this object's claim. What nobody else claims is taken back now, the rest with its last claim.
@@ -596,7 +624,8 @@ def _settle() -> None:
         try:
             held = False
             try:
-                if not (held := uninterrupted(_lock.acquire, False)):
+                (held,) = map(_lock.acquire, (False,))  # as uninterrupted() does it
+                if not held:
                     return
                 while _released and due is None:
                     handle, serial = _released[0]

@@ -57,7 +57,12 @@ def is_read_only(fd: int) -> bool:
     """
     import fcntl  # not there on Windows
 
-    return is_memory(fd) and bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_WRITE)
+    try:
+        seals: int = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError:
+        is_memory(fd)  # raises, if it is not open
+        return False
+    return bool(seals & _F_SEAL_WRITE)
 
 
 def attributes(fd: int) -> os.stat_result | None:

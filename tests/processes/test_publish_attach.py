@@ -9,7 +9,9 @@ import gc
 import os
 import resource
 import select
+import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -22,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.keeper_here import later
 
 import vram
 from vram import driver as drivers
@@ -40,9 +43,10 @@ from vram.errors import (
 )
 from vram.exchange.endpoint import shut_down
 from vram.keeper.client import KeeperClient
+from vram.keeper.conversation import GRACE
 from vram.sharing.channel import Channel
 from vram.spec import HOST
-from vram.testing.keeper import until
+from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
 MIB = 1 << 20
@@ -826,3 +830,41 @@ def test_s10_memory_is_handed_over_after_what_fills_it(tmp_path: Path, monkeypat
         other.recv(timeout=120).close()
         ForkingPickler.loads(ForkingPickler.dumps(a))
     shut_down()
+
+
+# -- what a close waits for ------------------------------------------------------------------------------------------
+
+
+def test_s5_a_close_does_not_wait_for_the_keeper(kept: vram.Keeper) -> None:
+    with made() as a:
+        vram.publish("vectors", {"emb": a})
+    lease = vram.attach("vectors")
+    pid = vram.statistics().pid
+    mapped = Path("/proc/self/maps").read_text().count("/memfd:vram (")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        lease.close()
+        assert time.monotonic() - begin < GRACE / 2
+        assert Path("/proc/self/maps").read_text().count("/memfd:vram (") == mapped - 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert vram.statistics().leases == 0  # it was told before it was asked, over the same connection
+
+
+def test_s5_a_close_that_waits_is_known_to_whoever_asks_next(kept: vram.Keeper) -> None:
+    with made() as a:
+        vram.publish("vectors", {"emb": a})
+    lease = vram.attach("vectors")
+    with KeeperClient.connect(kept.path, label="another") as another:
+        pid = another.statistics().pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            closing, _ = later(lambda: lease.close(wait=True))
+            closing.join(0.2)
+            assert closing.is_alive(), "it did not wait"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        closing.join(SOON)
+        assert not closing.is_alive()
+        assert another.statistics().leases == 0

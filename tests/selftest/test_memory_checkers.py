@@ -59,10 +59,12 @@ def retain_memory(*args):
 chunks.retain_memory = retain_memory
 """
 WRITABLE_UNASKED = """
-right = chunks._receive
-def receive(driver, one, access, *rest):
-    right(driver, one, access.READ_WRITE, *rest)
-chunks._receive = receive
+right = chunks.partial
+def writable(call, *args, **named):
+    if "fd" in named:
+        named["access"] = named["access"].READ_WRITE
+    return right(call, *args, **named)
+chunks.partial = writable
 """
 PIN_IGNORED = """
 right = pin.Span.__init__
@@ -79,8 +81,8 @@ STALE_CHUNK = """
 chunks.Chunks.unmap = lambda self, dropped: None  # shrunk, but the memory is kept
 """
 NOT_SEALED = """
-right = allocation.PhysicalAllocation.seal
-allocation.PhysicalAllocation.seal = lambda self: None
+right = allocation.seal_memory
+allocation.seal_memory = region.seal_memory = lambda memory: None
 """
 NO_CEILING = """
 right = chunks.plan

@@ -45,9 +45,9 @@ class HookedDriver(HostDriver):
         self._happen("mem_map")
         super().mem_map(*args)
 
-    def mem_map_new(self, *args: Any) -> None:
+    def mem_map_new(self, *args: Any, **named: Any) -> None:
         self._happen("mem_map_new")
-        super().mem_map_new(*args)
+        super().mem_map_new(*args, **named)
 
     def mem_set_access(self, *args: Any) -> None:
         self._happen("mem_set_access")

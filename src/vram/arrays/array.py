@@ -17,7 +17,7 @@ from . import cuda
 from .dtypes import as_dtype
 from .protocols import Viewable
 from .shapes import as_length, as_shape, capacity_rows, nbytes_of, part_of
-from .views import Home, NDArray, let_go
+from .views import Home, NDArray
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -108,13 +108,13 @@ class Array(Viewable):
             raise UsageError(f"owns_growth must be True or False, not {owns_growth!r:.40}")
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
-        nbytes = nbytes_of(lengths, kind)
         if owns_growth and not lengths:
             raise UsageError("an array without dimensions has no rows to grow by")
         self._dtype = kind
         self._shape = lengths
         self._offset = operator.index(offset)
         self._row_nbytes = nbytes_of(lengths[1:], kind)
+        nbytes = self._row_nbytes * lengths[0] if lengths else self._row_nbytes
         self._size_lock = threading.RLock() if owns_growth else None  # never taken by a finalizer
         self.provenance = provenance
         # The array that owns the region pins nothing: it must be able to shrink below itself.
@@ -175,12 +175,13 @@ class Array(Viewable):
         """
         kind = as_dtype(dtype)
         lengths = as_shape(shape)
-        rows = capacity_rows(capacity, lengths)
+        rows = (lengths[0] if lengths else 1) if capacity is None else capacity_rows(capacity, lengths)
+        nbytes = nbytes_of(lengths, kind)
         region = Region.create(
             driver,
             location,
-            capacity=max(nbytes_of((rows, *lengths[1:]), kind), 1),
-            nbytes=nbytes_of(lengths, kind),
+            capacity=max(nbytes if capacity is None else nbytes_of((rows, *lengths[1:]), kind), 1),
+            nbytes=nbytes,
             chunk=chunk,
             populate=populate,
             managed=True,
@@ -191,7 +192,8 @@ class Array(Viewable):
             with unwinding(error):
                 region.close()
             raise
-        let_go(region)
+        if array._home is not None:
+            array._home.is_owned = True  # one without dimensions owns no growth, but the region as well
         return array
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class Array(Viewable):
     @property
     def region(self) -> Region:
         """The region it lies on. Raises ClosedError once this array was closed."""
-        return self._here().region
+        return (self._home or self._here()).region
 
     @property
     def offset(self) -> int:

@@ -200,6 +200,7 @@ def _named(name: str) -> np.dtype[Any] | None:
     return None
 
 
+@functools.lru_cache(maxsize=256)  # bounded: there are as many names as numbers behind S, U and V
 def _known(name: str) -> np.dtype[Any] | None:
     found = _named(name) if name in _NAMES else None
     if found is None and _SIZED.fullmatch(name):
@@ -210,6 +211,7 @@ def _known(name: str) -> np.dtype[Any] | None:
 _NAMES = frozenset(_BUILTIN + _LONGEST + _TIMES + _EXTENDED)  # so that no stranger's words fill the cache
 
 
+@functools.lru_cache(maxsize=256)  # remembers those that are fine
 def _check(dtype: np.dtype[Any]) -> None:
     if dtype.hasobject:
         raise UsageError(f"dtype {dtype} holds Python objects, which mean nothing in memory that others see")

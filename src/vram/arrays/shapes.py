@@ -24,8 +24,12 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
     UsageError
         If it is not an int or a sequence of ints that are not negative.
     """
-    if type(shape) is tuple and len(shape) <= _MAX_NDIM and all(type(n) is int and n >= 0 for n in shape):
-        return shape  # as nearly always
+    if type(shape) is tuple and len(shape) <= _MAX_NDIM:
+        for length in shape:
+            if type(length) is not int or length < 0:
+                break
+        else:
+            return shape  # as nearly always
     try:
         lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
     except TypeError:
@@ -48,13 +52,11 @@ def as_length(value: object, what: str) -> int:
     return length
 
 
-def capacity_rows(capacity: int | Sequence[int] | None, shape: tuple[int, ...]) -> int:
+def capacity_rows(capacity: int | Sequence[int], shape: tuple[int, ...]) -> int:
     """Return the capacity in rows."""
-    rows = shape[0] if shape else 1
-    if capacity is None:
-        return rows
     if not shape:
         raise UsageError("an array without dimensions cannot grow: leave capacity out")
+    rows = shape[0]
     asked = as_shape(capacity)
     if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):
         raise UsageError(

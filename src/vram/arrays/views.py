@@ -54,9 +54,8 @@ class Home:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.addressable = _is_addressable(cast("Any", region.driver))
-        self.gpu = next(
-            (place.id for place in region.users if isinstance(place.id, int) and place.kind == "cuda"), None
-        )
+        gpus = [place.id for place in region.users if place.kind == "cuda" and isinstance(place.id, int)]
+        self.gpu = gpus[0] if gpus else None
         self.arrays: set[int] = set()
         self.is_grown = False
         self.is_owned = False
@@ -65,7 +64,13 @@ class Home:
     @classmethod
     def of(cls, region: Region) -> Home:
         """Return the home of a region."""
-        return _homes.of(region)
+        homes, address = _homes, region.address
+        if isinstance(region, ForeignRegion):
+            return homes.of_foreign(region)
+        with homes.lock:
+            ref = homes.by_address.get(address)
+            home = None if ref is None else ref()
+            return home if home is not None and home.region is region else homes.add(region)
 
     def leave(self, array: int) -> None:
         """An array was closed; the last one out closes a region that belongs to the arrays."""
@@ -88,7 +93,9 @@ class Home:
                 f"the {region.driver.name} driver's",
                 "Use .to_host() for a copy, or (on a GPU) .torch(), DLPack or __cuda_array_interface__ for a view",
             )  # fmt: skip
-        readonly = self._is_readonly()
+        readonly = region.access is not Access.READ_WRITE
+        if readonly:
+            self._check_readable()
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
         if not readonly:
             self.views.add(_ViewRef(view, self.views.discard))
@@ -101,13 +108,13 @@ class Home:
 
         It is never given to users: numpy makes a capsule of it, which says where the memory really is.
         """
-        return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, self._is_readonly())
+        self._check_readable()
+        readonly = self.region.access is not Access.READ_WRITE
+        return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, readonly)
 
-    def _is_readonly(self) -> bool:
-        access = self.region.access
-        if access is Access.NONE:
+    def _check_readable(self) -> None:
+        if self.region.access is Access.NONE:
             raise UsageError("memory mapped without access cannot be looked at; map it with READ or READ_WRITE")
-        return access is not Access.READ_WRITE
 
     def freeze_views(self) -> None:
         """Take the writable flag away from every view that was handed out.
@@ -195,32 +202,26 @@ class _Homes:
     # dropped when the table has doubled. Nothing here is reached from a finalizer.
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._by_address: dict[int, weakref.ref[Home]] = {}
+        self.lock = threading.RLock()
+        self.by_address: dict[int, weakref.ref[Home]] = {}
         self._foreign: dict[int, weakref.ref[Home]] = {}
         self._sorted: list[int] | None = None
         self._limit = self._foreign_limit = 64
 
-    def of(self, region: Region) -> Home:
-        if isinstance(region, ForeignRegion):
-            return self._of_foreign(region)
-        address = region.address
-        with self._lock:
-            home = self._alive(address)
-            if home is not None and home.region is region:
-                return home
-            if len(self._by_address) >= self._limit:
-                self._by_address = {at: ref for at, ref in self._by_address.items() if ref() is not None}
-                self._limit = 2 * len(self._by_address) + 64
-            home = Home(region)
-            if address not in self._by_address:
-                self._sorted = None
-            self._by_address[address] = weakref.ref(home)
-            return home
+    def add(self, region: Region) -> Home:
+        """Make the home of a region that has none. Called with the lock."""
+        if len(self.by_address) >= self._limit:
+            self.by_address = {at: ref for at, ref in self.by_address.items() if ref() is not None}
+            self._limit = 2 * len(self.by_address) + 64
+        home = Home(region)
+        if region.address not in self.by_address:
+            self._sorted = None
+        self.by_address[region.address] = weakref.ref(home)
+        return home
 
-    def _of_foreign(self, region: Region) -> Home:
+    def of_foreign(self, region: Region) -> Home:
         # Its memory is not ours to find, and several regions may begin at one address: known by the object alone.
-        with self._lock:
+        with self.lock:
             ref = self._foreign.get(id(region))
             home = None if ref is None else ref()
             if home is None or home.region is not region:
@@ -232,9 +233,9 @@ class _Homes:
             return home
 
     def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
-        with self._lock:
+        with self.lock:
             if self._sorted is None:
-                self._sorted = sorted(self._by_address)
+                self._sorted = sorted(self.by_address)
             at = bisect_right(self._sorted, address) - 1
             home = self._alive(self._sorted[at]) if at >= 0 else None
         if home is None or home.region.is_closed:
@@ -243,7 +244,7 @@ class _Homes:
         return (home.region, offset) if offset + nbytes <= home.region.nbytes else None
 
     def _alive(self, address: int) -> Home | None:
-        ref = self._by_address.get(address)
+        ref = self.by_address.get(address)
         return None if ref is None else ref()
 
 

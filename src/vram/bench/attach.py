@@ -91,10 +91,11 @@ def _touch(name: str, keeper: str) -> float:
     return spent
 
 
-def _touch_and_release(name: str, keeper: str) -> float:
+def _touch_and_close(name: str, keeper: str, *, wait: bool) -> float:
     begin = time.perf_counter()
-    with vram.attach(name, keeper=keeper) as lease:
-        _ = lease["w"].numpy()[0]
+    lease = vram.attach(name, keeper=keeper)
+    _ = lease["w"].numpy()[0]
+    lease.close(wait=wait)
     return time.perf_counter() - begin
 
 
@@ -195,7 +196,8 @@ def _compare(place: Place, keeper: str, rivals: _Rivals, rounds: int, notes: lis
     cases: dict[str, Callable[[], float]] = {
         "raw": rivals.raw,
         "touch": lambda: _touch(name, keeper),
-        "release": lambda: _touch_and_release(name, keeper),
+        "close": lambda: _touch_and_close(name, keeper, wait=False),
+        "release": lambda: _touch_and_close(name, keeper, wait=True),
         "shared": rivals.shared_memory,
         "shared closed": rivals.shared_memory_and_close,
         "file": rivals.mapped_file,
@@ -208,18 +210,20 @@ def _compare(place: Place, keeper: str, rivals: _Rivals, rounds: int, notes: lis
     closed = Row(f"shared_memory: the same and close, {where}", figures["shared closed"])
     mapped = Row(f"safetensors: open the file, touch, {where}", figures["file"])
     touch = Row.held(f"attach, touch, {where}", figures["touch"], raw, at_most=3)
-    release = Row.held(f"attach, touch, release acknowledged, {where}", figures["release"], raw, at_most=5)
+    close = Row.held(f"attach, touch, close, {where}", figures["close"], raw, at_most=6)
+    release = Row.held(f"attach, touch, release acknowledged, {where}", figures["release"], raw)
     for rival in (shared, mapped):
         if rival.figure.median < touch.figure.median:
             notes.append(f"wins: {rival.case}")
     return [
         raw,
         touch,
+        close,
         release,
         shared,
         Row.held(touch.case, touch.figure, shared, at_most=1),
         closed,
-        Row.held(release.case, release.figure, closed, at_most=1),
+        Row.held(close.case, close.figure, closed, at_most=1),
         mapped,
         Row.held(touch.case, touch.figure, mapped),
         Row.held(f"connect first, attach, touch, {where}", connect, raw),
@@ -244,7 +248,7 @@ def _segments(counts: tuple[int, ...], keeper: str, rounds: int) -> list[Row]:
         return lambda: _touch(f"segments-{count}", keeper)
 
     def closing(count: int) -> Callable[[], float]:
-        return lambda: _touch_and_release(f"segments-{count}", keeper)
+        return lambda: _touch_and_close(f"segments-{count}", keeper, wait=True)
 
     rounds = max(rounds // 3, 3)
     cases = {str(count): case(count) for count in counts} | {f"-{count}": closing(count) for count in counts}

@@ -53,7 +53,7 @@ def _borrow(pipe: Connection, path: str, as_torch: bool) -> None:
     pipe.send(len(held))
     pipe.recv()
     held.clear()
-    lease.close()
+    lease.close(wait=True)
     pipe.send("given back")
 
 

@@ -92,7 +92,7 @@ def _attach(keeper: str, *, released: bool) -> float:
     begin = time.perf_counter()
     lease = vram.attach(_NAME, keeper=keeper)
     spent = time.perf_counter() - begin
-    lease.close()
+    lease.close(wait=released)
     return time.perf_counter() - begin if released else spent
 
 

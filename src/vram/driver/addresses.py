@@ -11,6 +11,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from itertools import starmap
 
 from ..errors import UsageError
 from ..lifetime import uninterrupted
@@ -45,26 +46,31 @@ class Ballast:
 
     At the limit of mappings the kernel refuses even to replace one by one, which is what an unmap is. And an undo that
     fails is a leak for good.
+
+    Attributes
+    ----------
+    pages : list of int
+        Its address, while there is one.
     """
 
-    __slots__ = ("_pages",)
+    __slots__ = ("pages",)
 
     def __init__(self) -> None:
-        self._pages: list[int] = []
+        self.pages: list[int] = []
 
     def take(self) -> None:
         """Have one. Not worth an error where there is none to be had."""
-        if self._pages:
+        if self.pages:
             return
         page = libc.mmap(0, _PAGE, 0, RESERVED, -1, 0)
         if page != -1:
             libc.madvise(page, _PAGE, libc.MADV_DONTDUMP)  # a flag of its own keeps it from merging with neighbours
-            self._pages.append(page)
+            self.pages.append(page)
 
     def drop(self) -> bool:
         """Whether there was one to give up."""
         try:
-            page = self._pages.pop()
+            page = self.pages.pop()
         except IndexError:
             return False
         return bool(libc.munmap(page, _PAGE) == 0)
@@ -76,7 +82,8 @@ def reserve(nbytes: int, alignment: int, wish: int) -> int:
         ctypes.set_errno(errno.ENOMEM)
         return -1
     # Recent kernels align large mappings on their own: one call, most of the time.
-    base: int = uninterrupted(libc.mmap, wish, nbytes, 0, RESERVED, -1, 0)
+    base: int
+    (base,) = starmap(libc.mmap, [(wish, nbytes, 0, RESERVED, -1, 0)])  # as lifetime.uninterrupted
     if base == -1 or base % alignment == 0:
         return base
     libc.munmap(base, nbytes)
@@ -121,7 +128,8 @@ def free(books: Books, reservation: Reservation) -> bool:
     is_free = False
     try:
         if not reservation.mappings.at:
-            is_free = uninterrupted(libc.munmap, reservation.address, reservation.nbytes) == 0
+            (code,) = starmap(libc.munmap, [(reservation.address, reservation.nbytes)])  # as lifetime.uninterrupted
+            is_free = code == 0
     finally:
         if not is_free:  # or mapped meanwhile, or interrupted before
             books.reservations.add(reservation)
@@ -172,7 +180,8 @@ def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, bal
     """Whether mappings that the caller took back are unmapped, or will be at once; if not, errno is set."""
     ticket = Ticket()
     try:
-        if not all(mapping.queue(ticket) for mapping in taken):
+        turns = [mapping.queue(ticket) for mapping in taken]
+        if not all(turns):
             # Another call has the kernel at work on one. Undo calls do not wait (I3): that one does it next.
             books.late.update(dict.fromkeys(taken))
             for mapping in taken:
@@ -246,9 +255,9 @@ def make_open(mapping: Mapping, access: Access, books: Books, ballast: Ballast) 
 def _map_anew(mapping: Mapping, fd: int, access: Access, books: Books, ballast: Ballast, *, is_final: bool) -> None:
     ticket = Ticket()
     try:
-        mapping.queue(ticket)
+        has_turn = (mapping.queue(ticket) and not mapping.is_gone) or mapping.wait(ticket)
         # From the turn on nobody unmaps it, so that what lies there is this mapping and no other.
-        if mapping.wait(ticket) and mapping.is_final is not is_final:
+        if has_turn and mapping.is_final is not is_final:
             flags = libc.MAP_SHARED | libc.MAP_FIXED
             if uninterrupted(libc.mmap, mapping.address, mapping.nbytes, PROTECTION[access], flags, fd, 0) == -1:
                 raise libc.failure(f"mmap of memory anew at {mapping.address:#x}")
@@ -257,7 +266,8 @@ def _map_anew(mapping: Mapping, fd: int, access: Access, books: Books, ballast: 
     finally:
         ticket.is_over = True
         mapping.leave(ticket)
-        catch_up(books, ballast)
+        if books.late:
+            catch_up(books, ballast)
 
 
 def populate(mapping: Mapping, start: int, end: int) -> None:

@@ -25,9 +25,12 @@ def check_location(location: Location) -> None:
         raise UsageError(f'the host driver serves the location "host" only, not "{location}"')
 
 
-def check_kinds(kinds: HandleKind) -> None:
-    """Of the host driver: raise UnsupportedError for a way out of the process that its memory does not know."""
-    if int(kinds) not in (HandleKind.NONE, HandleKind.POSIX_FD):
+def check_kinds(location: Location, kinds: HandleKind) -> None:
+    """Of the host driver: raise UsageError for a place that is not the host, and UnsupportedError for a way out of the
+    process that its memory does not know."""
+    if location is not HOST:
+        check_location(location)
+    if kinds != HandleKind.POSIX_FD and kinds != HandleKind.NONE:
         raise UnsupportedError(
             "host memory that leaves the process in that way", f"a driver for {kinds!r}", "POSIX_FD on the host"
         )

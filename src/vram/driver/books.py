@@ -24,10 +24,10 @@ import itertools
 import os
 import time
 from bisect import bisect_left, bisect_right
+from itertools import starmap
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import RangeError, UsageError
-from ..lifetime import uninterrupted
 from ..spec import Access, HandleKind
 from . import libc
 
@@ -81,7 +81,7 @@ class Memory:
             try:
                 taken = [*map(self._fds.pop, (-1,))]  # in one step, see lifetime.uninterrupted
                 if not self.users:
-                    uninterrupted(os.close, taken[0])
+                    (_,) = starmap(os.close, [taken])  # as lifetime.uninterrupted
                     taken = []
                     return
             except IndexError:
@@ -109,9 +109,10 @@ class Memory:
 def duplicate(fd: int) -> int:
     """Return one more descriptor of what `fd` stands for."""
     try:
-        return uninterrupted(fcntl.fcntl, fd, fcntl.F_DUPFD_CLOEXEC, 3)  # never in the place of a standard stream
+        (copy,) = starmap(fcntl.fcntl, [(fd, fcntl.F_DUPFD_CLOEXEC, 3)])  # never in the place of a standard stream
     except OSError as error:
         raise libc.failure(f"dup({fd})", error.errno) from None
+    return copy
 
 
 class _Spanned(Protocol):
@@ -144,7 +145,8 @@ class _Spans(Generic[_S]):
         if self.at.get(span.address) is not span:
             return False
         try:
-            return uninterrupted(self.at.pop, span.address, None) is span
+            (taken,) = starmap(self.at.pop, [(span.address, None)])  # as lifetime.uninterrupted
+            return taken is span
         finally:
             self._version = None
 
@@ -231,7 +233,7 @@ class Mapping:
     def take(self) -> bool:
         """Whether it is this caller who takes the mapping back."""
         try:
-            uninterrupted(self._token.pop, -1)
+            (_,) = starmap(self._token.pop, [()])  # as lifetime.uninterrupted
         except IndexError:
             return False
         return True
@@ -248,7 +250,7 @@ class Mapping:
     def queue(self, ticket: Ticket) -> bool:
         """Stand in the line, and return whether it is this ticket's turn at once."""
         self._line[ticket] = None
-        return self._is_turn(ticket)
+        return len(self._line) == 1 or self._is_turn(ticket)
 
     def leave(self, ticket: Ticket) -> bool:
         """Leave the line with a ticket that is over, and return whether nobody is left in it."""
@@ -402,11 +404,14 @@ class Books:
         memory, reservation, address = mapping.memory, mapping.reservation, mapping.address
         try:
             held = memory.hold(mapping)
-            if not self.write_down(mapping):
+            if not reservation.mappings.add(mapping):
                 raise RangeError(f"{call}: something is mapped at {address:#x} already; unmap it first")
+            self.mappings[address] = mapping
+            self.ends[mapping.end] = mapping
             # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
             others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
-            if others or reservation.is_leaving or not self.has(reservation):
+            is_out = self.reservations.at.get(reservation.address) is reservation
+            if others or reservation.is_leaving or not is_out:
                 raise RangeError(
                     f"{call}: {mapping.nbytes} bytes at {address:#x} overlap "
                     + (f"{others} other mappings; unmap them first" if others else "a reservation that was just freed")
@@ -423,14 +428,6 @@ class Books:
         """
         mapping.memory.drop(mapping)
         self.strike(mapping)
-
-    def write_down(self, mapping: Mapping) -> bool:
-        """Whether `mapping` is now in the books; not if another begins there."""
-        if not mapping.reservation.mappings.add(mapping):
-            return False
-        self.mappings[mapping.address] = mapping
-        self.ends[mapping.end] = mapping
-        return True
 
     def strike(self, mapping: Mapping) -> None:
         """Take `mapping` out of the books."""

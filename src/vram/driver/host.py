@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,18 +107,17 @@ class HostDriver:
     def mem_granularity(
         self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
     ) -> Granularity:
-        check_location(location)
-        check_kinds(handle_kinds)
+        check_kinds(location, handle_kinds)
         check_flags(flags)
         return _GRANULARITY
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
         check_size("address_reserve", nbytes)
-        check_alignment("address_reserve", alignment)
-        alignment = alignment or GRANULARITY
-        check_address("address_reserve", address, alignment, "")
-        base = reserve(nbytes, alignment, address)
+        if alignment or address:
+            check_alignment("address_reserve", alignment)
+            check_address("address_reserve", address, alignment or GRANULARITY, "")
+        base = reserve(nbytes, alignment or GRANULARITY, address)
         if base == -1:
             raise libc.failure(f"mmap of {nbytes} bytes of addresses")
         try:
@@ -129,7 +129,8 @@ class HostDriver:
         return base
 
     def address_free(self, address: int, nbytes: int) -> None:
-        self._catch_up()
+        if self._books.late:
+            catch_up(self._books, self._ballast)
         reservation = self._books.reservations.at.get(address)
         if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
             found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
@@ -140,7 +141,7 @@ class HostDriver:
             if self._books.late.setdefault(reservation, (me := Ticket())) is not me:
                 raise UsageError(f"address_free({address:#x}, {nbytes}): another thread freed it")
             reservation.is_leaving = True
-            self._catch_up()
+            catch_up(self._books, self._ballast)
         elif inside:
             raise UsageError(
                 f"address_free({address:#x}, {nbytes}): {len(inside)} mappings are in it; unmap them first"
@@ -184,11 +185,11 @@ class HostDriver:
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
         memory = self._books.whole_memory("mem_map", nbytes, offset, handle)
-        self._map("mem_map", address, memory, Access.NONE, private=False)
+        self._map("mem_map", address, memory, access=Access.NONE, private=False)
 
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
         memory = self._books.whole_memory("mem_map_private", nbytes, offset, handle)
-        self._map("mem_map_private", address, memory, Access.NONE, private=True)
+        self._map("mem_map_private", address, memory, access=Access.NONE, private=True)
 
     def mem_map_new(
         self,
@@ -201,26 +202,22 @@ class HostDriver:
     ) -> None:
         check_access("mem_map_new", access)
         check_flags(flags)
-
-        def put(memory: Memory) -> None:
-            self._map("mem_map_new", address, memory, access, private=False)
-
+        put = partial(self._map, "mem_map_new", address, access=access, private=False)
         self._create("mem_map_new", nbytes, location, handle_kinds, put)
 
     def mem_map_import(
         self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool,
         location: Location | None = None,
     ) -> None:  # fmt: skip
-        check_location(location or HOST)
+        if location is not None and location is not HOST:
+            check_location(location)
         check_access("mem_map_import", access)
-
-        def put(memory: Memory) -> None:
-            self._map("mem_map_import", address, memory, access, private=private)
-
+        put = partial(self._map, "mem_map_import", address, access=access, private=private)
         self._import("mem_map_import", fd, kind, nbytes, put)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
-        self._catch_up()
+        if self._books.late:
+            catch_up(self._books, self._ballast)
         due = [m for m in self._books.whole("mem_unmap", address, nbytes, gaps=True) if not m.is_leaving]
         taken: list[Mapping] = []
         try:
@@ -307,7 +304,8 @@ class HostDriver:
         ctypes.memset(address, value, nbytes)
 
     def synchronize(self, location: Location) -> None:
-        check_location(location)
+        if location is not HOST:
+            check_location(location)
 
     def buffer(self, address: int, nbytes: int, *, readonly: bool) -> memoryview:
         self._books.accessible("buffer", address, nbytes, Access.READ if readonly else Access.READ_WRITE)
@@ -319,7 +317,7 @@ class HostDriver:
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
-        self._catch_up()
+        catch_up(self._books, self._ballast)
         mappings = tuple(self._books.mappings.values())
         handles = tuple(self._books.handles.values())
         # What was imported twice counts twice: two descriptors, which nobody has compared.
@@ -327,16 +325,11 @@ class HostDriver:
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 
     # -- inside -------------------------------------------------------------------------------------------------
-    def _catch_up(self) -> None:
-        if self._books.late:
-            catch_up(self._books, self._ballast)
-
     # Both take the first use of the memory: until that has begun an interrupt finds memory that is nobody's.
 
     def _create(self, call: str, nbytes: int, location: Location, kinds: HandleKind, use: Callable[[Memory], _T]) -> _T:
         """Make memory, and return what its first use does; memory that nobody uses then is given back."""
-        check_location(location)
-        check_kinds(kinds)
+        check_kinds(location, kinds)
         check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
         fd, memory = self._memfds.make(nbytes), None
@@ -349,8 +342,8 @@ class HostDriver:
 
     def _import(self, call: str, fd: int, kind: HandleKind, nbytes: int, use: Callable[[Memory], _T]) -> _T:
         """Open memory, the first `nbytes` of it, and return what its first use does, as in :meth:`_create`."""
-        check_kinds(kind)
         if kind != HandleKind.POSIX_FD:
+            check_kinds(HOST, kind)
             raise UsageError(f"{call}: kind must be POSIX_FD")
         check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
@@ -362,11 +355,12 @@ class HostDriver:
             _give_back(kept, memory)
             raise
 
-    def _map(self, call: str, address: int, memory: Memory, access: Access, *, private: bool) -> None:
+    def _map(self, call: str, address: int, memory: Memory, *, access: Access, private: bool) -> None:
         nbytes = memory.nbytes
         check_address(call, address)
         reservation = self._books.reservation_at(call, address, nbytes)
-        self._ballast.take()
+        if not self._ballast.pages:
+            self._ballast.take()
         if self._books.late:
             await_late(reservation, address, address + nbytes, self._books, self._ballast)
         ticket = Ticket()
@@ -391,7 +385,8 @@ class HostDriver:
         finally:
             ticket.is_over = True
             mapping.leave(ticket)
-            self._catch_up()
+            if self._books.late:
+                catch_up(self._books, self._ballast)
 
 
 def _give_back(fd: int, memory: Memory | None) -> None:

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import starmap
 
 from ..errors import ProtocolError, UsageError
-from ..lifetime import close_all, own, uninterrupted
+from ..lifetime import close_all, own
 from ..open_files import is_read_only
 from ..spec import Access
 from . import libc
@@ -40,7 +41,13 @@ class Memfds:
 
     def make(self, nbytes: int) -> int:
         """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader."""
-        fd = self._make(nbytes)
+        try:
+            (fd,) = starmap(os.memfd_create, [("vram", self._flags)])  # as lifetime.uninterrupted
+        except OSError as error:
+            if error.errno == errno.EINVAL and self._flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
+                self._flags &= ~libc.MFD_NOEXEC_SEAL
+                return self.make(nbytes)
+            raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
         try:
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
@@ -50,16 +57,6 @@ class Memfds:
                 raise libc.failure(f"sizing a memfd to {nbytes} bytes", error.errno) from None
             raise
         return fd
-
-    def _make(self, nbytes: int) -> int:
-        while True:
-            try:
-                return uninterrupted(os.memfd_create, "vram", self._flags)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self._flags & libc.MFD_NOEXEC_SEAL:  # before Linux 6.3
-                    self._flags &= ~libc.MFD_NOEXEC_SEAL
-                    continue
-                raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
 
     def check(self, call: str, fd: int, nbytes: int, granularity: int) -> tuple[tuple[int, int], int]:
         """Return the identity and the seals of a memfd that was sent, if its first `nbytes` are there for good.

@@ -46,8 +46,9 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
         If the kernel cannot.
     """
     # First without: where the seal may not be set at all, or is there, no mapping is touched.
-    code = _add(memory.fd())
-    if code == errno.EPERM and not is_read_only(memory.fd()):
+    fd = memory.fd()  # a user of the memory, our caller's handle, keeps it open
+    code = _add(fd)
+    if code == errno.EPERM and not is_read_only(fd):
         raise AccessDeniedError(
             f"{call}: its descriptor is read-only or its set of seals is closed; only who may write to the memory can "
             f"seal it"
@@ -57,15 +58,15 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
     if not _open(memory, books) and code != errno.EBUSY:
         return
     taken: list[tuple[Mapping, Access]] = []
-    with reading(memory.fd()) as reader:
+    with reading(fd) as reader:
         try:
             deadline, pause = 0.0, _FIRST_PAUSE
             while True:
                 for mapping in _open(memory, books):
                     taken.append((mapping, mapping.access))  # first: an interrupt may come at any call
                     make_final(mapping, reader, books, ballast)
-                code = _add(memory.fd())
-                if not code or is_read_only(memory.fd()):
+                code = _add(fd)
+                if not code or is_read_only(fd):
                     return
                 if code != errno.EBUSY:
                     raise libc.failure(call, code)
@@ -83,7 +84,7 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
         except BaseException:
-            if not is_read_only(memory.fd()):
+            if not is_read_only(fd):
                 for mapping, access in taken:
                     make_open(mapping, access, books, ballast)
             raise

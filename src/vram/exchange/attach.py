@@ -94,12 +94,12 @@ def attach(
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
     check_access(access)
-    user = user_of(device)
-    check_version(version)
-    wanted = as_notes(expect, what="expect")
-    uid = check_owner(owner)
-    seconds = check_seconds(timeout)
-    client, left = wait_for_keeper(keeper, seconds)
+    user = None if device is None else user_of(device)
+    if version is not None:
+        check_version(version)
+    wanted = None if expect is None else as_notes(expect, what="expect")
+    uid = None if owner is None else check_owner(owner)
+    client, left = wait_for_keeper(keeper, check_seconds(timeout))
     attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
     )

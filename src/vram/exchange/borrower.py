@@ -114,23 +114,31 @@ class Borrower:
         UnknownMemoryError
             If its memory, or that much of it, was not shared yet.
         """
+        array = self.find(reference, keep)
+        if array is None:
+            raise UnknownMemoryError(reference.memory, self.known(reference.memory))
+        return array
+
+    def find(self, reference: Reference, keep: int = 0) -> Array | None:
+        """Return the array that a reference means as :meth:`array` does; None if its memory was not shared yet."""
         latest = self._latest.get(reference.memory)
         if latest is not None and latest[0] == reference:
             array = latest[1]()
-            if array is not None and not array.is_closed and _counted(array, keep):
+            if array is not None and not array.is_closed and (not keep or _counted(array, keep)):
                 return array
+        # Before it is known whether there is an array: else it is dropped here, and its sender keeps it no longer.
         token = Token(keep, self._dropped) if keep and self._dropped is not None else None
-        array = self._make(reference, token)
+        region = self._regions.get(reference.memory)
+        if region is None or len(region.layout) < reference.segments:
+            return None
+        array = array_on_lent(region, known_dtype(reference.dtype), reference, token)
         self._latest[reference.memory] = (reference, weakref.ref(array))
         return array
 
-    def _make(self, reference: Reference, token: Token | None) -> Array:
-        region = self._regions.get(reference.memory)
-        if region is None:
-            raise UnknownMemoryError(reference.memory, -1)
-        if len(region.layout) < reference.segments:
-            raise UnknownMemoryError(reference.memory, len(region.layout))
-        return array_on_lent(region, known_dtype(reference.dtype), reference, token)
+    def known(self, memory: int) -> int:
+        """Return how many segments of a memory are known; -1 if it was never heard of."""
+        region = self._regions.get(memory)
+        return -1 if region is None else len(region.layout)
 
     def number_of(self, array: Array) -> int | None:
         """Return the id under which the lender knows an array's memory; None if it is not the lender's."""
@@ -164,8 +172,6 @@ class Borrower:
 
 def _counted(array: Array, keep: int) -> bool:
     """Whether an array that is sent again is the one that its sender keeps under this number; counts it if so."""
-    if not keep:
-        return True
     token = None if array.pin is None else array.pin.keeps
     if not isinstance(token, Token) or token.number != keep:
         return False

@@ -13,7 +13,7 @@ from ..arrays.numpy_on_use import np
 from ..arrays.sources import CudaSource, as_source
 from ..errors import UsageError, VramError
 from ..memory import checks
-from ..spec import Location
+from ..spec import HOST, Location
 from .mapping import visible
 
 __all__ = ["asarray", "empty", "zeros"]
@@ -65,7 +65,9 @@ def empty(
     >>> vectors.shape
     (4096, 384)
     """
-    location = visible(Location.parse(device))
+    location = Location.parse(device)
+    if location != HOST:
+        location = visible(location)
     return Array.create(
         drivers.get(location), location, shape, dtype, capacity=capacity, chunk=chunk, populate=populate
     )

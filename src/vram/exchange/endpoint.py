@@ -63,7 +63,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.address = f"\0vram-{secrets.token_hex(12)}"
         self.lender = Lender(self._retire)
-        self.flights = Flights(self._retire, lambda lent: self.lender.find(lent.id) is lent, self._who_unpickles)
+        self.flights = Flights(self._retire, self.lender.find, self._who_unpickles)
         self._thread_of = _Thread()
         self._numbered = 0  # threads that pickled
         self._last: tuple[weakref.ref[Array], tuple[object, ...], Lent, tuple[object, ...]] | None = None
@@ -109,7 +109,8 @@ class Endpoint:
         try:
             # The same array again is what queues are for. Each of these is replaced, never changed.
             with self._lock:
-                self._check()
+                if self._stopping:
+                    self._check()
                 by = self._thread_of.number or self._number_thread()
                 state = (array.shape, region.layout, region.access, by)
                 last = self._last
@@ -245,7 +246,7 @@ class Endpoint:
     def _serve(self) -> None:
         told, look = 0.0, 0.0
         while not self._stopping:
-            behind = any(reader.asked or reader.forgets for reader in self._readers.values())
+            behind = [reader for reader in self._readers.values() if reader.asked or reader.forgets]
             wait = min(_SOON, look) if behind else look
             if self._is_to_tell:
                 wait = min(wait, max(0.0, told + TELL_SECONDS - time.monotonic()))
@@ -254,9 +255,11 @@ class Endpoint:
             if self._is_to_tell and time.monotonic() - told >= TELL_SECONDS:
                 told = time.monotonic()
                 self._tell_taken()
-            self._tell_retired()
+            if self._retired or self._origins:
+                self._tell_retired()
             for reader in tuple(self._readers.values()):
-                self._catch_up(reader)
+                if reader.asked or reader.forgets or not reader.is_heard:
+                    self._catch_up(reader)
             look = self.flights.end_stale()
 
     def _react(self, key: selectors.SelectorKey) -> None:
@@ -315,7 +318,8 @@ class Endpoint:
     def _listen_to(self, reader: Reader) -> None:
         """Take one message from a process that uses our arrays."""
         payload, fds = reader.channel.take(timeout=0)
-        close_fds(fds)
+        if fds:
+            close_fds(fds)
         request = decode_request(payload)
         if isinstance(request, Bye):
             reader.said_bye = True

@@ -98,17 +98,16 @@ class Source:
             If it has let go of the memory.
         """
         self.tidy()
-        asked: tuple[int, int] | None = None
+        asked: int | None = None
         try:
             with self._lock:
-                while True:
-                    try:
-                        return self._borrower.array(reference)
-                    except UnknownMemoryError as unknown:
-                        if asked == (unknown.memory, unknown.known):
-                            raise  # it answered, and we are none the wiser
-                        asked = (unknown.memory, unknown.known)
-                    self._fetch(asked[0], max(asked[1], 0), by)
+                while (found := self._borrower.find(reference)) is None:
+                    known = self._borrower.known(reference.memory)
+                    if known == asked:  # it answered, and we are none the wiser
+                        raise UnknownMemoryError(reference.memory, known)
+                    asked = known
+                    self._fetch(reference.memory, max(known, 0), by)
+                return found
         finally:
             self.tidy()  # what the endpoint's thread left to us, since we were at it
 
@@ -117,10 +116,7 @@ class Source:
         if self._forgets or self._is_gone:
             self.tidy()
         with self._lock:
-            try:
-                return self._borrower.array(reference)
-            except UnknownMemoryError:
-                return None
+            return self._borrower.find(reference)
 
     # -- what was taken -----------------------------------------------------------------------------------------
     def took(self, memory: int, times: list[int], by: int) -> bool:
@@ -231,7 +227,7 @@ class Source:
 
     def tidy(self) -> None:
         """Let go of what the lender asked for, unless somebody is at it: they tidy when they are done."""
-        while self._has_chores():
+        while self._forgets or (self._is_gone and not self._answers.empty()):
             held = False
             try:
                 held = uninterrupted(self._lock.acquire, False)
@@ -253,9 +249,6 @@ class Source:
         self._forgets.extend(self._borrower.numbers())
         self.tidy()
         self.channel.close()
-
-    def _has_chores(self) -> bool:
-        return bool(self._forgets) or (self._is_gone and not self._answers.empty())
 
     def _discard(self) -> None:
         """Close the descriptors of answers that nobody waited for."""

@@ -47,7 +47,8 @@ class _Flight:
         before, self.pin = self.pin, region.pin(0, region.nbytes, self)
         if before is not None:
             before.release()
-        self._let_go_of_claim()
+        if self.claim is not None:
+            self._let_go_of_claim()
 
     def loosen(self) -> None:
         """Keep the memory, and let its owner shrink it."""
@@ -60,7 +61,8 @@ class _Flight:
         """Keep nothing."""
         if self.pin is not None:
             self.pin.release()
-        self._let_go_of_claim()
+        if self.claim is not None:
+            self._let_go_of_claim()
 
     def _let_go_of_claim(self) -> None:
         claim, self.claim = self.claim, None
@@ -82,17 +84,17 @@ class Flights:
     ----------
     late : callable
         Told the id of a memory that was lent anew while in flight, once the flight is over.
-    is_known : callable
-        Whether an id still stands for what was lent under it.
+    lent : callable
+        Returns what an id stands for; None, or something else, if no longer for what was lent under it.
     who : callable
         Returns what to say of who is to unpickle what the thread of a number pickled.
     """
 
     def __init__(
-        self, late: Callable[[int], None], is_known: Callable[[Lent], bool], who: Callable[[int], str]
+        self, late: Callable[[int], None], lent: Callable[[int], Lent | None], who: Callable[[int], str]
     ) -> None:
         self._late = late
-        self._is_known = is_known
+        self._lent = lent
         self._who = who
         self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
         self._orphans: dict[_Flight, float] = {}  # those whose readers died, and when they end
@@ -201,7 +203,7 @@ class Flights:
             flight.release()
 
     def _end(self, flight: _Flight) -> None:
-        late = not self._is_known(flight.lent)
+        late = self._lent(flight.lent.id) is not flight.lent
         flight.release()
         if late:
             self._late(flight.lent.id)

@@ -153,7 +153,7 @@ class Lent:
         for start in range(first, total, MAX_FDS) if total else (0,):
             stop = min(start + MAX_FDS, total)
             some = whole.segments[start:stop]
-            nbytes = sum(segment.nbytes for segment in some)
+            nbytes = sum([segment.nbytes for segment in some])
             part = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
             yield MemoryPart(self.id, start, stop == total, writable, part), self.fds[start:stop]
 
@@ -281,10 +281,11 @@ class Lender:
         try:
             lent = Lent(number, region, claim.handle, self._pools, is_held=self._remembers)
             lent.stand_for(array)
-            handle.depend(claim.handle)
             self._by_region[handle] = self._by_id[number] = lent
-        finally:
-            claim.release()  # from here on the region alone keeps it
+            handle.adopt(claim)  # from here on the region alone keeps it
+        except BaseException:
+            claim.release()
+            raise
         return lent
 
     def numbers(self) -> set[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arrays.views import Home
 from ..errors import BusyError
-from ..memory import PhysicalAllocation, Region
+from ..memory import Region
 from ..memory.foreign import ForeignRegion
 from ..spec import Access
 from .pieces import Span
@@ -31,13 +31,8 @@ _LEFT = (
 )
 
 
-def what_else(span: Span, allocations: Sequence[PhysicalAllocation], offset: int) -> tuple[str, bool]:
+def what_else(span: Span) -> tuple[str, bool]:
     """Find out whether the memory of a span can be published as it is.
-
-    Parameters
-    ----------
-    allocations, offset : sequence of PhysicalAllocation, int
-        What holds the span, and where it begins in the first of them.
 
     Returns
     -------
@@ -47,8 +42,8 @@ def what_else(span: Span, allocations: Sequence[PhysicalAllocation], offset: int
         Whether there is nothing else once :func:`clear` was called: rows that nobody can see, and a reader would.
     """
     region = span.region
-    first = span.start - offset
-    last = first + sum(one.nbytes for one in allocations)
+    first = span.start - span.inside
+    last = first + sum([one.nbytes for one in span.allocations])
     between = _uncovered(span, first, min(last, region.nbytes))
     if between and not _is_padding(region, between):
         return _PART, False
@@ -75,7 +70,7 @@ def _uncovered(span: Span, first: int, last: int) -> list[tuple[int, int]]:
     """Return the parts of a region from `first` to `last` in which no array of the span is."""
     found: list[tuple[int, int]] = []
     at = first
-    for start, stop in sorted((item.offset, item.offset + item.nbytes) for item in span.items):
+    for start, stop in sorted([(item.offset, item.offset + item.nbytes) for item in span.items]):
         if start > at:
             found.append((at, start))
         at = max(at, stop)

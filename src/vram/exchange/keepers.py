@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "as_notes",
     "check_flag",
+    "check_flags",
     "check_owner",
     "check_version",
     "connect",
@@ -172,6 +173,11 @@ def check_owner(owner: object) -> int | None:
     if type(owner) is not int or not 0 <= owner < 2**32 - 1:
         raise UsageError(f"owner must be the name of a user or a uid, not {owner!r:.80}")
     return owner
+
+
+def check_flags(**given: object) -> list[bool]:
+    """Return choices between two, by their names: see :func:`check_flag`."""
+    return [value if isinstance(value, bool) else check_flag(value, what) for what, value in given.items()]
 
 
 def check_flag(value: object, what: str) -> bool:

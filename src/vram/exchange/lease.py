@@ -13,7 +13,7 @@ from ..arrays.dtypes import dtype_of
 from ..arrays.views import let_go
 from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Listening, Watch
-from ..lifetime import Owned, unwinding
+from ..lifetime import Owned, own, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest
@@ -60,7 +60,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._listenings: list[Listening] = []
         self._revoked = False
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
-        claim = self._return.own(f"lease on {attachment.name!r} version {attachment.version}")
+        claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
         if attachment.answer is not None:
             attachment.answer.owner = None  # the lease is the claim's now, in the step after it was made
         fds = attachment.fds
@@ -138,7 +138,13 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
         if array is None:
-            array = self._arrays.setdefault(name, self._make(name))
+            entry, leased = self.manifest.arrays.get(name), self._attachment
+            if entry is None:
+                shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
+                raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
+            where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
+            made = array_on(self._regions[entry.memory], self.manifest, where)
+            array = self._arrays.setdefault(name, made)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -146,14 +152,6 @@ class Lease(Owned, Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.manifest.arrays)
-
-    def _make(self, name: str) -> Array:
-        entry = self.manifest.arrays.get(name)
-        if entry is None:
-            shown = _some(tuple(self))
-            raise NotFoundError(f"{self.name!r} version {self.version} has no array {name!r:.80}; it has {shown}")
-        where = Provenance(self._client.path, self.name, self.version, name, self.access, 0, 0)
-        return array_on(self._regions[entry.memory], self.manifest, where)
 
     @property
     def array(self) -> Array:
@@ -329,15 +327,18 @@ class Lease(Owned, Mapping[str, Array]):
                 self._listenings.pop().stop()
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def close(self, *, strict: bool = False) -> None:
+    def close(self, *, strict: bool = False, wait: bool = False) -> None:
         """Unmap what no view uses any more and give the version back.
 
-        Returns when the keeper has acknowledged that, unless views are alive: then the last of them gives it back.
+        The keeper is told after the unmap, and its answer is not waited for; as long as views are alive, the last of
+        them tells it.
 
         Parameters
         ----------
         strict : bool
             Refuse, and change nothing, while views are alive.
+        wait : bool
+            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so.
 
         Raises
         ------
@@ -348,23 +349,30 @@ class Lease(Owned, Mapping[str, Array]):
             return
         if strict:
             self._refuse_while_viewed()
-        self._stop_listening()
+        if self._listenings:
+            self._stop_listening()
         if self._watch is not None:
             self._watch.close()
+        if not wait:
+            self._unmap()
+            return
         self._return.keep_back()
         try:
-            for region in reversed(self._regions):
-                let_go(region)  # closed with its last array: slices that are alive keep it open, to be handed on
-            for array in tuple(self._arrays.values()):
-                array.close()
-            self._arrays.clear()
-            super().close()
+            self._unmap()
             if self._return.is_due:
                 with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
                     self._client.release([self._return.lease_id])
                 self._return.take()
         finally:
             self._return.send_on()  # also what an interrupt kept from being given back (I12)
+
+    def _unmap(self) -> None:
+        for region in reversed(self._regions):
+            let_go(region)  # closed with its last array: slices that are alive keep it open, to be handed on
+        for array in tuple(self._arrays.values()):
+            array.close()
+        self._arrays.clear()
+        super().close()
 
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []

@@ -27,6 +27,7 @@ from ..spec import HOST, Access, HandleKind, Location, round_up
 __all__ = [
     "ACCESS",
     "describe",
+    "describe_allocations",
     "describe_held",
     "device_name",
     "extend_memory",
@@ -82,14 +83,20 @@ def describe_held(region: Region, start: int, stop: int) -> tuple[MemoryDescript
     See :func:`describe`; the descriptors are theirs to lend.
     """
     allocations, offset = region.segments(start, stop)
+    return describe_allocations(region, allocations, offset, stop - start), allocations
+
+
+def describe_allocations(
+    region: Region, allocations: Sequence[PhysicalAllocation], offset: int, nbytes: int
+) -> MemoryDescriptor:
+    """Describe `nbytes` bytes of a region that begin at an offset of the first of the allocations that hold them."""
     if len(allocations) > MAX_SEGMENTS:
         raise UsageError(
-            f"{len(allocations)} segments hold these {stop - start} bytes; at most {MAX_SEGMENTS} travel together. "
+            f"{len(allocations)} segments hold these {nbytes} bytes; at most {MAX_SEGMENTS} travel together. "
             f"Create the array with a larger chunk="
         )
-    segments = tuple(SegmentEntry(a.nbytes, int(HandleKind.POSIX_FD)) for a in allocations)
-    descriptor = MemoryDescriptor(device_name(region.location), segments, offset, stop - start, region.capacity)
-    return descriptor, allocations
+    segments = [SegmentEntry(one.nbytes, _POSIX_FD) for one in allocations]
+    return MemoryDescriptor(device_name(region.location), tuple(segments), offset, nbytes, region.capacity)
 
 
 def map_memory(
@@ -217,7 +224,7 @@ def read_manifest(attachment: Attachment) -> Manifest:
     ProtocolError
         If it is no manifest, or more than the memory of the lease can need.
     """
-    nbytes = sum(segment.size for segment in attachment.segments)
+    nbytes = sum([segment.size for segment in attachment.segments])
     if attachment.manifest_fd is None:
         return decode_manifest(attachment.manifest, nbytes)
     return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)

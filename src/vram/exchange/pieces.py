@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ..arrays.cuda import copy_rows
 from ..arrays.dtypes import dtype_name
 from ..arrays.sources import CudaSource, Source, as_source
 from ..errors import VramError
-from ..memory import Region
+from ..memory import PhysicalAllocation, Region
 from ..sharing.descriptor import ArrayEntry, MemoryDescriptor, SegmentEntry
 from ..spec import HandleKind, Location, round_up
 from .mapping import device_name
@@ -70,12 +70,23 @@ class Item:
 
 @dataclass(slots=True)
 class Span:
-    """The part of one region that is shared: from the first byte of any array in it to the last."""
+    """The part of one region that is shared: from the first byte of any array in it to the last.
+
+    Attributes
+    ----------
+    allocations : sequence of PhysicalAllocation
+        What holds it, each with a claim of its own; none where it goes by handle.
+    inside : int
+        Where it begins in the first of them, in bytes.
+    """
 
     region: Region
     start: int
     stop: int
     items: list[Item]
+    by_handle: bool = False
+    allocations: Sequence[PhysicalAllocation] = ()
+    inside: int = 0
 
 
 @dataclass(slots=True)

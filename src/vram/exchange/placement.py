@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
-from ..arrays.shapes import as_shape, nbytes_of
+from ..arrays.shapes import as_shape
 from ..arrays.sources import CudaSource, Source, as_source, find
 from ..arrays.views import Home, let_go
 from ..errors import UnsupportedError, UsageError
@@ -26,7 +26,7 @@ from ..sharing.descriptor import (
 from ..spec import HOST, Access, HandleKind, Location
 from .by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from .hidden import clear, what_else
-from .mapping import describe
+from .mapping import describe, describe_allocations
 from .pieces import CONSUME_CHUNKS, Copy, Item, Span, named
 from .provenance import Provenance
 from .share import Finder
@@ -76,10 +76,9 @@ class Placement:
         try:
             shared = self._hold()
         except BaseException:
-            for pin in self._pins:
-                pin.release()
+            self._release()
             raise
-        copies = any(item.region is None and item.nbytes for item in self.items)
+        copies = bool([item for item in self.items if item.region is None and item.nbytes])
         if shared + copies * (1 if sources is None else CONSUME_CHUNKS) > MAX_SEGMENTS:
             self.spans.clear()
             for item in self.items:
@@ -91,7 +90,7 @@ class Placement:
             for item in self.items:
                 if item.region is None and not item.nbytes and _place(item) == span.region.location:
                     self._share(span.region, item, span.start)
-        self.nbytes = sum(item.nbytes for item in self.items)
+        self.nbytes = sum([item.nbytes for item in self.items])
         self.packed = [item for item in self.items if item.region is None]
         groups: dict[Location, list[Item]] = {}
         for item in self.packed:
@@ -103,13 +102,13 @@ class Placement:
         except BaseException:
             self.__exit__(None, None, None)
             raise
+        self._regions = [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
 
     def _refuse_copies(self) -> None:
         """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
         for item in self.items:
             if item.region is None and item.nbytes:
-                for pin in self._pins:
-                    pin.release()
+                self._release()
                 raise UnsupportedError(
                     f"lending array {item.name!r:.80}", "memory that can be shared as it is", item.reason,
                     "Copy it into memory of its own: vram.copy_in(...)",
@@ -117,7 +116,8 @@ class Placement:
 
     def _share(self, region: Region, item: Item, offset: int) -> None:
         start, stop = offset, offset + item.nbytes
-        span = self.spans.setdefault(region.handle, Span(region, start, stop, []))
+        by_handle = isinstance(region, ForeignRegion) and goes_by_handle(region)
+        span = self.spans.setdefault(region.handle, Span(region, start, stop, [], by_handle))
         span.start, span.stop = min(span.start, start), max(span.stop, stop)
         span.items.append(item)
         item.region, item.offset = region, offset
@@ -127,19 +127,19 @@ class Placement:
         shared = 0
         for handle, span in tuple(self.spans.items()):
             self._pins.append(span.region.pin(span.start, span.stop, "lent" if self._lends else "being published"))
-            if goes_by_handle(span.region):
+            if span.by_handle:
                 shared += 1
                 continue
-            allocations, offset = span.region.segments(span.start, span.stop)
-            if not all(HandleKind.POSIX_FD in allocation.handle_kinds for allocation in allocations):
+            span.allocations, span.inside = span.region.segments(span.start, span.stop)
+            if [one for one in span.allocations if HandleKind.POSIX_FD not in one.handle_kinds]:
                 reason = "its memory was made not to leave this process"
             elif self._whole:
                 reason = ""
             else:
-                reason, has_remains = what_else(span, allocations, offset)
+                reason, has_remains = what_else(span)
                 self._unclear += [span.region] * has_remains
             if not reason:
-                shared += len(allocations)
+                shared += len(span.allocations)
                 continue
             del self.spans[handle]
             for item in span.items:
@@ -149,7 +149,17 @@ class Placement:
     # -- in this order --------------------------------------------------------------------------------------------
     def manifest(self) -> tuple[Manifest, list[Segment]]:
         """Return the manifest and the segments that it speaks of."""
-        memories, handles = self._describe()
+        memories: list[MemoryDescriptor] = []
+        handles: list[HandleEntry] = []
+        for number, span in enumerate(self.spans.values()):
+            if span.by_handle:
+                self.pools = self.pools or PoolDescriptors()
+                pool = self.pools.number(span.region)  # first: see handle_bytes
+                handles.append(HandleEntry(number, handle_bytes(span.region), pool))
+                memories.append(describe_by_handle(span.region, span.start, span.stop))
+            else:
+                nbytes = span.stop - span.start
+                memories.append(describe_allocations(span.region, span.allocations, span.inside, nbytes))
         entries: dict[str, ArrayEntry] = {}
         for number, span in enumerate(self.spans.values()):
             entries |= {item.name: item.entry(number, span.start) for item in span.items}
@@ -165,25 +175,12 @@ class Placement:
         ]
         pools = [] if self.pools is None else self.pools.fds
         pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
-        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, handles, len(pools)), pieces
-
-    def _describe(self) -> tuple[list[MemoryDescriptor], tuple[HandleEntry, ...]]:
-        """Describe what is shared where it is."""
-        memories: list[MemoryDescriptor] = []
-        handles: list[HandleEntry] = []
-        for number, span in enumerate(self.spans.values()):
-            if goes_by_handle(span.region):
-                self.pools = self.pools or PoolDescriptors()
-                pool = self.pools.number(span.region)  # first: see handle_bytes
-                handles.append(HandleEntry(number, handle_bytes(span.region), pool))
-                memories.append(describe_by_handle(span.region, span.start, span.stop))
-            else:
-                memories.append(describe(span.region, span.start, span.stop)[0])
-        return memories, tuple(handles)
+        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools)), pieces
 
     def copy(self) -> None:
         """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""
-        clear(self._unclear)
+        if self._unclear:
+            clear(self._unclear)
         for copy in self._copies:
             if self._sources is None:
                 copy.region.grow(copy.region.capacity)
@@ -208,9 +205,18 @@ class Placement:
                 item.value, item.source = target, None
             copy.region.grow(copy.region.capacity)
 
+    @property
+    def is_to_be_asked_for(self) -> bool:
+        """Whether a refusal has to come before what publishing begins with: a copy, or what has no undo, as a seal."""
+        if self._copies or self._unclear:
+            return True
+        if self._writable:
+            return False
+        return bool([one for one in self._regions if one.access is Access.READ_WRITE or not one.is_frozen])
+
     def synchronize(self) -> None:
         """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
-        for region in self._regions():
+        for region in self._regions:
             region.synchronize()
 
     def freeze(self) -> None:
@@ -218,7 +224,7 @@ class Placement:
 
         What others may be able to write comes first: if that is refused, nothing has changed.
         """
-        for region in reversed(self._regions()):
+        for region in reversed(self._regions):
             if self._lends and region.location != HOST:
                 continue
             region.freeze()
@@ -229,17 +235,13 @@ class Placement:
         """Whether any of what is shared where it is has become read-only."""
         return any(span.region.is_frozen for span in self.spans.values())
 
-    def _regions(self) -> list[Region]:
-        return [*(copy.region for copy in self._copies), *(span.region for span in self.spans.values())]
-
     def places(self) -> list[Location]:
         """Return where the memories are, each as often as it comes."""
-        return [place for region in self._regions() for place in region.users]
+        return [place for region in self._regions for place in region.users]
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all segments, in their order, lent by the allocations."""
-        whole = [span for span in self.spans.values() if not goes_by_handle(span.region)]
-        fds = [fd for span in whole for fd in describe(span.region, span.start, span.stop)[1]]
+        fds = [one.export() for span in self.spans.values() for one in span.allocations]
         for copy in self._copies:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
         return fds if self.pools is None else fds + self.pools.fds
@@ -248,12 +250,12 @@ class Placement:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
         access = "rw" if self._writable else "r"
         for span in self.spans.values():
-            region, layout = span.region, span.region.layout
+            layout = span.region.layout
             for item in span.items:
                 array = item.value
-                if isinstance(array, Array) and not array.is_closed and array.region is region:
+                if isinstance(array, Array) and not array.is_closed:
                     array.provenance = Provenance(
-                        path, name, version, item.name, access, array.offset, array.nbytes, layout
+                        path, name, version, item.name, access, item.offset, item.nbytes, layout
                     )
                 if self._sources is not None:
                     self._sources.pop(item.name, None)
@@ -269,12 +271,18 @@ class Placement:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for pin in self._pins:
-            pin.release()
+        self._release()
         for copy in self._copies:
             let_go(copy.region)  # arrays that were put into the mapping keep its memory
         if self.pools is not None:
             self.pools.close()
+
+    def _release(self) -> None:
+        """Keep what is shared no longer."""
+        for span in self.spans.values():
+            span.allocations = ()  # which were managed: each claim goes with its object
+        for pin in self._pins:
+            pin.release()
 
 
 class Loaded:
@@ -298,6 +306,11 @@ class Loaded:
         memory = self._memory
         pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
         return Manifest(MANIFEST_VERSION, (memory,), self._arrays), pieces
+
+    @property
+    def is_to_be_asked_for(self) -> bool:
+        """Whether a refusal has to come before the seal: nobody else sees this memory, which goes if it is refused."""
+        return False
 
     def synchronize(self) -> None:
         """Wait for the work that fills the memory (S10)."""
@@ -323,8 +336,7 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
         found: tuple[Region, int] | None
         if isinstance(value, Array):
             source = None
-            dtype, shape, contiguous = value.dtype, value.shape, True
-            nbytes = nbytes_of(shape, dtype)
+            dtype, shape, nbytes, contiguous = value.dtype, value.shape, value.nbytes, True
             found = value.region, value.offset
         elif finder is not None:
             value, source, found = finder.find(value)
@@ -335,9 +347,9 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
             source = as_source(value)
             dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, source.contiguous
             found = find(source.address, nbytes if contiguous else 1)
+            as_shape(shape)
         # What no reader could name or shape is refused before anything is copied.
         dtype_name(dtype)
-        as_shape(shape)
     if found is None:
         return Item(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS)
     region, offset = found
@@ -373,7 +385,7 @@ def _why_not(region: Region, writable: bool, lends: bool) -> str:
         if writable and region.access is not Access.READ_WRITE:
             return "its owner lets nobody write to it, and writable=True was asked for"
         return ""
-    if region.is_frozen and writable:
+    if writable and region.is_frozen:
         return "its memory is read-only for good, and writable=True was asked for"
     if region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):
         return "its memory is another process's, which did not make it read-only"

@@ -13,7 +13,7 @@ from ..keeper.client import KeeperClient, PublishClaim
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry, encode_manifest
-from .keepers import as_notes, check_flag, connect
+from .keepers import as_notes, check_flags, connect
 from .mapping import sealed_copy, sealed_size
 from .placement import Loaded, Placement
 
@@ -117,16 +117,10 @@ def publish(
         mapped, a forked child, or a device that it is pinned for. A process that it was sent to has it mapped until
         that process ends, or closes its end of the channel. The error says what to do.
     """
+    client, notes = connect(keeper), as_notes(meta)
+    writable, consume, whole = check_flags(writable=writable, consume=consume, whole=whole)
     return publish_to(
-        connect(keeper),
-        name,
-        arrays,
-        meta=as_notes(meta),
-        writable=check_flag(writable, "writable"),
-        ttl=ttl,
-        consume=check_flag(consume, "consume"),
-        whole=check_flag(whole, "whole"),
-        close=True,
+        client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=consume, whole=whole, close=True
     )
 
 
@@ -201,18 +195,18 @@ def _publish(
     with contextlib.ExitStack() as made:
         manifest, segments = plan.manifest()
         inline = encode_manifest(manifest)
-        nbytes = sum(segment.size for segment in segments)
         extra = inline if len(inline) > MAX_MANIFEST else b""
         # What follows cannot be taken back (a seal) or costs a copy: whoever is refused, is refused before (I4).
-        client.offer(
-            name,
-            nbytes + (sealed_size(extra) if extra else 0),
-            handles=len(segments) + bool(extra),
-            writable=writable,
-            meta=meta,
-            ttl=ttl,
-            claim=claim,
-        )
+        if extra or plan.is_to_be_asked_for:
+            client.offer(
+                name,
+                sum([segment.size for segment in segments]) + (sealed_size(extra) if extra else 0),
+                handles=len(segments) + bool(extra),
+                writable=writable,
+                meta=meta,
+                ttl=ttl,
+                claim=claim,
+            )
         if isinstance(plan, Placement):
             plan.copy()
         plan.synchronize()

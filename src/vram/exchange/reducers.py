@@ -88,14 +88,14 @@ class _Loader:
 
 
 def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
-    from ..memory.foreign import ForeignRegion
     from .endpoint import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
 
     # What was attached is attached again by whoever gets it: then the keeper knows who holds what.
     # Not what was borrowed by handle: that cannot be attached by whoever comes, and says so below.
-    region = array.region
-    if array.provenance is not None and region.is_imported and not isinstance(region, ForeignRegion):
-        by_name = array.provenance.reduce(array)
+    if array.provenance is not None and array.region.is_imported:
+        from ..memory.foreign import ForeignRegion
+
+        by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
         if by_name is not None:
             return by_name
     return _rebuild, endpoint().write_down(array)

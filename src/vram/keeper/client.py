@@ -99,8 +99,8 @@ class KeeperClient(Looking):
             raise UsageError(
                 f"a manifest of {len(manifest)} bytes; {MAX_MANIFEST} is the most inside a message: pass manifest_fd"
             )
-        check_size(sum(segment.size for segment in segments))
-        devices = list(dict.fromkeys(segment.device for segment in segments))
+        check_size(sum([segment.size for segment in segments]))
+        devices = list(dict.fromkeys([segment.device for segment in segments]))
         index = {device: position for position, device in enumerate(devices)}
         pieces = [m.Piece(segment.size, int(segment.kind), index[segment.device]) for segment in segments]
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
@@ -113,9 +113,9 @@ class KeeperClient(Looking):
             manifest,
             manifest_fd is not None,
             writable,
-            check_meta(meta or {}),
-            check_ttl(ttl),
-            _number(claim),
+            check_meta(meta) if meta else {},
+            None if ttl is None else check_ttl(ttl),
+            0 if claim is None else _number(claim),
         )
         reply = self._ask(request, call, everything[:_PART])
         while isinstance(reply, m.Continue):
@@ -144,7 +144,15 @@ class KeeperClient(Looking):
         check_name(name)
         check_size(nbytes)
         call = next(self._calls)
-        request = m.Offer(call, name, nbytes, handles, check_meta(meta or {}), check_ttl(ttl), _number(claim))
+        request = m.Offer(
+            call,
+            name,
+            nbytes,
+            handles,
+            check_meta(meta) if meta else {},
+            None if ttl is None else check_ttl(ttl),
+            0 if claim is None else _number(claim),
+        )
         self._be(m.Done, self._ask(request, call))
 
     def abandon(self, claim: PublishClaim | int) -> None:
@@ -508,7 +516,7 @@ def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT
     found, _ = find_path(path)
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:
-        return _labelled(existing, label)
+        return _labelled(existing, label) if label else existing
     if _clients_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         raise BusyError(f"this thread is connecting to a keeper: what interrupted it cannot talk to {found} now")
     with _clients_lock:
@@ -561,8 +569,8 @@ def _hand_over(found: Attachment | PublishClaim) -> None:
         answer.owner = None
 
 
-def _number(claim: PublishClaim | int | None) -> int:
-    return claim.id if isinstance(claim, PublishClaim) else claim or 0
+def _number(claim: PublishClaim | int) -> int:
+    return claim.id if isinstance(claim, PublishClaim) else claim
 
 
 def own_label() -> str:

@@ -8,7 +8,7 @@ code, which it can leave locked. Who waits first hangs up a bell, then looks, th
 so in one call, then rings all bells. The locks for sending and for reading are entered by ``with``, or tried.
 
 A signal handler runs in the middle of whatever its thread does. It cannot have an answer while its own thread is the
-one that reads or sends, so a call inside a call of the same thread is refused (:meth:`Conversation._enter`).
+one that reads or sends, so a call inside a call of the same thread is refused (:meth:`Conversation._refuse_inside`).
 
 An interrupt costs no answer, of this thread's call or of another's: what was taken off the socket is delivered before
 the interrupt is passed on, and an :class:`Answer` that nobody makes anything of gives back what it grants (I12).
@@ -182,9 +182,12 @@ class Conversation:
     @property
     def is_usable(self) -> bool:
         """Whether this is the process that connected and, as far as is known, the keeper is still there."""
-        if self._pid != os.getpid() or self._failure is not None or self._channel.is_closed:
+        if self._pid != os.getpid() or self._failure is not None:
             return False
-        return not self._channel.is_hung_up()
+        try:
+            return not self._channel.is_hung_up()
+        except ClosedError:
+            return False
 
     def close(self) -> None:
         """End the connection; the keeper takes all its leases back. Idempotent."""
@@ -231,7 +234,8 @@ class Conversation:
         if self._pid != os.getpid():
             self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
         me = threading.get_ident()
-        self._enter(me)
+        if me in self._inside:
+            self._refuse_inside()
         deadline = None if timeout is None else time.monotonic() + timeout
         tray: deque[Answer] = deque()
         try:
@@ -274,10 +278,8 @@ class Conversation:
         with contextlib.suppress(VramError, OSError):
             self._converse(m.Cancel(number, call), number, (), _TAKE_BACK)
 
-    def _enter(self, me: int) -> None:
+    def _refuse_inside(self) -> None:
         """Refuse a call from a signal handler that interrupted a call of the same thread."""
-        if me not in self._inside:
-            return
         # An interrupt at the wrong moment may have left us in there: the stack has the truth.
         frame = sys._getframe(2)
         while frame is not None:
@@ -289,7 +291,8 @@ class Conversation:
             frame = frame.f_back  # type: ignore[assignment]
 
     def _send(self, payload: bytes, fds: Sequence[int]) -> None:
-        self._check()
+        if self._failure is not None:
+            raise self._failure_again()
         try:
             with self._sending:
                 if self._given_back:
@@ -305,21 +308,22 @@ class Conversation:
         held: list[bool] = []
         try:
             while True:
-                # Take the lock and remember it in one call, as in _flush.
-                held.extend(filter(None, map(self._reading.acquire, (False,))))
-                if held:
-                    return self._read_for_all(call, tray, deadline)
-                bell = threading.Lock()
-                bell.acquire()
-                self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
-                arrived = self._look(call, tray)
-                if arrived is not None:
-                    return arrived
-                left = _NAP if deadline is None else deadline - time.monotonic()
-                if left <= 0:
+                if not held:  # take the lock and remember it in one call, as in _flush
+                    held.extend(filter(None, map(self._reading.acquire, (False,))))
+                bell = None if held else self._hang_up_a_bell()  # before the look: what comes in between rings it
+                if tray:
+                    del self._expected[call]  # first, or the reader would put a second answer into it
+                    return tray.popleft()
+                if self._failure is not None:
+                    raise self._failure_again()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
                     raise self._silent()
+                if bell is None:
+                    self._read_one(left)
+                    continue
                 if self._reading.locked():
-                    bell.acquire(timeout=min(left, _NAP))
+                    bell.acquire(timeout=_NAP if left is None else min(left, _NAP))
                 with contextlib.suppress(ValueError):
                     self._bells.remove(bell)  # nobody rang
         finally:
@@ -327,15 +331,14 @@ class Conversation:
                 try:
                     self._reading.release()
                 finally:
-                    self._ring()
+                    if self._bells:
+                        self._ring()
 
-    def _look(self, call: int, tray: deque[Answer]) -> Answer | None:
-        if tray:
-            del self._expected[call]  # first, or the reader would put a second answer into it
-            return tray.popleft()
-        if self._failure is not None:
-            raise self._failure_again()
-        return None
+    def _hang_up_a_bell(self) -> threading.Lock:
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells.append(bell)
+        return bell
 
     def _ring(self) -> None:
         """Wake everybody who waits, to look again."""
@@ -345,45 +348,30 @@ class Conversation:
             except IndexError:  # another thread was quicker
                 return
 
-    def _read_for_all(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
-        while True:
-            arrived = self._look(call, tray)
-            if arrived is not None:
-                return arrived
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise self._silent()
-            self._read_one(left)
-
     def _read_one(self, timeout: float | None) -> None:
         """Read one message and give it to whom it is for. Called with the lock for reading."""
         if not self._come:
-            self._take_off(timeout)
-        if self._come:
+            lost: DescriptorsLostError | None = None
             try:
-                self._sort()
-            except BaseException:
-                if self._come:  # an interrupt: whoever the message is for may wait for it for ever
-                    self._sort()
-                raise
-
-    def _take_off(self, timeout: float | None) -> None:
-        """Take one message off the socket, to be delivered."""
-        lost: DescriptorsLostError | None = None
+                payload, fds = self._channel.take(timeout=timeout)
+            except WaitTimeoutError:
+                raise self._silent() from None
+            except ClosedError:
+                raise self._fail() from None
+            except DescriptorsLostError as error:  # a matter of one call, not of the connection
+                payload, fds, lost = error.payload, [], error
+            except PeerGoneError as error:
+                raise self._fail(error) from None
+            except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
+                self._unreadable(error)
+                return
+            self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
         try:
-            payload, fds = self._channel.take(timeout=timeout)
-        except WaitTimeoutError:
-            raise self._silent() from None
-        except ClosedError:
-            raise self._fail() from None
-        except DescriptorsLostError as error:  # a matter of one call, not of the connection
-            payload, fds, lost = error.payload, [], error
-        except PeerGoneError as error:
-            raise self._fail(error) from None
-        except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
-            self._unreadable(error)
-            return
-        self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
+            self._sort()
+        except BaseException:
+            if self._come:  # an interrupt: whoever the message is for may wait for it for ever
+                self._sort()
+            raise
 
     def _sort(self) -> None:
         """Deliver what was taken off the socket. After an interrupt it is called again, and finds the same answer."""
@@ -399,6 +387,8 @@ class Conversation:
                 del self._come[0]
                 self._unreadable(error)
                 return
+        if not answer.fds and not isinstance(answer.reply, (m.Attached, m.Claimed)):
+            answer.owner = None  # it grants nothing
         try:
             self._deliver(answer)
         except VramError:  # no interrupt: it is what the message says
@@ -426,7 +416,8 @@ class Conversation:
         whose = self._expected.get(number)
         if whose is not None:
             whose += (answer,)
-            self._ring()
+            if self._bells:
+                self._ring()
             # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
             if self._expected.get(number) is not whose:
                 left = _take(whose)
@@ -487,10 +478,6 @@ class Conversation:
                     self._sending.release()
 
     # -- inside: failing ------------------------------------------------------------------------------------------
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure_again()
-
     def _fail(self, error: VramError | None = None, *, said: bool = False) -> VramError:
         """The connection is of no use any more; say so to everybody, in the other side's words if it `said` why."""
         gone = error is None or (isinstance(error, PeerGoneError) and not said)

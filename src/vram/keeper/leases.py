@@ -75,15 +75,19 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
     """Read a lease; raises :class:`ProtocolError` unless its descriptors are as many as it says."""
     entry, fds = reply.entry, answer.fds
     total = len(entry.segments) + entry.manifest_fd
-    if len(fds) != total or any(piece.device >= len(entry.devices) for piece in entry.segments):
+    if len(fds) != total:
         raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
-    segments = tuple(Segment(piece.size, piece.kind, entry.devices[piece.device]) for piece in entry.segments)
+    segments = []
+    for piece in entry.segments:
+        if piece.device >= len(entry.devices):
+            raise ProtocolError(f"a lease came with memory on device {piece.device} of {len(entry.devices)}")
+        segments.append(Segment(piece.size, piece.kind, entry.devices[piece.device]))
     return Attachment(
         reply.lease,
         entry.name,
         entry.version,
         entry.owner,
-        segments,
+        tuple(segments),
         fds,
         entry.manifest,
         fds[0] if entry.manifest_fd else None,

@@ -41,7 +41,6 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     UsageError
         If it has more than the 107 bytes of a unix socket's path.
     """
-    check_platform()
     named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
     if named is not None and named.startswith("/"):
         return _checked(named), True
@@ -50,6 +49,7 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
 
 @functools.lru_cache(maxsize=64)  # asked for in every call that names its keeper, and mostly the same
 def _checked(path: str) -> str:
+    check_platform()
     found = os.path.abspath(path)
     check_path(found)
     return found

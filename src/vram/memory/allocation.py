@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
 from ..errors import UnsupportedError, UsageError
@@ -25,6 +25,7 @@ __all__ = [
     "create_memory",
     "is_sealed",
     "retain_memory",
+    "seal_memory",
 ]
 
 
@@ -306,7 +307,8 @@ class PhysicalAllocation(Owned):
         """
         handle = self.handle
         memory = self._memory
-        if checks.kinds(kind) not in memory.handle_kinds or not kind or kind == HandleKind.FABRIC:
+        has_one = kind is HandleKind.POSIX_FD or (checks.kinds(kind) and kind != HandleKind.FABRIC)
+        if not has_one or kind not in memory.handle_kinds:
             raise checks.not_exported(handle.label, kind, memory.handle_kinds)
         with memory.lock:
             fd = memory.exported.get(kind)
@@ -372,16 +374,14 @@ class PhysicalAllocation(Owned):
             If the driver's memory has no such thing.
         """
         handle = self.handle
-        driver = self._memory.driver
-        if not isinstance(driver, Sealing):
+        if not isinstance(self._memory.driver, Sealing):
             raise UnsupportedError(
                 f"sealing {handle.label}",
                 "a kernel that enforces it",
-                f"the {driver.name} driver, which cannot",
+                f"the {self._memory.driver.name} driver, which cannot",
                 "Map it with Access.READ where it must not be written; that is no security boundary",
             )
-        driver.mem_seal(self._memory.driver_handle)
-        self._memory.sealed = True
+        seal_memory(self._memory)
 
     @property
     def is_sealed(self) -> bool:
@@ -469,12 +469,20 @@ def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
 def _exported(memory: Memory, kind: HandleKind) -> Iterator[tuple[int, Handle]]:
     """Export; the descriptor is closed at the end of the block, unless its handle was made to be kept."""
     fds: list[int] = []
-    owner = own(f"exported descriptor of {memory.handle.label}", partial(close_all, fds))
+    of = memory.handle
+    owner = own(lambda: f"exported descriptor of {of.label}", partial(close_all, fds))
     try:
         fds.append(memory.driver.mem_export(memory.driver_handle, kind))
         yield fds[0], owner.handle
     finally:
         owner.release()
+
+
+def seal_memory(memory: Memory) -> None:
+    """Seal an open allocation of a driver that can."""
+    driver = cast("Sealing", memory.driver)
+    driver.mem_seal(memory.driver_handle)
+    memory.sealed = True
 
 
 def is_sealed(memory: Memory) -> bool:

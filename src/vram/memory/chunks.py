@@ -15,7 +15,7 @@ from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
 
-__all__ = ["Chunk", "Chunks", "maps_directly", "measure", "plan", "reserve", "touchable"]
+__all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
@@ -105,20 +105,16 @@ class Chunks:
 
         The driver is asked only where somebody could have done that behind our back: every growth comes by here.
         """
-        if not self.row:
-            return False
-        memory = self.row[-1].known
+        memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
     def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
-        if direct := maps_directly(driver):
-            new, right = direct.mem_map_new, self._at_once(access)
-
-            def put(address: int, nbytes: int) -> None:
-                new(address, nbytes, place, kinds, right, flags)
-
+        if _is_direct(type(driver)):
+            right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
+            new = cast("DirectMapping", driver).mem_map_new
+            put = partial(new, location=place, handle_kinds=kinds, access=right, flags=flags)
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
@@ -137,15 +133,18 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, opened = self.where.driver, []
-        direct, right = maps_directly(driver), self._at_once(access)
+        direct = cast("DirectMapping", driver) if _is_direct(type(driver)) else None
+        right = Access.NONE if self.where.workers else access  # as in make
         try:
             pieces = []
             for one in given:
                 if isinstance(one, Received):
                     if direct:
-                        pieces.append(
-                            Piece(one.nbytes, partial(_receive, direct, one, right, self.private, self.location))
-                        )
+                        put = partial(
+                            direct.mem_map_import, fd=one.fd, kind=one.handle_kinds, access=right,
+                            private=self.private, location=self.location,
+                        )  # fmt: skip
+                        pieces.append(Piece(one.nbytes, put))
                         continue
                     one = PhysicalAllocation.import_(driver, one.fd, one.nbytes, kind=one.handle_kinds)
                     opened.append(one)
@@ -162,14 +161,10 @@ class Chunks:
         for one in opened:
             one.close()  # the mappings keep it now
 
-    def _at_once(self, access: Access) -> Access:
-        """Return the right to map with. On a device none: it is given for a whole span in one call, to all users."""
-        return Access.NONE if self.where.workers else access
-
     def _append(self, pieces: Sequence[Piece], access: Access) -> None:
         """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""
         handle, where = self.handle, self.where
-        start = offset = self.mapped
+        start = offset = self.row[-1].stop if self.row else 0
         made: list[Claim] = []
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
@@ -274,20 +269,10 @@ def measure(
     return total, location or Location(driver.name)
 
 
-def maps_directly(driver: Driver) -> DirectMapping | None:
-    """Return the driver as one that maps memory in the call that makes or opens it, if it does."""
-    return cast("DirectMapping", driver) if _is_direct(type(driver)) else None
-
-
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
 def _is_direct(kind: type) -> bool:
+    """Whether drivers of a class map memory in the call that makes or opens it."""
     return issubclass(kind, DirectMapping)
-
-
-def _receive(
-    driver: DirectMapping, one: Received, access: Access, private: bool, place: Location, address: int, nbytes: int
-) -> None:
-    driver.mem_map_import(address, nbytes, one.fd, one.handle_kinds, access, private=private, location=place)
 
 
 def users(driver: Driver, given: Iterable[Location | str]) -> tuple[Location, ...]:

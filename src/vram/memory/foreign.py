@@ -79,7 +79,8 @@ class ForeignRegion(Region):
         """Make a region of allocations that `claim` keeps; it takes the claim over."""
         first, last = infos[0], infos[-1]
         nbytes = last.base + last.nbytes - first.base
-        where = AddressRange(driver, first.base, nbytes, claim.handle)
+        where = AddressRange(driver, nbytes, first.base)
+        where.handle = claim.handle
         held = Chunks(where, claim.handle, first.location, users=() if user is None else (user,))
         row = []
         for info in infos:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Final
 
 from ..driver.protocol import Driver, Sealing
 from ..errors import RangeError, UsageError
@@ -17,11 +18,28 @@ __all__ = ["MappedRegion"]
 
 
 class MappedRegion(Owned):
-    """What :class:`~vram.memory.Region` is before anything changes its size: not made on its own."""
+    """What :class:`~vram.memory.Region` is before anything changes its size: not made on its own.
+
+    Attributes
+    ----------
+    driver : Driver
+        The driver of its memory.
+    location : Location
+        Where its memory lives.
+    users : tuple of Location
+        Who may access its memory: the place that works on it first. The memory's own location, unless told.
+    address : int
+        Where it begins; the same for as long as it lives.
+    capacity : int
+        The ceiling, in bytes: a multiple of the granularity.
+    is_private : bool
+        Whether what is written here is seen here only.
+    """
 
     __slots__ = (
         "_access", "_changing_lock", "_chunks", "_exact", "_flags", "_frozen", "_granularity", "_imported", "_kinds",
         "_least", "_nbytes", "_reached", "_shown_full", "_size_lock", "_warn_on_leak",
+        "address", "capacity", "driver", "is_private", "location", "users",
     )  # fmt: skip
 
     # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
@@ -42,6 +60,13 @@ class MappedRegion(Owned):
         imported: bool = False,
         managed: bool = False,
     ) -> None:
+        where = mapped.where
+        self.driver: Final[Driver] = where.driver
+        self.location: Final[Location] = mapped.location
+        self.users: Final[tuple[Location, ...]] = mapped.users
+        self.address: Final[int] = where.address
+        self.capacity: Final[int] = where.nbytes
+        self.is_private: Final[bool] = mapped.private
         self._chunks = mapped
         self._access = access
         self._granularity = granularity
@@ -60,31 +85,6 @@ class MappedRegion(Owned):
         self._claim = claim
 
     # -- what it is ---------------------------------------------------------------------------------------------
-    @property
-    def driver(self) -> Driver:
-        """The driver of its memory."""
-        return self._chunks.where.driver
-
-    @property
-    def location(self) -> Location:
-        """Where its memory lives."""
-        return self._chunks.location
-
-    @property
-    def users(self) -> tuple[Location, ...]:
-        """Who may access its memory: the place that works on it first. The memory's own location, unless told."""
-        return self._chunks.users
-
-    @property
-    def address(self) -> int:
-        """Where it begins; the same for as long as it lives."""
-        return self._chunks.where.address
-
-    @property
-    def capacity(self) -> int:
-        """The ceiling, in bytes: a multiple of the granularity."""
-        return self._chunks.where.nbytes
-
     @property
     def nbytes(self) -> int:
         """The size, in bytes."""
@@ -114,11 +114,6 @@ class MappedRegion(Owned):
         return self._access
 
     @property
-    def is_private(self) -> bool:
-        """Whether what is written here is seen here only."""
-        return self._chunks.private
-
-    @property
     def is_imported(self) -> bool:
         """Whether its memory was made elsewhere, so that only its owner can make it grow."""
         return self._imported
@@ -133,6 +128,8 @@ class MappedRegion(Owned):
         row = self._chunks.row
         if not row or not isinstance(self.driver, Sealing):
             return self._frozen
+        if not self._imported and None in [chunk.known for chunk in row]:
+            return False  # what was made here, and that nobody ever wanted to have, nobody can have sealed
         return all(is_sealed(chunk.memory) for chunk in row)
 
     @property
@@ -142,7 +139,7 @@ class MappedRegion(Owned):
         New memory is zero; what an earlier, larger size left, or a view of the whole capacity wrote, is not. Of memory
         that was made elsewhere nothing is known.
         """
-        size, end = self._nbytes, self.mapped
+        size, end = self._nbytes, self._chunks.mapped
         known = end if self._imported or self._shown_full else min(self._reached, end)
         return size, max(size, known)
 
@@ -168,7 +165,7 @@ class MappedRegion(Owned):
             size = size.split()[0]
         row = self._chunks.row
         flags = {
-            "private": self._chunks.private,
+            "private": self.is_private,
             "imported": self._imported,
             "frozen": self._frozen,
             "shared": any(chunk.known is not None and chunk.known.has_left for chunk in row),
@@ -180,7 +177,7 @@ class MappedRegion(Owned):
 
     def synchronize(self) -> None:
         """Return when the work is done that devices have under way on its memory. On the host there is none."""
-        for place in self._chunks.users:
+        for place in self.users:
             self.driver.synchronize(place)
 
     # -- who looks at it ----------------------------------------------------------------------------------------
@@ -217,7 +214,7 @@ class MappedRegion(Owned):
                 )
             self._shown_full = self._shown_full or full
             span = Span(start, stop, holder)
-            return Pin(handle.claim(holder, span), span, keeps)
+            return Pin(handle, handle.claim(holder, span), span, keeps)
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""
@@ -248,5 +245,5 @@ class MappedRegion(Owned):
             if not 0 <= start <= stop <= self._nbytes:
                 raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
             found = [c for c in self._chunks.row if c.start < stop and start < c.stop and start < stop]
-            held = tuple(PhysicalAllocation.of(chunk.memory) for chunk in found)
-            return held, start - found[0].start if found else 0
+            held = [PhysicalAllocation.of(chunk.memory) for chunk in found]
+            return tuple(held), start - found[0].start if found else 0

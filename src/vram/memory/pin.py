@@ -36,17 +36,25 @@ class Pin:
 
     Attributes
     ----------
+    handle : Handle
+        The region's.
     keeps : object
         Anything else that has to live as long as this pin and those taken from it, such as the owner of memory that
         is not ours.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_span", "keeps")
+    __slots__ = ("__weakref__", "_claim", "_span", "handle", "keeps")
 
-    def __init__(self, claim: Claim, span: Span, keeps: object = None) -> None:
+    def __init__(self, handle: Handle, claim: Claim, span: Span, keeps: object = None) -> None:
+        self.handle = handle
         self._claim = claim
         self._span = span
         self.keeps = keeps
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it was given up."""
+        return self._claim.is_released
 
     @property
     def start(self) -> int:
@@ -57,16 +65,6 @@ class Pin:
     def stop(self) -> int:
         """Offset in the region where it ends, in bytes."""
         return self._span.stop
-
-    @property
-    def handle(self) -> Handle:
-        """The region's handle."""
-        return self._claim.handle
-
-    @property
-    def is_released(self) -> bool:
-        """Whether it was given up."""
-        return self._claim.is_released
 
     def again(self, start: int, stop: int, holder: str = "pin") -> Pin:
         """Take another pin within this one's span; it works after the region object was closed too.
@@ -89,7 +87,7 @@ class Pin:
         if not mine.start <= start <= stop <= mine.stop:
             raise RangeError(f"bytes {start} to {stop} are not within the pinned bytes {mine.start} to {mine.stop}")
         span = Span(start, stop, holder)
-        pin = Pin(self._claim.handle.claim(holder, span), span, self.keeps)
+        pin = Pin(self.handle, self.handle.claim(holder, span), span, self.keeps)
         if not mine.is_live:  # looked at last: from here on a shrink sees the new span, whatever becomes of this one
             pin.release()
             raise ClosedError(f"the pin of {mine.holder} [{mine.start}:{mine.stop}] was released")
@@ -107,7 +105,7 @@ class Pin:
 
     def release(self) -> None:
         """Give it up. Idempotent; never waits, never raises."""
-        self._span.is_live = False
+        self._span.is_live = False  # first: the claim may wait in a queue
         self._claim.release()
         self.keeps = None
 

@@ -11,7 +11,7 @@ from ..errors import BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Handle, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received
+from .allocation import PhysicalAllocation, Received, seal_memory
 from .chunks import Chunks
 from .mapped import MappedRegion
 from .pin import Span
@@ -103,9 +103,9 @@ class Region(MappedRegion):
             raise UsageError(f"chunk is 0; the least is one granule of {granularity} bytes")
         if first > ceiling:
             raise CapacityError(f"nbytes {first} is past the capacity of {ceiling} bytes; ask for more capacity")
-        if checks.flag(populate, "populate"):
+        if populate is not False and checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
-        whose = chunks.users(driver, users)
+        whose = chunks.users(driver, users) if users else ()
         where, claim = chunks.reserve(driver, ceiling, place, ())
         region = cls(
             claim,
@@ -116,7 +116,7 @@ class Region(MappedRegion):
             flags=meant,
             least=round_up(share, granularity),
             exact=chunk is not None,
-            managed=checks.flag(managed, "managed"),
+            managed=managed is True or checks.flag(managed, "managed"),
         )
         if first:
             try:
@@ -193,7 +193,7 @@ class Region(MappedRegion):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        needed, whose = tuple(depends), chunks.users(driver, users)
+        needed, whose = tuple(depends), chunks.users(driver, users) if users else ()
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
         mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
         region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
@@ -391,17 +391,20 @@ class Region(MappedRegion):
             If the region is private.
         """
         with self._alone():
-            self.handle  # noqa: B018  (as in _grow)
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
-            if not (sealing := isinstance(self.driver, Sealing)):
-                self._chunks.protect(min(self._access, Access.READ))
-            for chunk in self._chunks.row if sealing else ():
-                PhysicalAllocation.of(chunk.memory, "freeze").seal()
-                self._frozen = True
-                self._access = min(self._access, Access.READ)
-            self._frozen = True
-            self._access = min(self._access, Access.READ)
+            using = self.handle.claim("freeze")  # another thread may close this object meanwhile
+            try:
+                right = min(self._access, Access.READ)
+                if isinstance(self.driver, Sealing):
+                    for chunk in self._chunks.row:
+                        seal_memory(chunk.memory)
+                        self._frozen, self._access = True, right
+                else:
+                    self._chunks.protect(right)
+                self._frozen, self._access = True, right
+            finally:
+                using.release()
 
     # -- how ----------------------------------------------------------------------------------------------------
     def _alone(self) -> threading.RLock:
@@ -432,7 +435,7 @@ class Region(MappedRegion):
                 f"with more and copy, or ask for more from the start: it costs addresses only"
             )
         mapped = self._chunks
-        if self._frozen or mapped.ends_sealed:
+        if self._frozen or (mapped.row and mapped.ends_sealed):
             raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
         present = mapped.mapped
         reached = max(self._reached, nbytes)

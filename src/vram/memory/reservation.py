@@ -27,19 +27,32 @@ class AddressRange:
     `spans` holds what is mapped: offset to size. An undo removes its own entry without a lock (one dictionary
     operation); an undo that failed leaves it, so that nothing is ever mapped over what could not be unmapped.
     `workers` are the devices that may have work under way on what is mapped: it is waited for before an unmap.
+    It is the undo of its own reservation; `handle` is set by whoever makes it.
     """
 
-    __slots__ = ("address", "driver", "handle", "lock", "nbytes", "spans", "top", "workers")
+    __slots__ = ("address", "driver", "handle", "is_reserved", "lock", "nbytes", "spans", "top", "workers")
 
-    def __init__(self, driver: Driver, address: int, nbytes: int, handle: Handle) -> None:
+    handle: Handle
+
+    def __init__(self, driver: Driver, nbytes: int, address: int = 0) -> None:
         self.driver = driver
         self.address = address
         self.nbytes = nbytes
-        self.handle = handle
+        self.is_reserved = False  # by us, and not freed: an undo that was interrupted is called again
         self.spans: dict[int, int] = {}
         self.workers: tuple[Location, ...] = ()
         self.top = 0  # nothing was ever mapped at or above this offset
         self.lock = threading.Lock()
+
+    def describe(self) -> str:
+        """What the handle is called."""
+        where = f" at {self.address:#x}" if self.address else ""
+        return f"reservation of {format_size(self.nbytes)}{where}"
+
+    def __call__(self) -> None:
+        if self.is_reserved:
+            self.driver.address_free(self.address, self.nbytes)
+            self.is_reserved = False
 
     def book(self, undo: Unmap) -> None:
         """Write down a span that is about to be mapped."""
@@ -120,37 +133,17 @@ class AddressReservation(Owned):
 
 def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: int = 0) -> tuple[AddressRange, Claim]:
     """Reserve addresses, from arguments that were checked, and return them with the first claim on them."""
-    free = Free(driver, nbytes)
-    claim = own(free.describe, free)
+    where = AddressRange(driver, nbytes)
+    claim = own(where.describe, where)
+    where.handle = claim.handle
     try:
-        free.address = found = driver.address_reserve(nbytes, alignment=alignment, address=address)
+        where.address = driver.address_reserve(nbytes, alignment=alignment, address=address)
+        where.is_reserved = True
     except BaseException as error:
         with unwinding(error):
             claim.release()
         raise
-    return AddressRange(driver, found, nbytes, claim.handle), claim
-
-
-class Free:
-    """The undo of one reservation. Internal to this room."""
-
-    __slots__ = ("address", "driver", "is_freed", "nbytes")
-
-    def __init__(self, driver: Driver, nbytes: int) -> None:
-        self.driver = driver
-        self.nbytes = nbytes
-        self.address: int | None = None
-        self.is_freed = False  # an undo that was interrupted is called again
-
-    def describe(self) -> str:
-        """What the handle is called."""
-        where = "" if self.address is None else f" at {self.address:#x}"
-        return f"reservation of {format_size(self.nbytes)}{where}"
-
-    def __call__(self) -> None:
-        if self.address is not None and not self.is_freed:
-            self.driver.address_free(self.address, self.nbytes)
-            self.is_freed = True
+    return where, claim
 
 
 class Unmap:
@@ -175,6 +168,7 @@ class Unmap:
 
     def __call__(self) -> None:
         where = self.where
+        is_over = True
         try:
             if self.is_mapped:
                 if where.workers and not self.is_idle:
@@ -189,15 +183,11 @@ class Unmap:
                 where.spans.pop(self.offset, None)
         except BaseException as error:
             if not isinstance(error, Exception):
-                self.is_sure = False  # it is called again, and may find nothing left to do
-                raise
-            self._ran()
+                is_over = self.is_sure = False  # it is called again, and may find nothing left to do
             raise
-        self._ran()
-
-    def _ran(self) -> None:
-        if self._done.locked():  # an undo that failed may be called again
-            self._done.release()
+        finally:
+            if is_over and self._done.locked():  # an undo that failed may be called again
+                self._done.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""

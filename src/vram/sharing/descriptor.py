@@ -78,7 +78,7 @@ class MemoryDescriptor(Struct, frozen=True, array_like=True):
 
     def check(self) -> None:
         """Raise :class:`~vram.errors.ProtocolError` unless the numbers agree with each other."""
-        mapped = sum(segment.nbytes for segment in self.segments)
+        mapped = sum([segment.nbytes for segment in self.segments])
         if self.offset + self.nbytes > mapped:
             raise ProtocolError(
                 f"descriptor names bytes {self.offset} to {self.offset + self.nbytes} of {mapped} in "
@@ -141,7 +141,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
         """How many file descriptors come with it: one for each segment that has one, then one for each pool."""
         opened = {entry.memory for entry in self.handles}
         return self.pools + sum(
-            len(memory.segments) for number, memory in enumerate(self.memories) if number not in opened
+            [len(memory.segments) for number, memory in enumerate(self.memories) if number not in opened]
         )
 
 
@@ -214,27 +214,28 @@ def encode_manifest(manifest: Manifest) -> bytes:
     UsageError
         If it holds more than the format allows.
     """
-    segments = sum(len(memory.segments) for memory in manifest.memories)
+    segments = sum([len(memory.segments) for memory in manifest.memories])
     if segments > MAX_SEGMENTS:
         raise UsageError(f"{segments} segments in one version; at most {MAX_SEGMENTS} can be shared together")
     opened = {entry.memory for entry in manifest.handles}
     nbytes = sum(
-        segment.nbytes
-        for number, memory in enumerate(manifest.memories)
-        if number not in opened
-        for segment in memory.segments
+        [
+            segment.nbytes
+            for number, memory in enumerate(manifest.memories)
+            if number not in opened
+            for segment in memory.segments
+        ]
     )
-    if len(manifest.arrays) > most_arrays(nbytes):
+    if len(manifest.arrays) > (most := most_arrays(nbytes)):
         raise UsageError(
-            f"{len(manifest.arrays)} arrays in one version of {nbytes} bytes; at most {most_arrays(nbytes)} can be: "
-            f"publish several"
+            f"{len(manifest.arrays)} arrays in one version of {nbytes} bytes; at most {most} can be: publish several"
         )
     for name in manifest.arrays:
         check_array_name(name)
     data = _encoder.encode(manifest)
-    if len(data) > most_manifest(nbytes):
+    if len(data) > (longest := min(MAX_MANIFEST, WORDS_PER_ARRAY * most)):
         raise UsageError(
-            f"a manifest of {len(data)} bytes for {nbytes} bytes of memory; at most {most_manifest(nbytes)} are read: "
+            f"a manifest of {len(data)} bytes for {nbytes} bytes of memory; at most {longest} are read: "
             f"publish several versions, or give shorter names"
         )
     return data
@@ -253,18 +254,19 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
     ProtocolError
         If it is not one, speaks of another version, or contradicts itself.
     """
-    longest = MAX_MANIFEST if nbytes is None else most_manifest(nbytes)
+    most = MAX_ARRAYS if nbytes is None else most_arrays(nbytes)
+    longest = MAX_MANIFEST if nbytes is None else min(MAX_MANIFEST, WORDS_PER_ARRAY * most)
     if len(data) > longest:
         raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read")
     try:
         if len(data) > _SMALL:
-            _count(_outline_decoder.decode(data), MAX_ARRAYS if nbytes is None else most_arrays(nbytes))
+            _count(_outline_decoder.decode(data), most)
         manifest = _decoder.decode(data)
     except _UNREADABLE as error:
         raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error!s:.200}") from None
     if manifest.version != MANIFEST_VERSION:
         raise ProtocolError(f"manifest version {manifest.version}; this library reads {MANIFEST_VERSION}")
-    _check_segments(sum(len(memory.segments) for memory in manifest.memories))
+    _check_segments(sum([len(memory.segments) for memory in manifest.memories]))
     for memory in manifest.memories:
         memory.check()
     _check_handles(manifest)
