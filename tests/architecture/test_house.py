@@ -9,6 +9,7 @@ from .house import ROOT
 LONG = {
     "vram/arrays/array.py": "one class: its memory, its size and its parts, each checked against the other two",
     "vram/cli/demo.py": "one story, act by act, with the children that play it and the props",
+    "vram/memory/foreign.py": "whose memory a pointer is, of every kind: each is told from the others by what it lacks",
     "vram/exchange/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/driver/books.py": "one set of books for both drivers; why each step needs no lock is only seen in one place",
     "vram/driver/cuda/memory.py": "the other driver's: what each call leaves when it is refused or interrupted",

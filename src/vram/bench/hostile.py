@@ -312,11 +312,11 @@ def _publish_to_many(pipe: Connection, path: str, waiting: int) -> None:
         for first in range(0, waiting, _WAITING):
             channel = stage.enter_context(contextlib.closing(_connect(path)))
             for call in range(1, min(_WAITING, waiting - first) + 1):
-                wanted = m.Attach(call, "waited for", expect={"is": f"not {first + call}"}, wait=None, claim=True)
+                wanted = m.Attach(call, "waited-for", expect={"is": f"not {first + call}"}, wait=None, claim=True)
                 channel.send(m.encode(wanted), timeout=DEADLINE)
 
         def attack() -> None:
-            client.publish("waited for", [Segment(_LITTLE, HandleKind.POSIX_FD, "host")], [memory], meta={"is": "this"})
+            client.publish("waited-for", [Segment(_LITTLE, HandleKind.POSIX_FD, "host")], [memory], meta={"is": "this"})
 
         _turns(pipe, attack)
 
