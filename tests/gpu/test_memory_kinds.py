@@ -81,7 +81,8 @@ def test_such_memory_is_mapped_shared_and_opened_again(
             with PhysicalAllocation.import_(cuda, memory.export(), granule) as there:
                 with MemoryMapping.map(mapped, granule, there) as again:
                     assert load(cuda, again.address + granule - 3, 3) == b"\7\7\7"
-                assert there.flags == flag, "of imported memory other flags are told: the stand-in guesses wrong"
+                # As one H200 answered: of imported memory it is not told that it is for RDMA.
+                assert there.flags == flag & ~AllocationFlags.GPU_DIRECT_RDMA
 
 
 def test_memory_for_rdma_says_so_at_its_address(cuda: Any, granule: int, mapped: AddressReservation) -> None:

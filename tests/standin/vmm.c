@@ -443,7 +443,7 @@ static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd, bool fabric
         memory->prop.location.type = CU_MEM_LOCATION_TYPE_INVISIBLE;
         memory->prop.location.id = CU_DEVICE_INVALID;
     }
-    set_alloc_flags(&memory->prop, label.flags); // our guess: told of imported memory, too
+    set_alloc_flags(&memory->prop, label.flags & ~0x100u); // measured: told of imported memory, too, but for RDMA
     *out = memory_handle(memory);
     return CUDA_SUCCESS;
 }
