@@ -19,7 +19,17 @@ from types import FrameType
 
 import vram
 
-__all__ = ["MEMORY", "Point", "chosen", "in_a_finalizer", "interrupt", "points", "room", "signals"]
+__all__ = [
+    "MEMORY",
+    "Point",
+    "chosen",
+    "in_a_finalizer",
+    "interrupt",
+    "interrupt_finalizers",
+    "points",
+    "room",
+    "signals",
+]
 
 Point = tuple[str, int, str, str]  # file, line, event, and what was called
 _LIBRARY = os.path.dirname(vram.__file__)
@@ -50,11 +60,13 @@ def in_a_finalizer(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _is_here(frame: FrameType, event: str, rooms: tuple[str, ...], returns: bool) -> bool:
+def _is_here(frame: FrameType, event: str, rooms: tuple[str, ...], returns: bool, *, finalizers: bool = False) -> bool:
     if event not in ("call", "c_return") and not (event == "return" and returns and not _is_called_by_name(frame)):
         return False
     if not frame.f_code.co_filename.startswith(rooms):
         return False
+    if finalizers:
+        return in_a_finalizer(frame)
     # A generator is also "called" when it is dropped half done, where Python does not ask.
     return frame.f_code.co_name != "<genexpr>" and not in_a_finalizer(frame)
 
@@ -62,6 +74,32 @@ def _is_here(frame: FrameType, event: str, rooms: tuple[str, ...], returns: bool
 def _is_called_by_name(frame: FrameType) -> bool:
     """Whether a function of Python has called this one, as it seems: then Python does not ask when it returns."""
     return frame.f_back is not None and frame.f_code.co_name in frame.f_back.f_code.co_names
+
+
+def interrupt_finalizers(nth: int, act: Callable[[], object], rooms: tuple[str, ...] = MEMORY) -> bool:
+    """Run `act`, with an interrupt at the Nth point within finalizers, the line where each begins included.
+
+    Python prints such an interrupt, and drops what is left of the finalizer; here it is not printed.
+    """
+    left = nth
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        if _is_here(frame, event, rooms, returns=False, finalizers=True):
+            left -= 1
+            if not left:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    before, hook = sys.getprofile(), sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None
+    sys.setprofile(profile)
+    try:
+        act()
+    finally:
+        sys.setprofile(before)
+        sys.unraisablehook = hook
+    return left <= 0
 
 
 def interrupt(nth: int, act: Callable[[], object], rooms: tuple[str, ...] = MEMORY, *, returns: bool = True) -> bool:

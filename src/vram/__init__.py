@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from .memory import Region as Region
     from .sharing.legacy_ipc import IpcMemHandle as IpcMemHandle
     from .spec import Access as Access
+    from .spec import AllocationFlags as AllocationFlags
     from .spec import AllocationSpec as AllocationSpec
     from .spec import HandleKind as HandleKind
     from .spec import Location as Location
@@ -106,7 +107,7 @@ _HOMES = {
     "keeper.session": "Keeper",
     "memory": "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool Region",
     "sharing.legacy_ipc": "IpcMemHandle",
-    "spec": "Access AllocationSpec HandleKind Location",
+    "spec": "Access AllocationFlags AllocationSpec HandleKind Location",
     "transports": "transports=",
 }
 _EXPORTS = {

@@ -125,7 +125,7 @@ class Handle:
         if self._state != _OPEN:
             raise ClosedError(f"{self.label} is closed")
 
-    def claim(self, holder: object, tag: object = None, made: Claim | None = None) -> Claim:
+    def claim(self, holder: object, tag: object = None) -> Claim:
         """Take a claim.
 
         Parameters
@@ -134,8 +134,6 @@ class Handle:
             Who holds on, as :class:`BusyError` will name it: by what ``str()`` says of it at that time.
         tag : object
             Anything the owner of the handle wants to find again in :meth:`tags`.
-        made : Claim, optional
-            One that was made for this handle and is none yet, of a class that knows more.
 
         Raises
         ------
@@ -143,7 +141,7 @@ class Handle:
             If there is nothing left to hold on to.
         """
         serial = next(_serials)
-        claim = Claim.__new__(Claim) if made is None else made
+        claim = Claim.__new__(Claim)
         claim.handle, claim._serial = self, _RELEASED
         try:
             with _lock:

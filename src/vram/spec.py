@@ -11,6 +11,7 @@ from .errors import UsageError
 
 __all__ = [
     "Access",
+    "AllocationFlags",
     "AllocationSpec",
     "HandleKind",
     "Location",
@@ -56,6 +57,32 @@ class HandleKind(enum.IntFlag):
     FABRIC = 8
     LEGACY_IPC = 1 << 16
     POOL = 1 << 17
+
+
+class AllocationFlags(enum.IntFlag):
+    """What memory of a GPU is meant for, said when it is made; a mask where there are several.
+
+    The values are the bytes of ``CUmemAllocationProp::allocFlags`` (CUDA Driver API, "Data types used by CUDA driver",
+    ``CUmemAllocationProp``): the type of compression, whether it is for GPUDirect RDMA, and the usage mask.
+
+    Attributes
+    ----------
+    COMPRESSIBLE
+        The GPU may keep it compressed. The driver may decline without an error: what was granted is among the
+        properties of the memory. It may not be mappable on every GPU.
+    GPU_DIRECT_RDMA
+        Other devices, such as network cards, will read and write it on their own.
+    TILE_POOL
+        It backs sparse CUDA arrays, and nothing else.
+    HW_DECOMPRESS
+        The hardware's decompression works on it (CUDA 12.8 on).
+    """
+
+    NONE = 0
+    COMPRESSIBLE = 1
+    GPU_DIRECT_RDMA = 1 << 8
+    TILE_POOL = 1 << 16
+    HW_DECOMPRESS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +143,24 @@ def _meant(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllocationSpec:
-    """What to ask a driver for: a size in bytes, a place, and how it must be able to leave the process."""
+    """What to ask a driver for; :meth:`PhysicalAllocation.create <vram.PhysicalAllocation.create>` takes one.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes, a positive multiple of the granularity of such memory.
+    location : Location
+        Where the memory lives.
+    handle_kinds : HandleKind
+        How it must be able to leave the process; this cannot be chosen later.
+    flags : AllocationFlags
+        What it is meant for. Memory of the host takes none.
+    """
 
     nbytes: int
     location: Location = HOST
     handle_kinds: HandleKind = HandleKind.POSIX_FD
+    flags: AllocationFlags = AllocationFlags.NONE
 
 
 def parse_size(size: int | str, *, what: str = "size") -> int:

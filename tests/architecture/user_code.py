@@ -72,6 +72,7 @@ USES = {
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
     "Access": "right: vram.Access = vram.Access.READ_WRITE",
     "AllocationSpec": "spec = vram.AllocationSpec(1 << 20, vram.Location('host'), vram.HandleKind.POSIX_FD)",
+    "AllocationFlags": "flags = vram.AllocationFlags.COMPRESSIBLE | vram.AllocationFlags.GPU_DIRECT_RDMA",
     "HandleKind": "kinds: vram.HandleKind = vram.HandleKind.POSIX_FD | vram.HandleKind.FABRIC",
     "Location": "place: vram.Location = vram.Location.parse('cuda:0')",
     "AddressReservation": "def base(reservation: vram.AddressReservation) -> int:\n    return reservation.address",

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+import standin
 from vram import driver as drivers
 from vram.driver.protocol import Driver
 from vram.spec import Location
 from vram.testing.driver import DriverContract
+from vram.testing.driver_fabric import FabricRules
 
 
 class CudaContract(DriverContract):
     offers = frozenset(
-        {"DirectMapping", "Foreign", "InterprocessEvents", "LegacyIpc", "Multicast", "Pools", "StreamOrdered"}
+        {
+            "DirectMapping",
+            "Fabric",
+            "Foreign",
+            "InterprocessEvents",
+            "LegacyIpc",
+            "Multicast",
+            "NativeHandles",
+            "Pools",
+            "StreamOrdered",
+        }
     )
 
     @pytest.fixture
@@ -27,6 +41,26 @@ class CudaContract(DriverContract):
 @pytest.mark.standin
 class TestOnTheStandin(CudaContract):
     pass
+
+
+@pytest.mark.standin
+class TestWhereTheFabricWorks(FabricRules):
+    offers = CudaContract.offers
+
+    @pytest.fixture(autouse=True)
+    def works(self) -> Iterator[None]:
+        control = standin.Standin()
+        control.fabric()
+        yield
+        control.fabric(False)
+
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return drivers.get(Location("cuda"))
+
+    @pytest.fixture
+    def location(self) -> Location:
+        return Location("cuda", 0)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region", "vram.testing.shared_region")
+pytest.register_assert_rewrite(
+    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.shared_region"
+)
 
 from vram import driver as drivers  # noqa: E402
 from vram.driver.protocol import Driver  # noqa: E402
@@ -14,7 +16,17 @@ from vram.testing.memory import MemoryContract  # noqa: E402
 
 class CudaMemory(MemoryContract):
     offers = frozenset(
-        {"DirectMapping", "Foreign", "InterprocessEvents", "LegacyIpc", "Multicast", "Pools", "StreamOrdered"}
+        {
+            "DirectMapping",
+            "Fabric",
+            "Foreign",
+            "InterprocessEvents",
+            "LegacyIpc",
+            "Multicast",
+            "NativeHandles",
+            "Pools",
+            "StreamOrdered",
+        }
     )
 
     @pytest.fixture

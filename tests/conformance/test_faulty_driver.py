@@ -16,7 +16,9 @@ class PlainDriver:
     def __init__(self) -> None:
         self._host = HostDriver()
         for method in dir(HostDriver):
-            if method.startswith(("address_", "canonical", "device_", "copy", "fill", "live", "synchronize", "mem_")):
+            if method.startswith(
+                ("address_", "canonical", "device_", "copy", "fill", "live", "support", "synchronize", "mem_")
+            ):
                 setattr(self, method, getattr(self._host, method))
         del self.mem_map_private, self.mem_map_new, self.mem_map_import
         del self.mem_seal, self.mem_is_sealed, self.mem_identity

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("vram.testing.memory", "vram.testing.region", "vram.testing.shared_region")
+pytest.register_assert_rewrite(
+    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.shared_region"
+)
 
 from vram.driver.host import HostDriver  # noqa: E402
 from vram.driver.protocol import DirectMapping, Driver  # noqa: E402

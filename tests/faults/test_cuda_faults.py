@@ -25,7 +25,7 @@ from vram.arrays.cuda import copy_rows, of_array
 from vram.driver.cuda import CudaDriver
 from vram.errors import DriverError, OutOfMemoryError, ProtocolError, ReleaseWarning, UnsupportedError, VramError
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
-from vram.spec import Access, HandleKind, Location
+from vram.spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
 
 pytestmark = pytest.mark.standin
 G = 2 << 20
@@ -145,9 +145,32 @@ def other_gpu(s: Scene) -> None:
         copy_rows(there.region, 0, of_array(s.array[:4]))
 
 
+def by_the_fabric(s: Scene) -> None:
+    control = standin.Standin()
+    control.fabric()
+    try:
+        s.keep(PhysicalAllocation.create(s.driver, G, HERE, handle_kinds=HandleKind.FABRIC))
+        s.keep(PhysicalAllocation.import_fabric(s.driver, s.made[-1].export_fabric(), G, HERE))
+    except BaseException:
+        while s.made:
+            s.made.pop().close()
+        raise
+    finally:
+        control.fabric(False)
+
+
 OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "a driver": lambda s: CudaDriver(),
     "create an allocation": lambda s: s.keep(PhysicalAllocation.create(s.driver, 2 * G, HERE)),
+    "create for RDMA": lambda s: s.keep(
+        PhysicalAllocation.create(s.driver, AllocationSpec(G, HERE, flags=AllocationFlags.GPU_DIRECT_RDMA))
+    ),
+    "grow for RDMA": lambda s: s.keep(
+        Region.create(s.driver, HERE, capacity=2 * G, nbytes=2 * G, chunk=G, flags=AllocationFlags.GPU_DIRECT_RDMA)
+    ),
+    "export and import by the fabric": by_the_fabric,
+    "properties": lambda s: s.allocation.properties(),
+    "rights": lambda s: (s.mapping.get_access(THERE), s.region.get_access(THERE)),
     "create on the host": lambda s: s.keep(PhysicalAllocation.create(s.driver, G, "cuda:numa:0")),
     "import an allocation": lambda s: s.keep(PhysicalAllocation.import_(s.driver, s.exported.export(), G)),
     "export": lambda s: s.allocation.export(),

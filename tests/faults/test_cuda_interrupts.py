@@ -27,7 +27,7 @@ from vram.memory import AddressReservation, Event, EventPool, MulticastObject, P
 from vram.memory import foreign as memory_of_others
 from vram.memory.allocation import adopt_memory
 from vram.memory.foreign import find_foreign, open_legacy
-from vram.spec import Access, Location
+from vram.spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
 
 pytestmark = pytest.mark.standin
 HERE, THERE = Location("cuda", 0), Location("cuda", 1)
@@ -215,7 +215,23 @@ def unbound(s: Others) -> None:
     s.team.unbind(HERE, 0, G)
 
 
+def by_the_fabric(s: Others) -> PhysicalAllocation:
+    with PhysicalAllocation.create(s.driver, G, HERE, handle_kinds=HandleKind.FABRIC) as maker:
+        return PhysicalAllocation.import_fabric(s.driver, maker.export_fabric(), G, HERE)
+
+
+def team_by_the_fabric(s: Others) -> MulticastObject:
+    with MulticastObject.create(s.driver, 2, G, handle_kinds=HandleKind.FABRIC) as maker:
+        return MulticastObject.import_fabric(s.driver, maker.export_fabric(), G, 2)
+
+
 MAKING: dict[str, Callable[[Others], Any]] = {
+    "create for RDMA": lambda s: PhysicalAllocation.create(
+        s.driver, AllocationSpec(G, HERE, flags=AllocationFlags.GPU_DIRECT_RDMA)
+    ),
+    "import by the fabric": by_the_fabric,
+    "import a team by the fabric": team_by_the_fabric,
+    "open a legacy handle of any size": lambda s: open_legacy(s.driver, s.theirs["legacy"], None, HERE),
     "create a pool": lambda s: Pool.create(s.driver, HERE),
     "import a pool": lambda s: Pool.import_(s.driver, s.theirs["fd"], HERE),
     "export a pool": lambda s: s.pool.export(),
@@ -261,10 +277,15 @@ KEEPS = {"export a pool", "export a team", "import a team"}  # a descriptor that
 
 
 @pytest.fixture
-def multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+def multicast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Multicast is on, and the fabric works."""
     monkeypatch.setenv("VRAM_MULTICAST", "on")
     for variable in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS"):
         monkeypatch.delenv(variable, raising=False)
+    control = standin.Standin()
+    control.fabric()
+    yield
+    control.fabric(False)
 
 
 def state() -> object:

@@ -111,6 +111,7 @@ def closing(thing: Any) -> None:
 
 OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "open a legacy handle": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
+    "open a legacy handle of any size": lambda s: s.keep(open_legacy(s.driver, s.theirs["legacy"], None, HERE)),
     "open and close it": lambda s: closing(open_legacy(s.driver, s.theirs["legacy"], G, HERE)),
     "open a pointer": lambda s: s.keep(s.imported.open(s.theirs["tokens"][0], G)),
     "open and close a pointer": lambda s: closing(s.imported.open(s.theirs["tokens"][0], G)),

@@ -538,7 +538,7 @@ def test_s7_a_page_is_never_longer_than_a_message() -> None:
 def test_memory_is_closed_elsewhere_by_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing 512 MiB behind a file of 4 KiB takes 0.1 s, in which nobody else would be served."""
     monkeypatch.setattr(strangers, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
-    closer = StrangersCloser(100)
+    closer = StrangersCloser(100, 25, 0, lambda: None)
     with loaded(4096, MIB) as big, memfds(1) as (small,):
         numbers = [os.dup(big), os.dup(small)]
         closer.close_fds(numbers, OTHER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,9 @@ import pytest
 from tests.hostile import fuse_files
 from tests.hostile.fuse_files import Unanswered, unanswered_files
 from tests.hostile.test_keeper_client_hostile import impostor
+from tests.hostile.test_keeper_fairness import MODEST, being, open_to_all
+from tests.hostile.test_keeper_hostile import running
+from tests.processes.other_users import OTHER
 
 import vram
 from vram import driver as drivers
@@ -238,6 +242,51 @@ def test_a_keeper_that_is_given_one_refuses_it_and_serves_all_others(name: str, 
             assert keeper.said() == ""
         finally:
             keeper.kill()
+
+
+@contextlib.contextmanager
+def flooded(keeper: KeeperProcess, files: Unanswered) -> Iterator[None]:
+    """Another user sends the keeper what never closes, and goes on until the end of this block."""
+    command = [sys.executable, "-m", "tests.hostile.never_closing", keeper.path, f"{files.place}/file", str(OTHER)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield
+        files.die()
+        process.communicate(timeout=SOON)
+        assert process.returncode == 0
+    finally:
+        files.die()
+        process.kill()
+        process.communicate()
+
+
+@needs_fuse
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+@pytest.mark.parametrize("descriptors", [256, 4096])
+def test_everybody_gets_in_and_the_keepers_own_user_does_all_whatever_never_closes(descriptors: int) -> None:
+    """Two messages of one user had the keeper accept nobody any more, its own user and ``--takeover`` included."""
+    launcher = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"]
+    with contextlib.ExitStack() as stack:
+        keeper = stack.enter_context(open_to_all(descriptors=descriptors))
+        files = stack.enter_context(unanswered_files())
+        with flooded(keeper, files), promptly(files):
+            with being(MODEST):
+                other = stack.enter_context(KeeperClient.connect(keeper.path))
+            assert other.list() == []
+            with KeeperClient.connect(keeper.path) as good, memfds(3) as fds:
+                good.publish("good", [Segment(4096)] * 3, fds)
+                close_fds(other.attach("good").fds)
+                successor = stack.enter_context(running(keeper.path, "--takeover", launcher=launcher))
+                close_fds(good.attach("good").fds)
+                good.publish("more", [Segment(4096)] * 3, fds)
+                assert good.statistics().pid == successor.pid
+            with being(MODEST), KeeperClient.connect(keeper.path) as another:
+                assert [entry.name for entry in another.list()] == ["good", "more"]
+            assert [entry.name for entry in other.list()] == ["good", "more"]
+        with being(OTHER), KeeperClient.connect(keeper.path) as late, memfds(1) as fds:
+            late.publish("late", [Segment(4096)], fds)
 
 
 # -- memory that changes while it is looked at ----------------------------------------------------------------------

@@ -193,13 +193,20 @@ STORM = """
 import gc, os, signal, subprocess, sys, threading, time
 import vram
 from vram import lifetime
+from vram.keeper.client import close_client
 
-directory, least, sender, seed = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+directory, least, what, sender, seed = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
 at = os.path.join(directory, "lent")
 
 def lend():
     with vram.lend({"a": a}, at=at):
         pass
+
+def lend_and_borrow():
+    with vram.lend({"a": a}, at=at), vram.borrow(at, timeout=60) as lease:
+        lease["a"].numpy()
+
+act = {"lend": lend, "lend and borrow": lend_and_borrow}[what]
 
 def settled(what, count, before):
     end = time.monotonic() + 60
@@ -208,7 +215,8 @@ def settled(what, count, before):
         time.sleep(0.01)
 
 a = vram.zeros(1000, device="host")
-lend()
+act()
+close_client(at)
 files = len(os.listdir("/proc/self/fd"))
 hits, rounds, errors = 0, 0, []
 process = subprocess.Popen([sys.executable, "-c", sender, str(os.getpid()), seed])
@@ -218,7 +226,7 @@ while True:
         while hits < least and time.monotonic() < end:
             rounds += 1
             try:
-                lend()
+                act()
             except KeyboardInterrupt:
                 hits += 1
             except BaseException as error:
@@ -234,6 +242,7 @@ while True:
         pass
 process.kill()
 process.wait()
+close_client(at)
 gc.collect()
 assert hits >= 300, hits
 settled("threads that nobody knows of", lambda: sum(one.name == "lender" for one in threading.enumerate()), 0)
@@ -254,10 +263,13 @@ def test_a_verb_that_a_signal_meets_leaves_no_lease_claim_thread_or_lock_i12(tmp
     run(VERBS, str(tmp_path / "lent.sock"))
 
 
+@pytest.mark.parametrize("what", ["lend", "lend and borrow"])
 @pytest.mark.parametrize("seed", [3, 4])
-def test_signals_close_after_one_another_leave_no_lender_that_nobody_knows_of_i12(tmp_path: Path, seed: int) -> None:
+def test_signals_close_after_one_another_leave_nothing_that_nobody_knows_of_i12(
+    tmp_path: Path, seed: int, what: str
+) -> None:
     """Each meets what is done about the one before: no thread, descriptor or socket is left, and the path is free."""
-    run(STORM, str(tmp_path), "1500", SENDER, str(seed), prelude="")
+    run(STORM, str(tmp_path), "1500", what, SENDER, str(seed), prelude="")
 
 
 def run(script: str, *arguments: str, prelude: str = PRELUDE) -> None:

@@ -26,7 +26,10 @@ from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, Us
 from vram.exchange import endpoint as module
 from vram.exchange import fetching, flights
 from vram.exchange.endpoint import endpoint
+from vram.exchange.handover import Lender
 from vram.exchange.reducers import _rebuild
+from vram.exchange.wire import Part, Reference, encode
+from vram.sharing.channel import Channel
 from vram.testing.keeper import AT_ONCE, SOON, WRITABLE, make_memfd, until
 
 pytestmark = pytest.mark.usefixtures("hand_over")
@@ -345,8 +348,8 @@ def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
     words: list[int] = []
     really = flights.Flights.land
 
-    def land(self: flights.Flights, memory: int, times: int, by: int) -> None:
-        words.append(times)
+    def land(self: flights.Flights, memory: int, times: list[int], by: int) -> None:
+        words.extend(times)
         really(self, memory, times, by)
 
     incoming = SPAWN.SimpleQueue()
@@ -365,6 +368,22 @@ def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
     incoming.close()
 
 
+def test_an_answer_that_nobody_waits_for_any_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptors would stay open until the next fetch."""
+    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.01)
+    near, far = Channel.pair()
+    source = fetching.Source(near)
+    with rows() as a, far:
+        with pytest.raises(WaitTimeoutError, match="memory 1 was not sent"):
+            source.array(Reference(1, 1, 0, "uint8", (1,)))
+        ((part, fds),) = Lender(lambda number: None).lend(a).parts(0)
+        far.send(encode(Part(part)), fds)
+        before = len(os.listdir("/proc/self/fd"))
+        source.hear()
+        assert len(os.listdir("/proc/self/fd")) == before, "what came too late stays open"
+        source.end()
+
+
 def test_last_words_are_heard_although_the_speaker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Telling it to forget something fails by then; what it had said before is in the socket still."""
     entered, go_on = threading.Event(), threading.Event()
@@ -374,7 +393,7 @@ def test_last_words_are_heard_although_the_speaker_is_gone(monkeypatch: pytest.M
         serving = endpoint()
         really = serving.flights.land
 
-        def land(memory: int, times: int, by: int) -> None:
+        def land(memory: int, times: list[int], by: int) -> None:
             entered.set()
             assert go_on.wait(SOON)
             really(memory, times, by)

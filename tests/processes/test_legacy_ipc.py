@@ -74,6 +74,39 @@ def test_the_bytes_at_an_interior_address(owner: Connection, inside: int, device
     assert opened() == (1, 0)
 
 
+@pytest.mark.parametrize("inside", [0, 70_001, NBYTES - 1])
+def test_how_many_bytes_there_are_is_asked_of_the_driver(owner: Connection, inside: int) -> None:
+    """If nobody says."""
+    handle, _ = handle_of(owner, inside)
+    with handle.open() as memory:
+        assert (memory.nbytes, memory.region.nbytes) == (NBYTES - inside, NBYTES)
+        assert bytes_at(memory.address, memory.nbytes) == KNOWN[inside:].tobytes()
+        with handle.open() as again, handle.open(1) as part:
+            assert again.region is memory.region is part.region
+            assert (again.nbytes, part.nbytes) == (NBYTES - inside, 1)
+        assert opened() == (1, 1)
+    assert opened() == (1, 0)
+    with handle.open(1) as part, handle.open() as whole:  # what was opened for one byte is not known to be all
+        assert (part.nbytes, whole.nbytes, part.address) == (1, NBYTES - inside, whole.address)
+    assert opened() == (3, 0)
+
+
+def test_what_a_handle_says_of_itself_is_taken_and_checked(owner: Connection) -> None:
+    handle, nbytes = handle_of(owner, 9)
+    with IpcMemHandle(handle.data, 9, 100).open() as memory:
+        assert memory.nbytes == 100
+    with pytest.raises(ProtocolError, match=str(NBYTES)):
+        IpcMemHandle(handle.data, 9, nbytes + 1).open()
+
+
+def test_an_offset_beyond_the_end_is_refused(owner: Connection) -> None:
+    handle, _ = handle_of(owner)
+    for beyond in (NBYTES, 1 << 40):
+        with pytest.raises(ProtocolError, match=f"nothing is at offset {beyond}: the allocation has {NBYTES} bytes"):
+            IpcMemHandle.from_bytes(handle.data, offset=beyond).open()
+    assert opened()[1] == 0
+
+
 def test_what_is_written_is_seen_by_the_owner(owner: Connection) -> None:
     handle, _ = handle_of(owner, 500)
     with handle.open(3) as memory, Array(memory.region, "uint8", 3, offset=500) as array:

@@ -21,13 +21,14 @@ standin.preload()
 import pytest
 from vram.driver.cuda import CudaDriver
 from vram.driver.cuda.devices import Current
+from vram.driver.protocol import Support
 from vram.errors import DriverError, UsageError
 from vram.spec import Access, HandleKind, Location
 from vram.testing.driver import DriverContract
 from vram.testing.memory import MemoryContract
 
 class Mutant(DriverContract):
-    offers = frozenset({{"Multicast", "StreamOrdered"}})
+    offers = frozenset({{"Fabric", "Multicast", "NativeHandles", "StreamOrdered"}})
     kind = CudaDriver
 
     @pytest.fixture
@@ -130,6 +131,43 @@ class TestRetainsNothing(Mutant):
             return self.mem_create(memory.nbytes, Location("cuda", 0), HandleKind.POSIX_FD)
 
 
+class TestForgetsWhatMemoryIsFor(Mutant):
+    class kind(CudaDriver):
+        def mem_create(self, nbytes, location, kinds, flags=0):
+            return super().mem_create(nbytes, location, kinds)
+
+
+class TestSaysThatAllWorks(Mutant):
+    class kind(CudaDriver):
+        def support(self, location):
+            return Support(*[""] * 10)
+
+
+class TestLendsOneHandle(Mutant):
+    class kind(CudaDriver):
+        def mem_native_handle(self, handle):
+            super().mem_native_handle(handle)
+            return 7
+
+
+class TestCutsTheFabricHandle(Mutant):
+    class kind(CudaDriver):
+        def mem_export_fabric(self, handle):
+            return super().mem_export_fabric(handle)[:63]
+
+
+class TestFillsTheFabricHandle(Mutant):
+    class kind(CudaDriver):
+        def mem_import_fabric(self, data, nbytes, location):
+            return super().mem_import_fabric((data + bytes(64))[:64], nbytes, location)
+
+
+class TestOpensOtherMemory(Mutant):
+    class kind(CudaDriver):
+        def mem_import_fabric(self, data, nbytes, location):
+            return self.mem_create(nbytes, location, HandleKind.FABRIC)
+
+
 class TestForgetsTheMemory(MemoryMutant):
     class kind(CudaDriver):
         def mem_release(self, handle):
@@ -171,6 +209,18 @@ CAUGHT_BY = {
         "DriverError: cuMemExportToShareableHandle failed: CUDA_ERROR_INVALID_VALUE",
     ),
     "LetsEverybodyWrite": ("read_only_is_real", "assert <Access.READ_WRITE: 3> == <Access.READ: 1>"),
+    "ForgetsWhatMemoryIsFor": (
+        "flags_are_granted_or_refused[gpu_direct_rdma]",
+        "<AllocationFlags.GPU_DIRECT_RDMA: 256> in <AllocationFlags.NONE: 0>",
+    ),
+    "SaysThatAllWorks": (
+        "support_is_what_works",
+        "UnsupportedError: mem_create on cuda:0: <AllocationFlags.HW_DECOMPRESS: 131072> needs a GPU with",
+    ),
+    "LendsOneHandle": ("native_handles", "assert 7 != 7"),
+    "CutsTheFabricHandle": ("the_fabric_works_or_says_what_it_takes", "assert 63 == 64"),
+    "FillsTheFabricHandle": ("a_fabric_handle_is_not_believed", "DID NOT RAISE ProtocolError"),
+    "OpensOtherMemory": ("fabric_export_and_import", '== b"shared"'),
     "RetainsNothing": ("retain", '== b"retained"'),
 }
 CAUGHT_BY_MEMORY = {
@@ -188,7 +238,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     chosen = [f"test_mutants.py::Test{mutant}::test_{test}" for mutant, (test, _) in ALL.items()]
     chosen += [f"test_mutants.py::TestIsFine::test_{test}" for test in sorted({test for test, _ in CAUGHT_BY.values()})]
     chosen += [f"test_mutants.py::TestIsFineToo::test_{test}" for test, _ in CAUGHT_BY_MEMORY.values()]
-    return reasons.run(folder, chosen, standin.child_environment())
+    return reasons.run(folder, chosen, standin.child_environment(fabric=True))
 
 
 @pytest.mark.parametrize(("mutant", "test", "because"), [(name, *why) for name, why in ALL.items()])

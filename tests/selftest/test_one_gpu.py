@@ -45,4 +45,5 @@ def test_what_takes_two_gpus_says_so_on_one() -> None:
 def test_all_suites_for_gpus_pass_on_one() -> None:
     counts, reasons = run(seconds=1600)
     assert counts["passed"] > 430
-    assert not [reason for reason in reasons if "GPU" in reason and reason != "it takes two GPUs"]
+    others = [reason for reason in reasons if not reason.startswith("no hw_decompress here: ")]  # as on a Hopper
+    assert not [reason for reason in others if "GPU" in reason and reason != "it takes two GPUs"]

@@ -286,6 +286,10 @@ class Standin:
         if self._library.vram_standin_set_free(device, nbytes):
             raise StandinError(f"no device {device}, or cuInit was not called")
 
+    def fabric(self, on: bool = True) -> None:
+        """Let fabric handles work, or not, in this process; ``VRAM_STANDIN_FABRIC`` says it for children."""
+        self._library.vram_standin_fabric(int(on))
+
     def defer(self, on: bool = True) -> None:
         """Leave asynchronous work undone until something waits for it; off runs what is pending."""
         self._library.vram_standin_defer(int(on))

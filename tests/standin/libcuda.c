@@ -29,6 +29,11 @@ static long long env_number(const char *name, long long otherwise) {
     return value && *value ? strtoll(value, NULL, 0) : otherwise;
 }
 
+static bool lacks(const char *what) { // VRAM_STANDIN_LACKS: by default what a Hopper lacks
+    const char *list = getenv("VRAM_STANDIN_LACKS");
+    return strstr(list ? list : "decompression", what);
+}
+
 static void read_config(void) {
     config.driver_version = (int)env_number("VRAM_STANDIN_DRIVER_VERSION", 13000);
     config.devices = (int)env_number("VRAM_STANDIN_DEVICES", 2);
@@ -39,6 +44,11 @@ static void read_config(void) {
     config.no_peer = env_on("VRAM_STANDIN_NO_PEER");
     config.no_vmm = env_on("VRAM_STANDIN_NO_VMM");
     config.fabric = env_on("VRAM_STANDIN_FABRIC");
+    config.has.compression = !lacks("compressible");
+    config.has.rdma = !lacks("rdma");
+    config.has.tile_pool = !lacks("tile_pool");
+    config.has.decompression = !lacks("decompression");
+    config.declines_compression = env_on("VRAM_STANDIN_DECLINES_COMPRESSION");
     deferring = env_on("VRAM_STANDIN_DEFER");
 }
 
@@ -267,6 +277,12 @@ EXPORT int vram_standin_set_free(int device, unsigned long long bytes) {
     LOCKED(int, initialized &&
             valid_device(device) ? (devices[device].limit = devices[device].used + pinned_bytes(device) + bytes,
                     0) : -1);
+}
+
+EXPORT void vram_standin_fabric(int on) { // as VRAM_STANDIN_FABRIC, from now on
+    pthread_mutex_lock(&mutex);
+    config.fabric = on;
+    pthread_mutex_unlock(&mutex);
 }
 
 EXPORT void vram_standin_defer(int on) { // off: what is pending is run first

@@ -329,7 +329,7 @@ static CUresult attribute(void *out, CUpointer_attribute which, const Span *span
     case CU_POINTER_ATTRIBUTE_MAPPED: return range_attribute(out, which, span, address);
     default: NEED(span, CUDA_ERROR_INVALID_VALUE);
     }
-    bool host = span->device < 0;
+    bool host = span->device < 0 && !(span->memory && span->memory->elsewhere);
     switch ((int)which) {
     case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)out = span->context ? (CUcontext)span->context->handle : NULL; break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE: *(unsigned *)out = host &&

@@ -7,6 +7,7 @@
 // The library serves all bindings, whichever header it was built with, from that of 12.9 on: what came later is written
 // here, over the header's own word where that has it. A test holds the names that are used to what 12.9 knows.
 #define CUDA_ERROR_MULTICAST_RESOURCE_FULL ((CUresult)47)
+#define CU_MEM_LOCATION_TYPE_INVISIBLE ((CUmemLocationType)5)
 #define CU_DEVICE_ATTRIBUTE_HOST_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ((CUdevice_attribute)145)
 
 #include <stdbool.h>
@@ -66,6 +67,7 @@ typedef struct Label {
     int device;             // number of the machine's device, whatever this process calls it; -1 is the host
     unsigned handle_types;
     int location_type, location_id;
+    unsigned flags;         // CUmemAllocationProp's allocFlags, its first four bytes
     unsigned devices;       // of a multicast object
     unsigned long long size;
 } Label;
@@ -131,7 +133,10 @@ extern const Entry device_entries[], vmm_entries[], memory_entries[], ipc_entrie
 typedef struct Config {
     int driver_version, devices, numa_nodes;
     size_t memory;
-    bool no_peer, no_vmm, fabric;
+    bool no_peer, no_vmm, fabric, declines_compression;
+    struct { // what the devices have
+        bool compression, rdma, tile_pool, decompression;
+    } has;
 } Config;
 extern Config config;
 extern bool initialized, forked, deferring;
@@ -192,7 +197,7 @@ typedef struct Memory { // physical memory, or a multicast object
     size_t offset, size;
     CUmemAllocationProp prop;
     int device; // ordinal, -1: host
-    bool exported, imported, charged;
+    bool exported, imported, charged, elsewhere; // elsewhere: on a device that this process does not see
     uint64_t id;
     struct Multicast *multicast;
 } Memory;

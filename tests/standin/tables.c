@@ -186,8 +186,8 @@ void arena_give(Arena *arena, size_t offset) {
 
 int labelled_memfd(const Label *label, size_t size) {
     char name[160];
-    snprintf(name, sizeof name, MARK ":%c:%d:%u:%d:%d:%u:%llu:", label->kind, label->device, label->handle_types,
-             label->location_type, label->location_id, label->devices, label->size);
+    snprintf(name, sizeof name, MARK ":%c:%d:%u:%d:%d:%u:%u:%llu:", label->kind, label->device, label->handle_types,
+             label->location_type, label->location_id, label->flags, label->devices, label->size);
     int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return -1;
     if (ftruncate(fd, (off_t)size) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)) {
@@ -203,8 +203,8 @@ bool read_label(int fd, Label *label) {
     ssize_t length = readlink(path, name, sizeof name - 1);
     if (length <= 0) return false;
     name[length] = 0;
-    if (sscanf(name, "/memfd:" MARK ":%c:%d:%u:%d:%d:%u:%llu:", &label->kind, &label->device, &label->handle_types,
-               &label->location_type, &label->location_id, &label->devices, &label->size) != 7)
+    if (sscanf(name, "/memfd:" MARK ":%c:%d:%u:%d:%d:%u:%u:%llu:", &label->kind, &label->device, &label->handle_types,
+               &label->location_type, &label->location_id, &label->flags, &label->devices, &label->size) != 8)
         return false;
     struct stat about;
     int seals = fcntl(fd, F_GET_SEALS);

@@ -140,6 +140,37 @@ def test_create_checks_location_and_handle_types() -> None:
     ok("cuMemRelease", create(kind=HOST, types=0))
 
 
+def with_flags(flags: int) -> object:
+    """A prop whose allocFlags begin with these four bytes, whatever the bindings call their fields."""
+    made = prop()
+    ctypes.c_uint32.from_address(int(made.getPtr()) + 24).value = flags
+    return made
+
+
+def flags_of(handle: int) -> int:
+    """What the properties of memory tell of it."""
+    found = ok("cuMemGetAllocationPropertiesFromHandle", handle)
+    return ctypes.c_uint32.from_address(int(found.getPtr()) + 24).value
+
+
+def test_allocation_flags_come_back_and_nonsense_is_refused() -> None:
+    for attribute, there in ((107, 1), (110, 1), (112, 1), (136, 0)):  # as on a Hopper: no decompression engine
+        assert ok("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), 0) == there
+    for flags in (1, 0x100, 0x10000, 0x10101):
+        handle = int(ok("cuMemCreate", GRANULE, with_flags(flags), 0))
+        fd = export(handle)
+        there = import_(fd)
+        assert flags_of(handle) == flags
+        assert flags_of(there) == flags & ~0x100, "measured: not of memory that was imported"
+        os.close(fd)
+        ok("cuMemRelease", there)
+        ok("cuMemRelease", handle)
+    granularity = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    for flags in (2, 0x200, 0x20000, 0x40000):
+        assert code("cuMemCreate", GRANULE, with_flags(flags), 0) == INVALID_VALUE
+        assert code("cuMemGetAllocationGranularity", with_flags(flags), granularity) == INVALID_VALUE
+
+
 def test_memory_of_the_host_is_on_one_of_its_nodes() -> None:
     node = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
     assert [ok("cuDeviceGetAttribute", node, device) for device in (0, 1)] == [0, 1]

@@ -163,7 +163,9 @@ def test_fabric_works_only_where_it_was_asked_for() -> None:
     with start("fabric", fabric=True) as child:
         assert child.stdout is not None
         token = child.stdout.readline().strip()
-        assert ask("fabric", token, fabric=True) == ["fabric"]
+        assert ask("fabric", token, fabric=True) == ["1", "0", "fabric"]
+        # Of a device that is hidden, as of one of another machine: at no place here, and reached all the same.
+        assert ask("fabric", token, fabric=True, visible_devices="1") == ["5", "-2", "fabric"]
         child.communicate("done\n", timeout=30)
     assert child.returncode == 0
 

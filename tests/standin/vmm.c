@@ -88,10 +88,39 @@ static CUresult check_handle_types(unsigned types) {
     return CUDA_SUCCESS;
 }
 
+// What the first four bytes of allocFlags are: the type of compression, whether RDMA, the usage mask.
+static unsigned alloc_flags(const CUmemAllocationProp *prop) {
+    return prop->allocFlags.compressionType | (unsigned)prop->allocFlags.gpuDirectRDMACapable << 8 |
+            (unsigned)prop->allocFlags.usage << 16;
+}
+
+static void set_alloc_flags(CUmemAllocationProp *prop, unsigned flags) {
+    prop->allocFlags.compressionType = (unsigned char)flags;
+    prop->allocFlags.gpuDirectRDMACapable = (unsigned char)(flags >> 8);
+    prop->allocFlags.usage = (unsigned short)(flags >> 16);
+}
+
+// Guesses: numbers that mean nothing are refused, and a usage that the device does not know. The manual calls the other
+// two hints: where the device has no such thing they are let go, and properties tell.
+static CUresult check_flags(const CUmemAllocationProp *prop) {
+    unsigned usage = prop->allocFlags.usage, known = config.has.tile_pool ? CU_MEM_CREATE_USAGE_TILE_POOL : 0;
+    if (config.driver_version >= 12080 && config.has.decompression) known |= CU_MEM_CREATE_USAGE_HW_DECOMPRESS;
+    NEED(prop->allocFlags.compressionType <= CU_MEM_ALLOCATION_COMP_GENERIC && prop->allocFlags.gpuDirectRDMACapable <= 1,
+            CUDA_ERROR_INVALID_VALUE);
+    NEED(!(usage & ~known), CUDA_ERROR_INVALID_VALUE);
+    return CUDA_SUCCESS;
+}
+
+static void grant_hints(CUmemAllocationProp *prop) {
+    if (!config.has.compression || config.declines_compression) prop->allocFlags.compressionType = 0;
+    if (!config.has.rdma) prop->allocFlags.gpuDirectRDMACapable = 0;
+}
+
 static CUresult check_prop(const CUmemAllocationProp *prop) {
     NEED(!config.no_vmm, CUDA_ERROR_NOT_SUPPORTED);
     NEED(prop && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED, CUDA_ERROR_INVALID_VALUE);
     TRY(check_location(&prop->location, prop->requestedHandleTypes));
+    TRY(check_flags(prop));
     return CUDA_SUCCESS;
 }
 
@@ -113,7 +142,7 @@ static bool back_with_memory(Memory *memory) {
         memory->fd = memory->arena->fd;
         return arena_take(memory->arena, memory->size, GRANULE, &memory->offset);
     }
-    Label label = {.kind = 'm', .device = number, .handle_types = types,
+    Label label = {.kind = 'm', .device = number, .handle_types = types, .flags = alloc_flags(&memory->prop),
             .location_type = (int)memory->prop.location.type,
                    .location_id = memory->prop.location.id, .size = memory->size};
     memory->fd = labelled_memfd(&label, memory->size);
@@ -135,6 +164,7 @@ static CUresult f_cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, co
     NEED(charge(device, size), CUDA_ERROR_OUT_OF_MEMORY);
     Memory *memory = make(sizeof *memory);
     *memory = (Memory){.size = size, .prop = *prop, .device = device, .charged = true, .id = next_id()};
+    grant_hints(&memory->prop);
     if (!back_with_memory(memory)) {
         uncharge(device, size);
         free(memory);
@@ -309,7 +339,7 @@ static CUresult check_access(const Span *span, const CUmemAccessDesc *desc) {
         NEED(valid_node(desc->location.id), CUDA_ERROR_INVALID_VALUE);
         // fall through
     case CU_MEM_LOCATION_TYPE_HOST: // the host reads host memory only
-        NEED(span->device < 0 && !span->memory->multicast, CUDA_ERROR_INVALID_VALUE);
+        NEED(span->device < 0 && !span->memory->multicast && !span->memory->elsewhere, CUDA_ERROR_INVALID_VALUE);
         return CUDA_SUCCESS;
     default: return CUDA_ERROR_INVALID_VALUE;
     }
@@ -378,6 +408,7 @@ static CUresult f_cuMemExportToShareableHandle(void *out, CUmemGenericAllocation
         memset(out, 0, sizeof(CUmemFabricHandle));
         token_make(&token, 'f', memory->fd, 0, 0, memory->device);
         memcpy(out, &token, sizeof token);
+        memory->exported = true; // what it is opened by holds it, too
         return CUDA_SUCCESS;
     }
     int fd = reopen(memory->fd); // an opening of its own rather than a dup: alone() counts those, and not the memfd's first
@@ -389,23 +420,30 @@ static CUresult f_cuMemExportToShareableHandle(void *out, CUmemGenericAllocation
 
 // Takes the descriptor over if it is one of ours. A pipe, /dev/null, another memfd, an unsealed one, a number that is no
 // descriptor: UNKNOWN (measured). A pool: NOT_SUPPORTED (measured).
-static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd) {
+static CUresult import_fd(CUmemGenericAllocationHandle *out, int fd, bool fabric) {
     Label label;
     NEED(read_label(fd, &label), CUDA_ERROR_UNKNOWN);
     NEED(label.kind != 'p', CUDA_ERROR_NOT_SUPPORTED);
     NEED(label.kind == 'm' || label.kind == 'x', CUDA_ERROR_UNKNOWN);
     int device = label.device < 0 || label.kind == 'x' ? -1 : device_of_number(label.device);
-    // Our guess: memory of a device that CUDA_VISIBLE_DEVICES hides cannot be imported.
-    NEED(device >= 0 || label.device < 0 || label.kind == 'x', CUDA_ERROR_INVALID_DEVICE);
+    // Our guess: memory of a device that CUDA_VISIBLE_DEVICES hides cannot be imported; by the fabric, where it plays one
+    // of another machine, it is at a location of CUDA 13's own type for that.
+    bool elsewhere = label.kind == 'm' && label.device >= 0 && device < 0;
+    NEED(!elsewhere || fabric, CUDA_ERROR_INVALID_DEVICE);
     struct Multicast *multicast = label.kind == 'x' ? multicast_import(fd) : NULL;
     NEED(label.kind == 'm' || multicast, CUDA_ERROR_INVALID_VALUE);
     Memory *memory = make(sizeof *memory);
     *memory = (Memory){.fd = fd, .size = label.size, .device = device, .id = next_id(), .multicast = multicast,
-            .exported = true, .imported = true};
+            .exported = true, .imported = true, .elsewhere = elsewhere};
     memory->prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     memory->prop.requestedHandleTypes = (CUmemAllocationHandleType)label.handle_types;
     memory->prop.location.type = (CUmemLocationType)label.location_type;
     memory->prop.location.id = device >= 0 ? device : label.location_id;
+    if (elsewhere) {
+        memory->prop.location.type = CU_MEM_LOCATION_TYPE_INVISIBLE;
+        memory->prop.location.id = CU_DEVICE_INVALID;
+    }
+    set_alloc_flags(&memory->prop, label.flags & ~0x100u); // measured: told of imported memory, too, but for RDMA
     *out = memory_handle(memory);
     return CUDA_SUCCESS;
 }
@@ -420,6 +458,7 @@ static CUresult f_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *o
         NEED(fd >= 0, CUDA_ERROR_UNKNOWN);
     } else if (type == FABRIC) {
         Token token;
+        NEED(config.driver_version >= 12030, CUDA_ERROR_INVALID_VALUE);
         NEED(config.fabric, CUDA_ERROR_NOT_PERMITTED);
         NEED(handle, CUDA_ERROR_INVALID_VALUE);
         memcpy(&token, handle, sizeof token);
@@ -427,7 +466,7 @@ static CUresult f_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *o
     } else {
         return CUDA_ERROR_INVALID_VALUE; // WIN32 among them, as measured for create
     }
-    CUresult status = import_fd(out, fd);
+    CUresult status = import_fd(out, fd, type == FABRIC);
     if (status != CUDA_SUCCESS) close(fd);
     return status;
 }

@@ -252,7 +252,11 @@ def fabric(token: str = "") -> None:
     _context()
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
     if token:
-        _say(read(_map(int(ok("cuMemImportFromShareableHandle", bytes.fromhex(token), kind))), 6).decode())
+        handle = int(ok("cuMemImportFromShareableHandle", bytes.fromhex(token), kind))
+        found = ok("cuMemGetAllocationPropertiesFromHandle", handle)
+        where = int(found.getPtr()) + 8  # past the bindings, of which older ones do not know the type
+        _say(*(ctypes.c_int.from_address(where + at).value for at in (0, 4)))
+        _say(read(_map(handle), 6).decode())
         return
     address, handle = mapped(types=8)
     ok("cuMemcpyHtoD", address, b"fabric", 6)

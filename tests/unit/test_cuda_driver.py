@@ -19,6 +19,7 @@ from vram import driver as drivers
 from vram.arrays import Array
 from vram.driver.cuda import CudaDriver, failures
 from vram.driver.cuda.devices import _current_node
+from vram.driver.protocol import MemoryProperties
 from vram.errors import (
     AddressSpaceError,
     AlignmentError,
@@ -30,7 +31,7 @@ from vram.errors import (
     UsageError,
 )
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
-from vram.spec import Access, HandleKind, Location
+from vram.spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
 
 pytestmark = pytest.mark.standin
 G = 2 << 20
@@ -279,6 +280,106 @@ def test_fabric_is_refused_with_its_reason(cuda: CudaDriver) -> None:
         assert "POSIX_FD" in said
 
 
+# -- what memory is meant for -------------------------------------------------------------------------------------
+FLAGS = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA | AllocationFlags.TILE_POOL
+
+
+def test_properties_are_the_drivers_own(cuda: CudaDriver, control: standin.Standin) -> None:
+    for kinds, flags in ((NONE, AllocationFlags.NONE), (FD, FLAGS), (FD, AllocationFlags.GPU_DIRECT_RDMA)):
+        handle = cuda.mem_create(2 * G, OTHER, kinds, flags)
+        control.clear()
+        assert cuda.mem_properties(handle) == MemoryProperties(OTHER, kinds, 2 * G, flags)
+        assert control.calls("cuMemGetAllocationPropertiesFromHandle") == 1
+        cuda.mem_release(handle)
+
+
+def test_an_imported_allocation_has_the_kind_that_it_came_by(cuda: CudaDriver) -> None:
+    """The driver itself says NONE of it: measured."""
+    with PhysicalAllocation.create(cuda, AllocationSpec(G, OTHER, FD, FLAGS)) as here:
+        with PhysicalAllocation.import_(cuda, here.export(), G) as there:
+            told = FLAGS & ~AllocationFlags.GPU_DIRECT_RDMA  # measured, too
+            assert here.properties() == MemoryProperties(OTHER, FD, G, FLAGS)
+            assert there.properties() == MemoryProperties(OTHER, FD, G, told)
+            assert there.flags == told
+            assert repr(there) == "<PhysicalAllocation cuda:1 2 MiB, posix_fd, compressible|tile_pool>"
+
+
+def test_the_granularity_is_asked_with_the_very_properties(cuda: CudaDriver, control: standin.Standin) -> None:
+    mine = CudaDriver()
+    control.clear()
+    for flags in (AllocationFlags.NONE, AllocationFlags.GPU_DIRECT_RDMA):
+        for kinds in (NONE, FD):
+            for _ in range(2):
+                mine.mem_granularity(GPU, kinds, flags)
+    assert control.calls("cuMemGetAllocationGranularity") == 2 * 4
+
+
+def test_regions_are_made_for_what_they_are_meant_for(cuda: CudaDriver) -> None:
+    with Region.create(cuda, GPU, capacity=4 * G, nbytes=1, chunk=G, flags=AllocationFlags.GPU_DIRECT_RDMA) as region:
+        region.grow(3 * G)
+        assert [piece.flags for piece in region.segments(0, 3 * G)[0]] == [AllocationFlags.GPU_DIRECT_RDMA] * 3
+
+
+def test_compression_that_the_driver_declines_is_no_error() -> None:
+    then = """
+        from vram import AllocationFlags, AllocationSpec, PhysicalAllocation
+        both = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA
+        with PhysicalAllocation.create(cuda, AllocationSpec(2 << 20, Location("cuda", 0), flags=both)) as memory:
+            print(repr(memory.flags), memory.properties().flags == memory.flags)"""
+    assert asked(then, declines_compression=1).startswith("<AllocationFlags.GPU_DIRECT_RDMA: 256> True")
+
+
+@pytest.mark.parametrize(
+    ("flag", "needs"),
+    [
+        ("COMPRESSIBLE", "a GPU with compute data compression"),
+        ("GPU_DIRECT_RDMA", "a GPU and a system with GPUDirect RDMA"),
+        ("TILE_POOL", "a GPU with sparse CUDA arrays"),
+        ("HW_DECOMPRESS", "a GPU with a decompression engine"),
+    ],
+)
+def test_what_a_device_lacks_is_named(flag: str, needs: str) -> None:
+    lacks = "compressible,rdma,tile_pool,decompression"
+    before = "from vram import AllocationFlags\n"
+    for call in ("mem_create(2 << 20, ", "mem_granularity("):
+        said = asked(f"cuda.{call}Location('cuda', 0), HandleKind(1), AllocationFlags.{flag})", before, lacks=lacks)
+        assert f"on cuda:0: <AllocationFlags.{flag}: " in said
+        assert f"needs {needs}; have vram stand-in 0, which says that it has not. Leave the flag out" in said
+
+
+def test_a_flag_of_a_later_driver() -> None:
+    then = "cuda.mem_create(2 << 20, Location('cuda', 0), HandleKind(1), AllocationFlags.HW_DECOMPRESS)"
+    before = "from vram import AllocationFlags\n"
+    said = asked(then, before, driver_version=12070, lacks="")
+    assert "needs a driver of CUDA 12.8; have 12.7. Upgrade the NVIDIA driver, or leave the flag out" in said
+    assert asked(then.replace("cuda.mem_create", "cuda.mem_release(cuda.mem_create") + ")", before, lacks="") == (
+        "it works"
+    )
+
+
+def test_memory_of_the_host_is_meant_for_nothing(cuda: CudaDriver) -> None:
+    for place in ("numa:0", "host"):
+        said = refused(cuda.mem_create, G, Location("cuda", place), NONE, AllocationFlags.GPU_DIRECT_RDMA)
+        assert "needs memory of a GPU; have memory of the host" in said
+
+
+def test_flags_that_the_driver_refuses_after_all(cuda: CudaDriver, control: standin.Standin) -> None:
+    for code in (1, 801):
+        with control.failing("cuMemCreate", code=code), pytest.raises(UnsupportedError) as caught:
+            cuda.mem_create(G, GPU, FD, AllocationFlags.COMPRESSIBLE)
+        assert "take these flags together" in str(caught.value)
+        assert caught.value.remedy.startswith("Leave flags out")
+
+
+def test_memory_whose_properties_are_not_told_is_not_made(cuda: CudaDriver, control: standin.Standin) -> None:
+    """I4."""
+    before = cuda.live()
+    with control.failing("cuMemGetAllocationPropertiesFromHandle"), pytest.raises(DriverError):
+        PhysicalAllocation.create(cuda, AllocationSpec(G, GPU, flags=AllocationFlags.COMPRESSIBLE))
+    assert cuda.live() == before
+
+
+# -- sizes and addresses ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("nbytes", [0, 1, -G, G - 1, G + 1, G + 4096])
 def test_sizes(cuda: CudaDriver, nbytes: int) -> None:
     for call, rest in ((cuda.address_reserve, ()), (cuda.mem_create, (GPU, FD))):
@@ -513,7 +614,9 @@ def test_support_is_found_out_once_and_says_why(control: standin.Standin) -> Non
     found = mine.support(GPU)
     assert (found.vmm, found.posix_fd) == ("", "")
     assert "IMEX" in found.fabric
-    assert control.calls("cuMemCreate") == 3
+    assert "a GPU with a decompression engine" in found.hw_decompress
+    assert set(found.missing()) == {"fabric", "hw_decompress"}
+    assert control.calls("cuMemCreate") == 6
     assert control.calls("cuMemExportToShareableHandle") == control.calls("cuMemImportFromShareableHandle") == 1
     assert control.calls("cuMulticastCreate") == 0
     asked_once = sum(control.called().values())
@@ -532,6 +635,19 @@ def test_what_passes_is_no_answer(control: standin.Standin) -> None:
 
 def test_fabric_where_it_works() -> None:
     assert asked("print(repr(cuda.support(Location('cuda', 0)).fabric))", fabric=1).startswith("''")
+
+
+def test_support_names_what_a_device_lacks() -> None:
+    then = "print(sorted(cuda.support(Location('cuda', 0)).missing().items()))"
+    flags = ["compressible", "gpu_direct_rdma", "hw_decompress", "tile_pool"]
+    said = asked(then, fabric=1, lacks="compressible,rdma,tile_pool,decompression")
+    assert re.findall(r"\('(\w+)', ", said.splitlines()[0]) == flags
+    assert asked(then, fabric=1, lacks="").splitlines()[0] == "[]"
+    said = asked(then, fabric=1, lacks="", declines_compression=1).splitlines()[0]
+    assert said == (
+        "[('compressible', 'the driver takes <AllocationFlags.COMPRESSIBLE: 1> and makes memory without it')]"
+    )
+    assert "'legacy_ipc'" not in asked(then, driver_version=11080)
 
 
 # -- contexts -----------------------------------------------------------------------------------------------------
@@ -743,3 +859,26 @@ def test_finalizers_in_the_middle_of_calls_and_cycles_i3(cuda: CudaDriver) -> No
         gc.set_threshold(*threshold)
     gc.collect()
     assert cuda.live() == before
+
+
+# -- handles of CUDA's own ----------------------------------------------------------------------------------------
+def test_a_native_handle_is_one_of_cuda(cuda: CudaDriver) -> None:
+    """As people give it to the bindings themselves."""
+    from cuda.bindings import driver as api
+
+    with PhysicalAllocation.create(cuda, G, OTHER) as memory:
+        native = memory.native_handle
+        assert native != memory.driver_handle
+        status, prop = api.cuMemGetAllocationPropertiesFromHandle(native)
+        assert (int(status), prop.location.id) == (0, 1)
+        with AddressReservation.reserve(cuda, G) as where:
+            assert int(api.cuMemMap(where.address, G, 0, native, 0)[0]) == 0
+            status, again = api.cuMemRetainAllocationHandle(where.address)
+            assert (int(status), int(again)) == (0, native)
+            assert int(api.cuMemRelease(again)[0]) == 0
+            assert int(api.cuMemUnmap(where.address, G)[0]) == 0
+    with Region.create(cuda, GPU, capacity=2 * G, nbytes=1) as region:
+        assert region.may_clear
+        (piece,), _ = region.segments(0, 1)
+        assert piece.native_handle
+        assert not region.may_clear, "whoever has the handle can export it"

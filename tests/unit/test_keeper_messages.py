@@ -40,7 +40,7 @@ GOLDEN = [
     (m.Leases(18, "a", 2), "94a66c656173657312a16102"),
     (m.Remove(16, "a", 1, True, True), "96a672656d6f766510a16101c3c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
-    (m.Takeover(18), "92a874616b656f76657212"),
+    (m.Takeover(18, True), "93a874616b656f76657212c3"),
     (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
     (m.Published(5, 3), "93a97075626c69736865640503"),
     (m.Continue(5, 253), "93a8636f6e74696e756505ccfd"),
@@ -85,6 +85,10 @@ def test_s9_what_was_said_before_there_were_owners_force_and_ends_of_claims() ->
     assert m.decode_request(bytes.fromhex(attach)) == m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, None)
     assert m.decode_request(bytes.fromhex("95a672656d6f766510a16101c3")) == m.Remove(16, "a", 1, True, False)
     assert m.decode_reply(bytes.fromhex("93a7636c61696d65640704")) == m.Claimed(7, 4, None)
+
+
+def test_s9_a_successor_of_before_one_could_go_on_with_what_was_begun() -> None:
+    assert m.decode_request(bytes.fromhex("92a874616b656f76657212")) == m.Takeover(18, False)
 
 
 def test_every_message_has_golden_bytes() -> None:

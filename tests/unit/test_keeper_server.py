@@ -154,14 +154,66 @@ def test_what_falls_due_during_a_takeover_is_done_by_the_successor(path: str) ->
         close_fds(one.attach("lasting").fds)
 
 
-def test_whose_descriptors_do_not_close_is_not_served(path: str) -> None:
-    with serving(make(path)) as server, contextlib.ExitStack() as stack:
-        owed = server.strangers_closer._waiting
-        owed[os.geteuid()] = server.strangers_closer.room
-        with pytest.raises(CapacityError, match="take long to close; try again later"):
-            connect(stack, path)
-        owed[os.geteuid()] = 0  # not taken out: the closer may be at the refused connection
-        connect(stack, path)
+def test_whose_descriptors_do_not_close_sends_no_more_of_them(path: str) -> None:
+    """But connects and asks as everybody does."""
+    with serving(make(path)) as server, contextlib.ExitStack() as stack, memfds(1) as fds:
+        one, other = connect(stack, path), connect(stack, path)
+        one.publish("w", [Segment(4096)], fds)
+        closer, uid = server.strangers_closer, os.geteuid()
+        owed = closer._waiting
+        owed[uid] = closer._few + 1
+        published: list[int] = []
+        thread = threading.Thread(target=lambda: published.append(other.publish("w", [Segment(4096)], fds)))
+        thread.start()
+        try:
+            until(lambda: server.aside, what="the publication that is put aside")
+            assert one.statistics().versions == 1
+            assert connect(stack, path).statistics().connections == 3
+            owed[uid] = 1
+            assert closer.is_awaited
+            closer._on_room()
+        finally:
+            thread.join(SOON)
+        assert published == [2]
+        assert not server.aside
+        del owed[uid]
+
+
+@pytest.mark.parametrize("passes", [False, True], ids=["Linux 6.16", "before"])
+def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Linux 6.16 on the kernel lets none through before the greeting; before, they are closed elsewhere."""
+    if passes:
+        monkeypatch.setattr("vram.keeper.server.pass_rights", lambda *_: None)
+    server = make(path, connections=2)
+    server._max_refused = 1
+    elsewhere: list[object] = []
+    put = server.strangers_closer._put
+    monkeypatch.setattr(server.strangers_closer, "_put", lambda *what: elsewhere.append(what) or put(*what))
+    with serving(server), contextlib.ExitStack() as stack:
+        one = connect(stack, path)
+        late = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        sent, come = threading.Event(), threading.Event()
+
+        def send() -> None:  # in the keeper's thread, so that it is all there before it is accepted
+            late.connect(path)
+            with contextlib.suppress(PermissionError), open("/dev/null", "rb") as file:
+                socket.send_fds(late, [b"x"], [file.fileno()])
+                sent.set()
+            come.set()
+
+        server.loop.call_soon_threadsafe(send)
+        assert come.wait(SOON)
+        assert sent.is_set() or not passes
+        late.settimeout(SOON)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):  # it may be told first that what it sent was not read
+            said = late.recv(4096)
+        said = said or late.recv(4096)
+        assert b"serves 1 connections already" in said
+        until(lambda: bool(elsewhere) == sent.is_set() and not server._refused, what="the end of the refused one")
+        one.close()
+        until(lambda: not server.by_user, what="the end of the connection")
+        assert connect(stack, path).statistics().connections == 1
 
 
 # -- over a takeover ------------------------------------------------------------------------------------------------

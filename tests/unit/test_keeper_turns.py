@@ -9,7 +9,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.unit.test_keeper_server import connect, make, serving
@@ -18,10 +19,12 @@ from vram.errors import PeerGoneError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import Connection
-from vram.keeper.fairness import Fairness
+from vram.keeper.fairness import ADVANCE, SHARE, Fairness
 from vram.keeper.private import short_directory
+from vram.keeper.records import Session
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
+from vram.keeper.turns import Turns
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, memfds, until
 
@@ -34,7 +37,7 @@ class Gate(Fairness[Connection]):
     shut = False
 
     def may(self, uid: int, now: float) -> bool:
-        return not self.shut and super().may(uid, now)
+        return not (self.shut and uid >= 0) and super().may(uid, now)  # below zero is what no user asked for
 
     def next(self, now: float) -> Connection | None:
         return None if self.shut else super().next(now)
@@ -233,29 +236,88 @@ def test_a_successor_reads_what_waited(path: str) -> None:
         assert isinstance(hear(stranger), m.Welcome)
 
 
-def test_what_is_not_done_yet_is_done_before_a_successor_has_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of many leases is done in parts; a takeover in between finds none half done."""
-    monkeypatch.setattr("vram.keeper.catalogue.PART", 1)
-    monkeypatch.setattr("vram.keeper.service.PART", 1)
+@pytest.fixture
+def parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is much is done in parts that are as small as can be."""
+    for name in ("catalogue.PART", "service.PART", "catalogue.SERVED"):
+        monkeypatch.setattr(f"vram.keeper.{name}", 1)
+
+
+@pytest.fixture(params=["this", "older"])
+def successor_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which version takes over: an older one cannot go on with what is half done."""
+    if request.param == "older":
+        spoken = {**vars(m), "Takeover": lambda call, **_: m.Takeover(call)}
+        monkeypatch.setattr("vram.keeper.takeover.m", SimpleNamespace(**spoken))
+    return str(request.param)
+
+
+def many_leases(first: KeeperServer, count: int) -> Session:
+    (session,) = [one for one in first.catalogue.sessions.values() if not one.leases][-1:]
+    for _ in range(count):
+        first.catalogue.attach(session, "w", 0.0)
+    return session
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_takeover_comes_between_the_parts_of_the_end_of_a_connection(path: str, successor_of: str) -> None:
+    """Whoever held much does not keep the others waiting for a takeover, and nothing of it stays."""
     with contextlib.ExitStack() as stack:
         first, second = make(path, connections=20), make(path, connections=20)
         stack.enter_context(serving(first))
         owner, reader = connect(stack, path), connect(stack, path)
         with memfds(1) as fds:
             owner.publish("w", [Segment(4096)], fds)
-        (session,) = [one for one in first.catalogue.sessions.values() if not one.leases][-1:]
-        for _ in range(20_000):
-            first.catalogue.attach(session, "w", 0.0)
+        session = many_leases(first, 20_000)
         gone = first.connections[session.id]
         first.loop.call_soon_threadsafe(gone.close)
         assert take_over(second)
+        left = len(second.catalogue.leases)
+        assert (left > 10_000) == (successor_of == "this"), "an older keeper would keep what is left for ever"
         stack.enter_context(serving(second))
-        assert owner.statistics().leases == 0, "leases whose end was half done"
-        assert session.id not in second.catalogue.sessions
-        assert len(second.catalogue.sessions) == 1
+        until(lambda: owner.statistics().leases == 0, what="the end of the leases")
+        until(lambda: list(second.catalogue.sessions) != [session.id] and len(second.catalogue.sessions) == 1)
         owner.remove("w")
         assert owner.statistics().descriptors == 0
         del reader
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_takeover_comes_between_the_parts_of_a_release(path: str, successor_of: str) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = make(path, connections=20), make(path, connections=20)
+        stack.enter_context(serving(first))
+        owner, reader = connect(stack, path), raw(stack, path)
+        with memfds(1) as fds:
+            owner.publish("w", [Segment(4096)], fds)
+        session = many_leases(first, 4_000)
+        say(reader, m.Release(7, list(session.leases)))
+        until(lambda: len(first.catalogue.leases) < 4_000, what="the first part")
+        assert take_over(second)
+        left = len(second.catalogue.leases)
+        assert (left > 0) == (successor_of == "this")
+        stack.enter_context(serving(second))
+        assert hear(reader) == m.Done(7), "the call is answered by whoever does the rest"
+        assert owner.statistics().leases == 0
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_takeover_comes_between_the_parts_of_a_publication_that_many_wait_for(path: str, successor_of: str) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = make(path, connections=20), make(path, connections=20)
+        stack.enter_context(serving(first))
+        owner, reader = connect(stack, path), raw(stack, path)
+        for call in range(1, 1_001):
+            say(reader, m.Attach(call, "w", expect={"is": "other"}, wait=None))
+        until(lambda: first.catalogue.waiting == 1_000, what="those who wait")
+        with memfds(1) as fds:
+            owner.publish("w", [Segment(4096)], fds, meta={"is": "this"})
+        assert take_over(second)
+        assert (second.catalogue.waiting > 300) == (successor_of == "this")
+        stack.enter_context(serving(second))
+        refused = [hear(reader) for _ in range(1_000)]
+        assert {reply.kind for reply in refused if isinstance(reply, m.Error)} == {"MismatchError"}
+        assert sorted(reply.call for reply in refused) == list(range(1, 1_001))
 
 
 def test_a_user_alone_never_waits(path: str) -> None:
@@ -267,3 +329,123 @@ def test_a_user_alone_never_waits(path: str) -> None:
             one: KeeperClient = connect(stack, path)
             assert one.list() == []
         assert gate.waits == 0
+
+
+# -- who pays ---------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The keeper's own time, and a loop that does what is due."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def thread_time(self) -> float:
+        return self.now
+
+    monotonic = thread_time
+
+    def call_soon(self, act: Callable[[], None]) -> Handle:
+        return self.call_later(0.0, act)
+
+    def call_later(self, delay: float, act: Callable[[], None]) -> Handle:
+        entry = (self.now + delay, act)
+        self.due.append(entry)
+        return Handle(lambda: self.due.remove(entry))
+
+    def run(self, until: float) -> None:
+        """Do what is due until then."""
+        while self.due and min(self.due)[0] <= until:
+            entry = min(self.due, key=lambda one: one[0])
+            self.due.remove(entry)
+            self.now = max(self.now, entry[0])
+            entry[1]()
+        self.now = max(self.now, until)
+
+
+class Handle:
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.cancel = cancel
+
+
+GREEDY, MODEST, MILLISECOND = 1, 2, 0.001
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("vram.keeper.turns.time", made)
+    return made
+
+
+def turns_at(clock: Clock) -> Turns:
+    server = SimpleNamespace(by_user={GREEDY: 1, MODEST: 1}, loop=clock, paused=False, now=clock.thread_time)
+    turns = Turns(cast("KeeperServer", server))
+    turns.selector.close()
+    return turns
+
+
+def asks_little(turns: Turns, clock: Clock) -> None:
+    now = clock.now
+    assert turns.fairness.may(MODEST, now), "who asks little waits"
+    clock.now += MILLISECOND / 10
+    turns.fairness.spent(MODEST, MILLISECOND / 10, now)
+
+
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside who asks little"])
+def test_who_connects_all_the_time_has_a_share_of_the_keepers_time(clock: Clock, company: bool) -> None:
+    """A tenth of a millisecond for each connection: alone all there are, and beside others a share of the time."""
+    turns = turns_at(clock)
+    accepted: list[float] = []
+    waits = [False]
+
+    def accept(*, in_turn: bool = False) -> None:
+        with turns.accepting(in_turn=in_turn) as charge:
+            clock.now += MILLISECOND / 10
+            charge(GREEDY)
+        accepted.append(clock.now)
+
+    def in_turn() -> None:
+        waits[0] = False
+        accept(in_turn=True)
+
+    while clock.now < 1.0:
+        end = clock.now + MILLISECOND
+        if company:
+            asks_little(turns, clock)
+        while clock.now < end and not waits[0]:
+            if turns.may_accept(in_turn):
+                accept()
+            else:
+                waits[0] = True
+        clock.run(end)
+    used = len(accepted) / 10_000
+    if company:
+        assert used < SHARE * 1.2 + ADVANCE, "more than a share was used"
+        assert used > SHARE * 0.8
+    else:
+        assert used > 0.95
+
+
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside who asks little"])
+def test_what_a_user_left_to_be_done_is_done_in_that_users_time(clock: Clock, company: bool) -> None:
+    turns = turns_at(clock)
+    done: list[float] = []
+
+    def part() -> None:
+        clock.now += MILLISECOND / 10
+        done.append(clock.now)
+        turns.later(GREEDY, part)
+
+    turns.later(GREEDY, part)
+    while clock.now < 1.0:
+        if company:
+            asks_little(turns, clock)
+        clock.run(clock.now + MILLISECOND)
+    used = len(done) / 10_000
+    if company:
+        assert used < SHARE * 1.2 + ADVANCE, "more than a share was used"
+        assert used > SHARE * 0.8
+    else:
+        assert used > 0.95

@@ -136,6 +136,43 @@ def test_memory_is_bound_by_its_address(team: Team) -> None:
     assert team.driver.live().nbytes == live.nbytes - 2 * G
 
 
+def test_a_part_of_an_allocation_is_bound(team: Team, close: contextlib.ExitStack) -> None:
+    thing = team.object
+    memory = close.enter_context(PhysicalAllocation.create(team.driver, 3 * G, "cuda:0"))
+    view = close.enter_context(MemoryMapping.map(team.reservation, 2 * G, memory))
+    thing.bind(memory, G, memory_offset=2 * G)  # to its end
+    thing.bind(memory, 0, memory_offset="2MiB", nbytes="2MiB")
+    assert sorted(part[1:] for part in thing.bound) == [(0, G), (G, G)]
+    with thing.map(team.reservation) as mapping:
+        team.driver.copy_in(mapping.address + G - 2, memoryview(b"1234"))
+    for at, expected in ((2 * G - 2, b"1234"), (G - 2, bytes(4)), (0, bytes(4))):
+        found = bytearray(4)
+        team.driver.copy_out(memoryview(found), view.address + at)
+        assert found == expected
+    thing.unbind("cuda:0", 0, G)
+    assert [part[1:] for part in thing.bound] == [(G, G)]
+
+
+def test_a_part_that_is_none_is_not_bound(team: Team, close: contextlib.ExitStack) -> None:
+    thing, before = team.object, objects()
+    memory = close.enter_context(PhysicalAllocation.create(team.driver, 2 * G, "cuda:0"))
+    before = objects()
+    for first, nbytes, error, said in (
+        (G, 2 * G, RangeError, "bytes 2097152 to 6291456 are not within the 4194304 bytes of the allocation"),
+        (2 * G, None, RangeError, "bytes 4194304 to 6291456 are not within"),
+        (G + 1, None, AlignmentError, "memory_offset 2097153 is not a multiple"),
+        (0, G - 1, AlignmentError, "nbytes 2097151 is not a multiple"),
+        (0, 0, UsageError, "nbytes is 0"),
+        (-G, G, UsageError, "memory_offset"),
+    ):
+        with pytest.raises(error, match=said):
+            thing.bind(memory, memory_offset=first, nbytes=nbytes)
+    with pytest.raises(UsageError, match="an address says it itself"):
+        thing.bind((team.views[0].address, G), nbytes=G)
+    assert objects() == before
+    assert thing.bound == ()
+
+
 def test_memory_bound_on_its_own_is_written_on_its_own(team: Team) -> None:
     team.object.bind(team.memory[0])
     team.object.bind(team.memory[1], G)
@@ -562,7 +599,6 @@ def test_each_switch_says_no(
         for act in (
             lambda: driver.multicast_check(Location("cuda", 0)),
             lambda: driver.multicast_create(2, G, FD),
-            lambda: driver.multicast_granularity(2, G, FD),
             lambda: driver.multicast_import(fd, FD, G, 2),
             lambda: MulticastObject.create(driver, BOTH, G),
             lambda: MulticastObject.import_(driver, fd, G, 2),
@@ -575,6 +611,11 @@ def test_each_switch_says_no(
             assert error.have == have
             assert variable in error.remedy
         assert control.called() == {}
+        # No object is made for this: it can be known before one is wanted.
+        found = MulticastObject.granularity(type(driver)(), 2, 3 * G, FD)
+        assert (found.minimum, found.recommended) == (G, 256 * G)
+        assert control.calls("cuMulticastGetGranularity") == 2
+        assert control.calls("cuMulticastCreate") == 0
 
 
 @pytest.mark.parametrize(
@@ -891,3 +932,34 @@ def test_a_driver_error_says_the_call(driver: Any, control: standin.Standin) -> 
     with control.failing("cuMulticastCreate", code=802):
         with pytest.raises(DriverError, match=r"cuMulticastCreate failed: CUDA_ERROR_SYSTEM_NOT_READY"):
             MulticastObject.create(driver, BOTH, G)
+
+
+# -- handles of CUDA's own ----------------------------------------------------------------------------------------
+def test_a_native_handle_is_one_of_cuda(driver: Any, close: contextlib.ExitStack) -> None:
+    """What is done with it by hand is for its owner to say."""
+    from cuda.bindings import driver as api
+
+    thing = close.enter_context(MulticastObject.create(driver, 2, G))
+    with pytest.raises(UsageError, match=r"nobody else can have added devices"):
+        thing.added_elsewhere(1)
+    native = thing.native_handle
+    assert native == thing.native_handle != thing._team.driver_handle
+    for device in (0, 1):
+        assert int(api.cuMulticastAddDevice(native, device)[0]) == 0
+    thing.added_elsewhere(2)
+    where = close.enter_context(AddressReservation.reserve(driver, G))
+    with thing.map(where, locations=BOTH) as mapping:
+        assert mapping.access is Access.READ_WRITE
+    thing.close()
+    with pytest.raises(ClosedError):
+        thing.native_handle
+
+
+def test_the_rights_to_a_mapping_are_asked_of_the_driver(team: Team) -> None:
+    with team.object.map(team.reservation, locations=["cuda:1"]) as mapping:
+        assert mapping.get_access() is Access.NONE, "of the first device that was added"
+        assert mapping.get_access("cuda:1") is mapping.get_access(Location("cuda", 1)) is Access.READ_WRITE
+        with pytest.raises(UsageError, match=r"no cuda:2 among"):
+            mapping.get_access("cuda:2")
+    with pytest.raises(ClosedError):
+        mapping.get_access()

@@ -12,6 +12,7 @@ from vram.errors import UsageError
 from vram.spec import (
     HOST,
     Access,
+    AllocationFlags,
     AllocationSpec,
     HandleKind,
     Location,
@@ -146,4 +147,9 @@ def test_rights_and_kinds_have_the_values_of_the_cuda_driver():
         4,
         8,
     ]
-    assert AllocationSpec(5) == AllocationSpec(5, HOST, HandleKind.POSIX_FD)
+    assert AllocationSpec(5) == AllocationSpec(5, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE)
+
+
+def test_allocation_flags_are_the_bytes_that_the_driver_reads():
+    assert [int(flag) for flag in AllocationFlags] == [1, 0x100, 0x10000, 0x20000]
+    assert AllocationFlags.NONE == 0

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from select import POLLIN
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from vram import driver as drivers
 from vram import transports
 from vram.errors import ClosedError, ForkedError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.spec import HOST, Location
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, until
 from vram.transports import (
     Estimate,
     IpcTransport,
@@ -36,6 +38,7 @@ from vram.transports import (
     VmmTransport,
     Yes,
     measure,
+    pipes,
     select,
 )
 from vram.transports.remote import RemoteTransport
@@ -531,3 +534,27 @@ def test_the_route_command_prints_the_ranking() -> None:
     done = CliRunner().invoke(app, ["route", "host", "cuda:4000"])
     assert done.exit_code == 1
     assert "cuda:4000" in done.output
+
+
+# -- pipes ------------------------------------------------------------------------------------------------------------
+def test_a_listener_that_is_slow_to_open_its_pipe_is_not_taken_for_one_that_has_gone(tmp_path: Path) -> None:
+    """Longer than one look takes: until it has opened the pipe, reading from that is the end of file."""
+    there, back = tmp_path / "x.there", tmp_path / "x.back"
+    os.mkfifo(there)
+    os.mkfifo(back)
+    reads = os.open(there, os.O_RDONLY | os.O_NONBLOCK)
+    made: list[PipeExchange] = []
+    thread = threading.Thread(target=lambda: made.append(PipeExchange.connect(str(tmp_path / "x"), SOON)))
+    thread.start()
+    try:
+        until(lambda: pipes._wait(reads, POLLIN, None, ""), what="the greeting")
+        thread.join(3 * pipes._SLICE)
+        assert thread.is_alive(), "it did not wait"
+        writes = os.open(back, os.O_WRONLY)
+        os.write(writes, pipes._HELLO)
+        thread.join(SOON)
+        made[0].close()
+        os.close(writes)
+    finally:
+        os.close(reads)
+        thread.join(SOON)

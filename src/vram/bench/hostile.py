@@ -35,6 +35,7 @@ _NAME = "model"
 _TITLE = "Attach beside a hostile user"
 _REACHED = 0.8
 _PUBLICATIONS = 16  # of one connection
+_WAITING = 1_000  # attaches of one connection that wait
 _LITTLE = 2 << 20  # bytes
 
 
@@ -48,8 +49,8 @@ def measure(quick: bool) -> Result:
         return Result("hostile", _TITLE, [], [why])
     few: list[str] = []
     rounds, seconds = (2, 0.02) if quick else (15, 0.2)
-    leases, connections, entries, halves, nbytes = (
-        (300, 10, 50, 2 * _PUBLICATIONS, 4 << 20) if quick else (65_000, 1_000, 6_000, 1_000, 512 << 20)
+    leases, connections, entries, halves, nbytes, waiting = (
+        (300, 10, 50, 2 * _PUBLICATIONS, 4 << 20, 50) if quick else (65_000, 1_000, 6_000, 1_000, 512 << 20, 4_000)
     )
     with _open_keeper() as path:  # a user may have half of the descriptors
         room = (vram.statistics(keeper=path).max_descriptors or 2 * entries + 2) // 2 - 1
@@ -63,6 +64,8 @@ def measure(quick: bool) -> Result:
         f"{entries} entries, listed all the time": [(_list, (entries,))],
         f"{halves} publications half sent, again and again": [(_send_halves, (halves,))],
         f"entries of {nbytes >> 20} MiB, removed at once": [(_publish_and_remove, (nbytes,))],
+        "connections that are made and closed all the time": [(_come_and_go, ())],
+        f"{waiting} who wait for a name, published all the time": [(_publish_to_many, (waiting,))],
     }
     rows = _beside("a process that only computes", [(_compute, ())], rounds, seconds, at_least=None)
     for what, children in attacks.items():
@@ -286,6 +289,34 @@ def _publish_and_remove(pipe: Connection, path: str, nbytes: int) -> None:
             with _memory(nbytes) as memory, contextlib.suppress(CapacityError):  # what it removed is not freed yet
                 client.publish("big", [Segment(nbytes, HandleKind.POSIX_FD, "host")], [memory])
                 client.remove("big")
+
+        _turns(pipe, attack)
+
+
+def _come_and_go(pipe: Connection, path: str) -> None:
+    """Connect, say nothing, and hang up."""
+    _become(_HOSTILE)
+
+    def attack() -> None:
+        Channel.connect(path, DEADLINE).close()
+
+    _turns(pipe, attack)
+
+
+def _publish_to_many(pipe: Connection, path: str, waiting: int) -> None:
+    """Publish what is not what many are waiting for, so that they go on waiting."""
+    _become(_HOSTILE)
+    with contextlib.ExitStack() as stage:
+        memory = stage.enter_context(_memory(_LITTLE))
+        client = stage.enter_context(KeeperClient.connect(path, label="hostile"))
+        for first in range(0, waiting, _WAITING):
+            channel = stage.enter_context(contextlib.closing(_connect(path)))
+            for call in range(1, min(_WAITING, waiting - first) + 1):
+                wanted = m.Attach(call, "waited-for", expect={"is": f"not {first + call}"}, wait=None, claim=True)
+                channel.send(m.encode(wanted), timeout=DEADLINE)
+
+        def attack() -> None:
+            client.publish("waited-for", [Segment(_LITTLE, HandleKind.POSIX_FD, "host")], [memory], meta={"is": "this"})
 
         _turns(pipe, attack)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..errors import AlignmentError, UnsupportedError, UsageError
-from ..spec import HOST, Access, HandleKind, Location, round_up
+from ..spec import HOST, Access, AllocationFlags, HandleKind, Location, round_up
 
 __all__ = [
     "GRANULARITY",
     "check_access",
     "check_address",
     "check_alignment",
+    "check_flags",
     "check_kinds",
     "check_location",
     "check_size",
@@ -33,6 +34,15 @@ def check_kinds(location: Location, kinds: HandleKind) -> None:
         raise UnsupportedError(
             "host memory that leaves the process in that way", f"a driver for {kinds!r}", "POSIX_FD on the host"
         )
+
+
+def check_flags(flags: AllocationFlags) -> None:
+    """Of the host driver: raise UnsupportedError for what only memory of a GPU can be meant for."""
+    if flags:
+        raise UnsupportedError(
+            f"host memory with {flags!r}", "memory of a GPU", "the host driver, whose memory takes no flags",
+            'Leave flags out, or make it on a GPU, such as "cuda:0"',
+        )  # fmt: skip
 
 
 def check_size(call: str, nbytes: int, granularity: int = GRANULARITY) -> None:

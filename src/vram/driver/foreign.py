@@ -123,15 +123,16 @@ class LegacyIpc(Protocol):
             If it is not memory of ``cuMemAlloc``, or not its base.
         """
 
-    def ipc_open(self, handle: bytes, nbytes: int, location: Location) -> int:
+    def ipc_open(self, handle: bytes, nbytes: int | None, location: Location) -> int:
         """Open an allocation of another process for a GPU, and return its address here, a window of `nbytes`.
 
         The same allocation opened twice has the same address, and is closed as often as it was opened.
 
         Parameters
         ----------
-        nbytes : int
-            The size of the whole allocation, as its owner stated it.
+        nbytes : int or None
+            The size of the whole allocation, as its owner stated it. None if nobody did: then the window is all of it,
+            whose size :meth:`Foreign.pointer_info` tells.
 
         Raises
         ------

@@ -22,7 +22,7 @@ from typing import TypeVar
 from ..errors import AccessDeniedError, DriverError, ProtocolError, RangeError, UsageError
 from ..lifetime import uninterrupted
 from ..open_files import is_read_only
-from ..spec import HOST, Access, HandleKind, Location
+from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
 from .addresses import (
     Ballast,
@@ -40,6 +40,7 @@ from .arguments import (
     check_access,
     check_address,
     check_alignment,
+    check_flags,
     check_kinds,
     check_location,
     check_size,
@@ -47,7 +48,7 @@ from .arguments import (
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
 from .memfds import Memfds, look, place
-from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
+from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
 __all__ = ["HostDriver"]
@@ -56,6 +57,11 @@ _T = TypeVar("_T")
 
 _GRANULARITY = Granularity(GRANULARITY, GRANULARITY)
 _SHARED = libc.MAP_SHARED | libc.MAP_FIXED
+_NONE = "only memory of a GPU has that, and this is memory of the host"
+_SUPPORT = Support(
+    vmm="", posix_fd="", fabric=_NONE, compressible=_NONE, gpu_direct_rdma=_NONE, tile_pool=_NONE, hw_decompress=_NONE,
+    multicast=_NONE, legacy_ipc=_NONE, pools=_NONE,
+)  # fmt: skip
 _PRIVATE = libc.MAP_PRIVATE | libc.MAP_NORESERVE | libc.MAP_FIXED
 
 
@@ -86,6 +92,10 @@ class HostDriver:
         uuid = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return DeviceInfo(f"HOST-{uuid}", f"host memory ({os.uname().machine})", self._available.info()[1])
 
+    def support(self, location: Location) -> Support:
+        check_location(location)
+        return _SUPPORT
+
     def canonical(self, location: Location) -> Location:
         check_location(location)
         return HOST
@@ -94,9 +104,13 @@ class HostDriver:
         check_location(location)
         return self._available.info()
 
-    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
+    def mem_granularity(
+        self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
+    ) -> Granularity:
         if location is not HOST or handle_kinds is not HandleKind.POSIX_FD:  # seldom, here and below
             check_kinds(location, handle_kinds)
+        if flags is not AllocationFlags.NONE:
+            check_flags(flags)
         return _GRANULARITY
 
     # -- addresses ----------------------------------------------------------------------------------------------
@@ -142,7 +156,14 @@ class HostDriver:
             )
 
     # -- physical memory ----------------------------------------------------------------------------------------
-    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
+    def mem_create(
+        self,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        flags: AllocationFlags = AllocationFlags.NONE,
+    ) -> int:
+        check_flags(flags)
         return self._create("mem_create", nbytes, location, handle_kinds, self._books.new_handle)
 
     def mem_release(self, handle: int) -> None:
@@ -173,10 +194,18 @@ class HostDriver:
         self._map("mem_map_private", address, memory, access=Access.NONE, private=True)
 
     def mem_map_new(
-        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         if type(access) is not Access:
             check_access("mem_map_new", access)
+        if flags is not AllocationFlags.NONE:
+            check_flags(flags)
         put = partial(self._map, "mem_map_new", address, access=access, private=False)
         self._create("mem_map_new", nbytes, location, handle_kinds, put)
 

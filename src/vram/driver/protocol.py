@@ -33,23 +33,26 @@ are the caller's mistake; the driver's own books survive it. Methods that undo s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
-from ..spec import Access, HandleKind, Location
+from ..spec import Access, AllocationFlags, HandleKind, Location
 
 __all__ = [
     "CopyOnWrite",
     "DeviceInfo",
     "Driver",
+    "Fabric",
     "Granularity",
     "HostAddressable",
     "Identity",
     "LiveObjects",
     "MemoryProperties",
     "Multicast",
+    "NativeHandles",
     "Sealing",
     "StreamOrdered",
+    "Support",
 ]
 
 
@@ -72,11 +75,12 @@ class Granularity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProperties:
-    """What the driver knows of an allocation. `nbytes` is None where the driver cannot tell."""
+    """What the driver knows of an allocation. `nbytes` is None where the driver cannot tell; `flags` were granted."""
 
     location: Location
     handle_kinds: HandleKind
     nbytes: int | None
+    flags: AllocationFlags = AllocationFlags.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,47 @@ class LiveObjects:
     handles: int
     mappings: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What a place really can: the list of capabilities. A field is empty where it works, else it says why it does not.
+
+    Found out by doing, since attributes lie; where that would cost a context on the GPU, or do harm, it goes by the
+    driver's version and the device's attributes, as said below.
+
+    Attributes
+    ----------
+    vmm : str
+        Making and mapping memory at addresses of one's own.
+    posix_fd, fabric : str
+        Such memory leaves the process by a descriptor, and by 64 bytes to other machines: tried the whole way, export
+        and import.
+    compressible, gpu_direct_rdma, tile_pool, hw_decompress : str
+        It is made for that, and the driver grants it: :class:`~vram.spec.AllocationFlags`.
+    multicast : str
+        Multicast objects, by version and attribute. Whether they are switched on is another question:
+        :meth:`Multicast.multicast_check`.
+    legacy_ipc : str
+        Memory of ``cudaMalloc``, and events, are opened elsewhere by 64 bytes; by attribute.
+    pools : str
+        Stream-ordered pools that leave the process by a descriptor; by attribute.
+    """
+
+    vmm: str
+    posix_fd: str
+    fabric: str
+    compressible: str
+    gpu_direct_rdma: str
+    tile_pool: str
+    hw_decompress: str
+    multicast: str
+    legacy_ipc: str
+    pools: str
+
+    def missing(self) -> dict[str, str]:
+        """Return what does not work, by name, and why."""
+        return {field.name: why for field in fields(self) if (why := getattr(self, field.name))}
 
 
 class Driver(Protocol):
@@ -103,6 +148,15 @@ class Driver(Protocol):
     def device_info(self, location: Location) -> DeviceInfo:
         """Describe a device. Raises :class:`~vram.errors.UsageError` for one that does not exist."""
 
+    def support(self, location: Location) -> Support:
+        """Find out what a device really can, once in a process: some milliseconds, and no context.
+
+        Raises
+        ------
+        OutOfMemoryError, DeviceLostError
+            If that is why something does not work: it says nothing about what the device can at another time.
+        """
+
     def canonical(self, location: Location) -> Location:
         """Return the one name of a place in this process: a device's ordinal rather than its UUID.
 
@@ -112,8 +166,10 @@ class Driver(Protocol):
     def mem_info(self, location: Location) -> tuple[int, int]:
         """Return (available, total) bytes of physical memory."""
 
-    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
-        """Return the granularity of memory made with these very properties."""
+    def mem_granularity(
+        self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
+    ) -> Granularity:
+        """Return the granularity of memory made with these very properties. Raises as :meth:`mem_create` does."""
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
@@ -136,7 +192,13 @@ class Driver(Protocol):
         """reserved -> free. The caller sees to it that nothing is mapped and nothing refers to the range."""
 
     # -- physical memory ----------------------------------------------------------------------------------------
-    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
+    def mem_create(
+        self,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        flags: AllocationFlags = AllocationFlags.NONE,
+    ) -> int:
         """Make `nbytes` of zeroed physical memory and return a handle, which the caller must release once.
 
         Raises
@@ -144,7 +206,7 @@ class Driver(Protocol):
         OutOfMemoryError
             If there is not enough.
         UnsupportedError
-            If the driver cannot make memory that leaves the process in one of `handle_kinds`.
+            If the driver cannot make memory that leaves the process in one of `handle_kinds`, or has one of `flags`.
         """
 
     def mem_release(self, handle: int) -> None:
@@ -154,7 +216,7 @@ class Driver(Protocol):
         """Return one more handle (to be released once) to the allocation mapped at `address`."""
 
     def mem_properties(self, handle: int) -> MemoryProperties:
-        """Describe an allocation."""
+        """Describe an allocation, as the driver itself tells it: what was granted, not what was asked for."""
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
@@ -237,7 +299,13 @@ class DirectMapping(Protocol):
     """
 
     def mem_map_new(
-        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         """:meth:`Driver.mem_create`, :meth:`Driver.mem_map` and :meth:`Driver.mem_set_access` in one, for `location`.
 
@@ -285,6 +353,55 @@ class Identity(Protocol):
 
     def mem_identity(self, fd: int) -> tuple[int, int]:
         """Return a pair that is equal for two open descriptors exactly if they are the same memory."""
+
+
+@runtime_checkable
+class Fabric(Protocol):
+    """A driver whose memory another machine can open, by 64 bytes (``CUmemFabricHandle``), over NVLink between them.
+
+    The bytes travel in any way. They keep nothing alive: their maker keeps the memory until it was opened. Who may open
+    it is for the system to say: the two processes must be allowed to use the same IMEX channel (CUDA Driver API,
+    "Virtual Memory Management", cuMemCreate and cuMemImportFromShareableHandle).
+    """
+
+    def mem_export_fabric(self, handle: int) -> bytes:
+        """Return the 64 bytes for memory, or a multicast object, that was created with FABRIC among its handle kinds.
+
+        Raises
+        ------
+        UsageError
+            If it was created without.
+        """
+
+    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
+        """Return a handle to the memory that 64 bytes name.
+
+        Parameters
+        ----------
+        nbytes : int
+            The size of the whole allocation, as its owner stated it. The driver does not tell; a wrong one is refused
+            with :class:`~vram.errors.ProtocolError` when it is mapped.
+        location : Location
+            The GPU that will work on it: the memory's location here, where its own GPU is not one of this process.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes name no memory.
+        UnsupportedError
+            If the driver knows no such handles, or this process may not use the channel: with what it takes.
+        """
+
+
+@runtime_checkable
+class NativeHandles(Protocol):
+    """A driver whose handles stand for those of an API that others call, too."""
+
+    def mem_native_handle(self, handle: int) -> int:
+        """Return what that API knows memory, or a multicast object, by: a ``CUmemGenericAllocationHandle`` of CUDA's.
+
+        It is lent: good until `handle` is released, and not to be released by whoever asked.
+        """
 
 
 @runtime_checkable
@@ -361,14 +478,19 @@ class Multicast(Protocol):
     is then refused with :class:`~vram.errors.UsageError`; of one that is shared only the processes together know.
 
     Off by default: making such an object can take a host out of service that others share. It is made and imported
-    only with ``VRAM_MULTICAST=on`` in the environment, and not if that of another library forbids it.
+    only with ``VRAM_MULTICAST=on`` in the environment, and not if that of another library forbids it. Its granularity
+    can be asked for at any time.
     """
 
     def multicast_check(self, location: Location) -> None:
         """Raise :class:`~vram.errors.UnsupportedError` unless multicast is on and the GPU at `location` has it."""
 
     def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
-        """Return the granularity of such an object, of what is bound to it, and of the address that it is mapped to."""
+        """Return the granularity of such an object, of what is bound to it, and of the address that it is mapped to.
+
+        Also while multicast is off: it makes no object. Raises :class:`~vram.errors.UnsupportedError` if the driver or
+        every device lacks multicast.
+        """
 
     def multicast_create(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> int:
         """Make an object for a team of `num_devices` GPUs, and return a handle, which the caller must release once.
@@ -385,6 +507,9 @@ class Multicast(Protocol):
         The driver tells neither size nor team: they are what the caller says, and a wrong size is refused when it is
         mapped. A descriptor of memory is refused with :class:`~vram.errors.ProtocolError`.
         """
+
+    def multicast_import_fabric(self, data: bytes, nbytes: int, num_devices: int) -> int:
+        """:meth:`multicast_import` by the 64 bytes that :meth:`Fabric.mem_export_fabric` gives for an object."""
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
         """Add a GPU to the team, for good."""

@@ -58,7 +58,7 @@ class _Thread(threading.local):
 
 
 class Endpoint:
-    """This process's side of all hand-overs by pickle. Use :func:`endpoint`."""
+    """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
 
     def __init__(self) -> None:
         self.address = f"\0vram-{secrets.token_hex(12)}"
@@ -78,6 +78,9 @@ class Endpoint:
         self._thread: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def open(self) -> None:
+        """Begin to serve. Not done by the constructor: what a class returns can be lost to an interrupt (I12)."""
         try:
             self._listener.bind(self.address)
             self._listener.listen(128)
@@ -102,19 +105,26 @@ class Endpoint:
         """Return what a pickle says of an array, and keep its memory until that is unpickled."""
         region = array.region
         region.synchronize()  # whoever unpickles it may read it at once (S10)
-        # The same array again is what queues are for. Each of these is replaced, never changed.
-        with self._lock:
-            if self._stopping:
-                self._check()
-            by = self._thread_of.number or self._number_thread()
-            state = (array.shape, region.layout, region.access, by)
-            last = self._last
-            if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
-                lent, written = last[2:]
-            else:
-                lent, written = self._write_anew(array, by)
-                self._last = (weakref.ref(array), state, lent, written)
-            self.flights.begin(lent, region, by)
+        has_begun = False
+        try:
+            # The same array again is what queues are for. Each of these is replaced, never changed.
+            with self._lock:
+                if self._stopping:
+                    self._check()
+                by = self._thread_of.number or self._number_thread()
+                state = (array.shape, region.layout, region.access, by)
+                last = self._last
+                if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
+                    lent, written = last[2:]
+                else:
+                    lent, written = self._write_anew(array, by)
+                    self._last = (weakref.ref(array), state, lent, written)
+                self.flights.begin(lent, region, by)
+                has_begun = True
+        except BaseException:
+            if has_begun:  # an interrupt: nobody will unpickle it
+                self.flights.land(lent.id, [1], by)
+            raise
         return written
 
     def _number_thread(self) -> int:
@@ -153,6 +163,7 @@ class Endpoint:
         reference = Reference(memory, segments, offset, dtype, shape)
         # Where it came from, before it came from the process that pickled it.
         first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
+        times = [1]
         try:
             array = self._known(origin or address, first)
             if array is None:
@@ -161,11 +172,15 @@ class Endpoint:
                 if handle not in self._origins:
                     with self._lock:
                         self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
-        except BaseException:  # it is not in its queue any more
-            if address == self.address or address in self._sources:
-                self._took(address, memory, by)
+            self._took(address, memory, times, by)
+        except BaseException as error:  # it is not in its queue any more
+            is_interrupt = not isinstance(error, Exception)
+            # Who failed to connect does not try again; an interrupt may have come before that.
+            if is_interrupt or address == self.address or address in self._sources:
+                self._took(address, memory, times, by)
+            if is_interrupt:
+                self._poke()  # it may have come before that, too
             raise
-        self._took(address, memory, by)
         return array
 
     def _known(self, address: str, reference: Reference) -> Array | None:
@@ -180,13 +195,14 @@ class Endpoint:
         """Return what was lent under an id. In flight it outlives its being lent anew, as after a freeze."""
         return self.lender.find(memory) or self.flights.find(memory)
 
-    def _took(self, address: str, memory: int, by: int) -> None:
+    def _took(self, address: str, memory: int, times: list[int], by: int) -> None:
+        """Say that arrays arrived. Called again after an interrupt: `times` is emptied once they are counted."""
         if address == self.address:
-            self.flights.land(memory, 1, by)
+            self.flights.land(memory, times, by)
             return
         try:
             source = self._sources.get(address) or self._source(address)
-            if source.took(memory, by) and not self._is_to_tell:
+            if source.took(memory, times, by) and not self._is_to_tell:
                 self._is_to_tell = True
                 self._poke()
         except (VramError, OSError):  # a sender that is gone needs not be told
@@ -311,7 +327,7 @@ class Endpoint:
         if 0 < request.by <= self._numbered:
             reader.threads.add(request.by)
         if isinstance(request, Took):
-            self.flights.land(request.memory, request.times, request.by)
+            self.flights.land(request.memory, [request.times], request.by)
         else:
             reader.asked.append((request, time.monotonic() + FETCH_SECONDS))
 
@@ -444,7 +460,9 @@ def endpoint() -> Endpoint:
     if _current is None:
         with _making:
             if _current is None:
-                _current = Endpoint()
+                made = Endpoint()
+                made.open()
+                _current = made
     return _current
 
 

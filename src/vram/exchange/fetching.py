@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -75,7 +75,8 @@ class Source:
         self._lock = threading.Lock()  # the borrower's; never taken by a finalizer
         self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
         self._forgets: deque[int] = deque()
-        self._taken: deque[tuple[int, int]] = deque()
+        self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)  # memories, by whom, and how often
+        self._is_waiting = False  # whether somebody waits for an answer
         self._told = 0.0
         self._is_gone = False
 
@@ -118,9 +119,14 @@ class Source:
             return self._borrower.find(reference)
 
     # -- what was taken -----------------------------------------------------------------------------------------
-    def took(self, memory: int, by: int) -> bool:
-        """An array on a memory was unpickled. Return whether the process has still to be told, by :meth:`tell`."""
-        self._taken.append((memory, by))
+    def took(self, memory: int, times: list[int], by: int) -> bool:
+        """Arrays on a memory were unpickled, as often as a list of one number says, which is emptied as it is noted.
+
+        Return whether the process has still to be told, by :meth:`tell`.
+        """
+        if times:
+            self._taken[memory, by] += times[0]  # no interrupt comes before both are done (I12)
+            del times[:]
         if time.monotonic() - self._told < TELL_SECONDS:
             return True
         return self.tell()
@@ -128,21 +134,26 @@ class Source:
     def tell(self, timeout: float = 0.0) -> bool:
         """Tell the process what was taken since the last time; return whether that has to be tried again.
 
-        It only needs that to end flights: a queue that is full, or an end, is no reason to fail.
+        It only needs that to end flights: a queue that is full, or an end, is no reason to fail. But each is told once:
+        twice would end a flight that somebody is still to unpickle.
         """
         self._told = time.monotonic()
-        taken: Counter[tuple[int, int]] = Counter()
-        with contextlib.suppress(IndexError):
-            while True:
-                taken[self._taken.popleft()] += 1
-        for (memory, by), times in taken.items():
-            try:
-                self.channel.send(encode(Took(memory, times, by)), timeout=timeout)
-            except WaitTimeoutError:
-                self._taken.extend([(memory, by)] * times)
-            except (VramError, OSError):
-                self._taken.clear()
-                break
+        fresh: defaultdict[tuple[int, int], int] = defaultdict(int)
+        taken, self._taken = self._taken, fresh  # of several threads each has its own share
+        try:
+            while taken:
+                memory, by = key = next(iter(taken))
+                self.channel.send(encode(Took(memory, taken[key], by)), timeout=timeout)
+                del taken[key]
+        except WaitTimeoutError:
+            pass
+        except (VramError, OSError):
+            taken.clear()
+        finally:
+            while taken:
+                key = next(iter(taken))
+                self._taken[key] += taken[key]
+                del taken[key]
         return bool(self._taken)
 
     def take_leave(self) -> None:
@@ -151,6 +162,14 @@ class Source:
             self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
 
     def _fetch(self, memory: int, first: int, by: int) -> None:
+        self._is_waiting = True
+        try:
+            self._ask_for(memory, first, by)
+        finally:
+            self._is_waiting = False
+            self._discard()  # what an interrupt kept from being looked at; the answer that is on its way is not wanted
+
+    def _ask_for(self, memory: int, first: int, by: int) -> None:
         if self._is_gone:
             raise _gone(memory)
         try:
@@ -203,6 +222,8 @@ class Source:
             self.tidy()
         else:
             self._answers.put((message, fds))
+            if not self._is_waiting:
+                self._discard()
 
     def tidy(self) -> None:
         """Let go of what the lender asked for, unless somebody is at it: they tidy when they are done."""

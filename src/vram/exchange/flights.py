@@ -102,38 +102,64 @@ class Flights:
 
     def begin(self, lent: Lent, region: Region, by: int) -> None:
         """One more array on this memory was pickled, by the thread of this number."""
-        with self._lock:
-            flight = self._flights.get((lent.id, by))
-            if flight is None:
-                flight = _Flight(lent, by, self._who)
-            flight.keep(region)
-            flight.count += 1
-            flight.since = time.monotonic()
-            self._flights[lent.id, by] = flight
-            if self._orphans:
-                self._orphans.pop(flight, None)
+        flight: _Flight | None = None
+        is_counted = False
+        try:
+            with self._lock:
+                flight = self._flights.get((lent.id, by))
+                if flight is None:
+                    flight = _Flight(lent, by, self._who)
+                flight.keep(region)
+                if self._orphans:
+                    self._orphans.pop(flight, None)
+                flight.since = time.monotonic()
+                flight.count += 1  # from here on no interrupt comes before all is noted (I12)
+                self._flights[lent.id, by] = flight
+                is_counted = True
+        except BaseException:
+            if is_counted:
+                self.land(lent.id, [1], by)
+            elif flight is not None and not flight.count:
+                flight.release()
+            raise
 
     def find(self, memory: int) -> Lent | None:
         """Return what is in flight under an id, if it is."""
         with self._lock:
             return next((flight.lent for (number, _), flight in self._flights.items() if number == memory), None)
 
-    def land(self, memory: int, times: int, by: int = 0) -> None:
-        """So many arrays on a memory arrived; 0 for `by` is whoever pickled it."""
-        with self._lock:
-            if not by:
-                by = next((thread for number, thread in self._flights if number == memory), 0)
-            flight = self._flights.get((memory, by))
-            if flight is None:
-                return
-            flight.count -= times
-            flight.since = time.monotonic()
-            if self._orphans:
-                self._orphans.pop(flight, None)
-            if flight.count > 0:
-                return
-            del self._flights[memory, by]
-        self._end(flight)
+    def land(self, memory: int, times: list[int], by: int = 0) -> None:
+        """Arrays on a memory arrived; 0 for `by` is whoever pickled it.
+
+        Parameters
+        ----------
+        times : list of int
+            How many, as one number. The list is emptied in the step that counts them: after an interrupt it says
+            whether that was done (I12).
+        """
+        over: _Flight | None = None
+        try:
+            with self._lock:
+                if not by:
+                    by = next((thread for number, thread in self._flights if number == memory), 0)
+                flight = self._flights.get((memory, by))
+                if flight is None or not times:
+                    return
+                flight.since = time.monotonic()
+                if self._orphans:
+                    self._orphans.pop(flight, None)
+                flight.count -= times[0]
+                del times[:]
+                if flight.count <= 0:
+                    del self._flights[memory, by]
+                    over = flight
+        finally:
+            if over is not None:
+                try:
+                    self._end(over)
+                except BaseException:  # an interrupt: its pin knows the flight, so nothing else would let go of it
+                    self._end(over)
+                    raise
 
     def orphan(self, by: int) -> None:
         """All who unpickled what a thread pickled are gone, and the last of them did not take its leave."""

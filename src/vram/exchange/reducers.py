@@ -108,18 +108,17 @@ def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel],
 
 
 def _rebuild_channel(descriptor: Any) -> ArrayChannel:
-    import socket
-
     from ..errors import ProtocolError
-    from ..sharing.channel import close_fds
+    from ..sharing.channel import close_fds, take_over
     from .array_channel import ArrayChannel
 
-    fd = descriptor.detach()
+    fds = [descriptor.detach()]
     try:
-        sock = socket.socket(fileno=fd)
+        sock = take_over(fds)
     except OSError as error:
-        close_fds([fd])
         raise ProtocolError(f"a channel was pickled, and what came is no socket: {error.strerror}") from None
+    finally:
+        close_fds(fds)
     try:
         return ArrayChannel(sock)
     except BaseException:

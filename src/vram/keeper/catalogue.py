@@ -652,6 +652,16 @@ class Catalogue:
                 done.append(effect)
         return done
 
+    @property
+    def rounds(self) -> list[str]:
+        """Names for which those who wait are being gone through."""
+        return list(self._rounds)
+
+    def is_told(self, name: str) -> bool:
+        """Whether that is about a new version, and can begin again: not whom a claim passes on to."""
+        among = self._rounds.get(name)
+        return among is not None and among.before is None
+
     def is_current(self, version: Version) -> bool:
         """Whether attaching by name gives this version."""
         return self._current(version.name) is version

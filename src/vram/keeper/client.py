@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
-from ..sharing.channel import MAX_FDS, OwnedFds
+from ..sharing.channel import OwnedFds
 from . import messages as m
 from .conversation import CONNECT_SECONDS, Answer
 from .leases import Attachment, PublishClaim, Segment, attachment
@@ -35,6 +35,8 @@ __all__ = [
     "client",
     "own_label",
 ]
+
+_PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two looks at who still holds what was revoked
@@ -115,13 +117,13 @@ class KeeperClient(Looking):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
         )
-        reply = self._ask(request, call, everything[:MAX_FDS])
+        reply = self._ask(request, call, everything[:_PART])
         while isinstance(reply, m.Continue):
             sent = reply.received
             if not 0 < sent < len(everything):
                 raise self._confused(reply)
             part = next(self._calls)
-            reply = self._ask(m.Part(part, call, sent), part, everything[sent : sent + MAX_FDS])
+            reply = self._ask(m.Part(part, call, sent), part, everything[sent : sent + _PART])
         return self._be(m.Published, reply).version
 
     def offer(

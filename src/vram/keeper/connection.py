@@ -14,9 +14,11 @@ import struct
 import termios
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ..sharing.channel import Credentials, receive, transmit
+from ..sharing.channel import ALL_FDS, Credentials, receive, transmit
+from .strangers import brings_fds
 
 if TYPE_CHECKING:
     from .records import Publication, Session
@@ -94,10 +96,15 @@ class Connection:
     waiting_since : float or None
         Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
     parked : float or None
-        Since when something of the peer waits to be read until it is its user's turn; see :mod:`.turns`.
+        Since when something of the peer waits to be read until it is its user's turn (see :mod:`.turns`), or until what
+        the user sent before is closed (see :mod:`.strangers`).
+    is_open : bool
+        Whether this process has its socket.
     in_flight : int
         Descriptors sent since the peer was last known to have read everything. A closed connection with any lingers:
         its socket stays open, since without it nobody could tell when they are read.
+    room : int
+        For the descriptors of one message, in bytes of ancillary data.
     share : Share
         What all connections of the same user have left unread; see :mod:`.in_flight`.
     """
@@ -106,12 +113,14 @@ class Connection:
         "closed",
         "credentials",
         "in_flight",
+        "is_open",
         "parked",
         "partials",
         "queue",
         "queued",
         "reading",
         "retry",
+        "room",
         "server",
         "session",
         "share",
@@ -138,6 +147,8 @@ class Connection:
         self.parked: float | None = None
         self.writing = False
         self.closed = False
+        self.is_open = True
+        self.room = server.ancillary if credentials.uid != server.catalogue.accounts.keeper_uid else ALL_FDS
 
     # -- in -------------------------------------------------------------------------------------------------------
     def readable(self) -> None:
@@ -147,8 +158,12 @@ class Connection:
 
     def read(self) -> None:
         """Take one message off the socket and have it answered. One at a time: the others get their turn."""
+        closer = self.server.strangers_closer
+        if not closer.takes(self.credentials.uid) and brings_fds(self.sock):
+            self.server.put_aside(self)
+            return
         try:
-            payload, fds, cut = receive(self.sock, _DONTWAIT)
+            payload, fds, cut = receive(self.sock, _DONTWAIT, self.room)
         except BlockingIOError:
             return
         except OSError:
@@ -161,9 +176,7 @@ class Connection:
                 self.close()
         finally:
             if fds:  # whoever takes them empties the list
-                self.server.strangers_closer.close_fds(fds, self.credentials.uid)
-                if self.server.strangers_closer.owes(self.credentials.uid):
-                    self.close()
+                closer.close_fds(fds, self.credentials.uid)
 
     def resume(self) -> None:
         """Read from this peer."""
@@ -188,8 +201,8 @@ class Connection:
         self.parked = None
         if self.session is None and self.waiting_since is not None:
             self.waiting_since += late
-        for partial in self.partials.values():
-            partial.since += late
+        for unfinished in self.partials.values():
+            unfinished.since += late
         if self.queue:  # it has to read first what there is for it
             return False
         self.resume()
@@ -313,6 +326,7 @@ class Connection:
         self.pause()
         if self.parked is not None:
             self.server.turns.drop(self)
+            self.server.aside.pop(self, None)
         self.not_writing()
         hang_up = hang_up and not self.server.closing
         if hang_up and self.in_flight and not self.has_read_all():
@@ -326,20 +340,21 @@ class Connection:
                 held.drop()
         self.queue.clear()
         self._count_queued(-self.queued)
-        for partial in self.partials.values():
-            self.server.dispose(partial.fds, partial.nbytes, uid=self.credentials.uid)
+        for unfinished in self.partials.values():
+            self.server.dispose(unfinished.fds, unfinished.nbytes, uid=self.credentials.uid)
         self.partials.clear()
         self.server.gone(self)
 
-    def _close_socket(self, *, hang_up: bool = False) -> None:
-        self.server.strangers_closer.close_socket(self.sock, self.credentials.uid, hang_up=hang_up)
+    def _close_socket(self, *, hang_up: bool) -> None:
+        closer, closed = self.server.strangers_closer, partial(self.server.socket_closed, self)
+        self.is_open = not closer.close_socket(self.sock, self.credentials.uid, closed, hang_up=hang_up)
 
     def stop_lingering(self, *, at_once: bool = False) -> bool:
-        """Close the socket of a closed connection once its peer has read everything or hung up; whether it is."""
+        """End a closed connection once its peer has read everything or hung up; whether it lingers no more."""
         if not at_once and not self.has_read_all():
             return False
         self.server.in_flight.landed(self)
-        self._close_socket()
+        self._close_socket(hang_up=not self.server.closing)
         return True
 
     def overdue(self, now: float, patience: float) -> bool:

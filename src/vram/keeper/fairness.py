@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 
 __all__ = ["ADVANCE", "LONGEST", "MOST", "RECENT", "RESERVED", "SHARE", "Fairness"]
 
-SHARE: Final = 0.25  # of the time, for each user
+SHARE: Final = 0.125  # of the time, for each user
 ADVANCE: Final = 0.005  # seconds of work that a user may owe and still be answered at once
 MOST: Final = 0.010  # seconds of work that a user can owe before its last request: it may have been alone so far
 RECENT: Final = 10.0  # seconds for which somebody who asked is reckoned with

@@ -96,6 +96,8 @@ class _Asked:
 class LenderService(Service):
     """Answers those who borrow: they may attach, look and give back."""
 
+    takes_descriptors = False
+
     def __init__(self, server: LenderServer) -> None:
         super().__init__(server)
         self.lends = secrets.token_hex(8)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import grp
 import os
 import secrets
@@ -94,7 +95,7 @@ class Listener:
         with contextlib.suppress(OSError), _directory(self.path) as directory:
             name = os.path.basename(self.path)
             if self.inode is not None and _inode(name, directory) == self.inode:
-                os.unlink(name, dir_fd=directory)
+                (_,) = map(functools.partial(os.unlink, dir_fd=directory), (name,))  # see lifetime.uninterrupted
                 self.inode = None  # once: its number may be another socket's when this one is closed
 
 

@@ -253,9 +253,13 @@ class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
 
 
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
-    """I am your successor: see :mod:`.takeover` for what follows."""
+    """I am your successor: see :mod:`.takeover` for what follows.
+
+    `goes_on` says that I go on with what you have begun, and that you need not come to its end before.
+    """
 
     call: Number
+    goes_on: bool = False
 
 
 Request = (

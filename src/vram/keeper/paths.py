@@ -46,6 +46,7 @@ def find_path(path: str | os.PathLike[str] | None) -> tuple[str, bool]:
     named = os.fspath(path) if path is not None else os.environ.get(ENVIRONMENT) or None
     if named is not None and named.startswith("/"):
         return _checked(named), True
+    check_platform()  # what follows asks who this user is
     return _checked(os.path.abspath(default_path() if named is None else named)), named is not None
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Evicted",
     "Free",
     "Granted",
+    "Immediate",
     "Lease",
     "Name",
     "Notify",
@@ -326,7 +327,8 @@ class Serve:
     name: str
 
 
-Effect = Free | Granted | Claimed | Refused | Notify | Evicted | Serve
+Immediate = Free | Granted | Claimed | Refused | Notify | Evicted
+Effect = Immediate | Serve
 
 
 @dataclass(slots=True, eq=False)

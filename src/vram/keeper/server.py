@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import CapacityError
-from ..sharing.channel import MAX_FDS, close_fds, peer_credentials, transmit
+from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
 from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
@@ -34,7 +34,7 @@ from .listener import Listener, group_id
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .strangers import INLINE, StrangersCloser
+from .strangers import INLINE, StrangersCloser, pass_rights
 from .turns import Turns
 from .users import UserNames
 
@@ -43,7 +43,7 @@ __all__ = ["PATIENCE", "KeeperServer"]
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # connections of these for the keeper's own user, who looks, makes room, takes over
-_SPARE = 64  # descriptors kept back from everybody: for accepting, refusing, handing over
+_SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
 
@@ -108,10 +108,15 @@ class KeeperServer:
                 f"a keeper needs {_LEAST} descriptors at least and may have {limit} (RLIMIT_NOFILE): "
                 f"ulimit -n {_LEAST}, better 1024 or more"
             )
-        # Kept back too: for what one message brings (without room the kernel closes it, here and however long that
-        # takes), and for what is being closed.
-        self.strangers_closer = StrangersCloser(limit // 16)
-        handles = limit - self.max_connections - _SPARE - min(MAX_FDS, limit // 32) - limit // 16
+        spare = min(_SPARE, max(16, limit // 16))
+        # Kept back too, for what others sent and takes long to close. What a message has beyond that is closed by the
+        # kernel, here and however long it takes: so all of it has room, where a process may have 8,192 descriptors.
+        message = min(MAX_FDS, limit // 32)
+        slow = max(limit // 16, 3 * message)
+        self.ancillary = socket.CMSG_SPACE(message * 4)
+        self.strangers_closer = StrangersCloser(slow, message, os.geteuid(), self._has_room_again)
+        self._max_refused = spare // 2
+        handles = limit - self.max_connections - spare - slow
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
         self.in_flight = InFlight(self, limit)
@@ -125,9 +130,14 @@ class KeeperServer:
         self.connections: dict[int, Connection] = {}
         self.strangers: dict[Connection, None] = {}  # connected, and have not said hello
         self.lingering: dict[Connection, None] = {}  # closed, with descriptors in flight that may still be read
-        self.by_user: dict[int, int] = {}  # connections, those that linger included
+        self.by_user: dict[int, int] = {}  # connections, until their sockets are closed
+        self.connected = 0  # all of them
+        self.aside: dict[Connection, None] = {}  # who sent descriptors before others of the same user were closed
+        self._refused = 0  # sockets of connections that were refused, until they are closed
         self.paused = False
         self.closing = False
+        # Calls of which a predecessor has not done all, and leases that they give back; None: there was none.
+        self.left_over: list[tuple[Connection, int, list[int]]] | None = None
         self.successor = False  # another process serves on: leave the path to it
         self._bound = False
         self.service = Service(self)
@@ -154,6 +164,7 @@ class KeeperServer:
         """Serve on a socket that is there already."""
         self.listener = listener
         self._bound = True
+        pass_rights(listener.sock, False)  # before the greeting: who is refused there has sent none
 
     def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
         """Serve until :meth:`stop`, or until another keeper has taken over.
@@ -204,6 +215,8 @@ class KeeperServer:
                 connection.resume()
             if not connection.closed and (connection.waiting_since is not None or connection.partials):
                 self.watch_over(connection)
+        if self.left_over is not None:
+            self.service.go_on(self.left_over)
         self.schedule()
 
     @property
@@ -222,8 +235,7 @@ class KeeperServer:
         for connection in [*self.strangers, *self.connections.values()]:
             connection.close()
         for connection in list(self.lingering):
-            connection.stop_lingering(at_once=True)
-            self._left(connection)
+            self._stop_lingering(connection, at_once=True)
         self.service.finish()
         for version in self.catalogue.all_versions():
             version.token.drop()
@@ -243,21 +255,32 @@ class KeeperServer:
             if not os.read(fd, 64):
                 self.stop()
 
-    def hand_over(self, connection: Connection, call: int) -> None:
+    def hand_over(self, connection: Connection, request: m.Takeover) -> None:
         """Let another process of the same user take over; see :mod:`.takeover`."""
         from .takeover import hand_over  # only the keeper that is replaced needs it
 
-        hand_over(self, connection, call)
+        hand_over(self, connection, request)
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
         if self.paused:
             return
-        for _ in range(8):  # then the others get their turn
-            if self.strangers_closer.is_full or self._spare_fd < 0:
-                self.loop.remove_reader(self.listener.sock)
-                self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
-                return
+        if self.turns.may_accept(self._accept_in_turn):
+            self._accept_one()
+        else:
+            self.loop.remove_reader(self.listener.sock)
+
+    def _accept_in_turn(self) -> None:
+        self._accepting()
+        self._accept_one(in_turn=True)
+
+    def _accept_one(self, *, in_turn: bool = False) -> None:
+        # Before Linux 6.16 those who are refused may have sent descriptors, which are closed elsewhere.
+        if self._refused >= self._max_refused or self._spare_fd < 0:
+            self.loop.remove_reader(self.listener.sock)
+            self.loop.call_later(_ACCEPT_AGAIN, self._accepting)
+            return
+        with self.turns.accepting(in_turn=in_turn) as charge:
             try:
                 sock, _ = self.listener.sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -265,13 +288,17 @@ class KeeperServer:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._refuse_without_descriptors()
-                    continue
+                    return
                 if error.errno in (errno.ENOMEM, errno.ENOBUFS):
                     return
                 raise
-            self._greet(sock)
+            credentials = peer_credentials(sock)
+            charge(credentials.uid)
+            self._greet(sock, credentials)
 
     def _accepting(self) -> None:
+        if self.paused:  # a timer of before
+            return
         self._keep_spare()
         self.loop.add_reader(self.listener.sock, self._accept)
 
@@ -280,11 +307,9 @@ class KeeperServer:
             with contextlib.suppress(OSError):
                 self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
-    def _greet(self, sock: socket.socket) -> None:
-        credentials = peer_credentials(sock)
+    def _greet(self, sock: socket.socket, credentials: Credentials) -> None:
         sock.setblocking(False)
-        total = len(self.connections) + len(self.strangers) + len(self.lingering)
-        most = self.max_connections
+        total, most = self.connected, self.max_connections
         own = credentials.uid == self.catalogue.accounts.keeper_uid
         if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
             self._refuse(
@@ -296,14 +321,17 @@ class KeeperServer:
         if total >= most:
             self._refuse(sock, f"the keeper serves {total} connections already, as many as it may have")
             return
-        if self.strangers_closer.owes(credentials.uid):
-            self._refuse(sock, f"descriptors that uid {credentials.uid} sent take long to close; try again later")
-            return
         connection = Connection(self, sock, credentials)
-        self.by_user[credentials.uid] = self.by_user.get(credentials.uid, 0) + 1
+        self.add(connection)
         self.strangers[connection] = None
         connection.owes()
         connection.resume()
+
+    def add(self, connection: Connection) -> None:
+        """Count a connection, until its socket is closed."""
+        uid = connection.credentials.uid
+        self.by_user[uid] = self.by_user.get(uid, 0) + 1
+        self.connected += 1
 
     def _refuse_without_descriptors(self) -> None:
         """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
@@ -321,11 +349,25 @@ class KeeperServer:
             with contextlib.suppress(OSError):
                 transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
         finally:
-            self.strangers_closer.close_socket(sock, peer_credentials(sock).uid)
+            if not self.strangers_closer.close_socket(sock, peer_credentials(sock).uid, self._refused_closed):
+                self._refused += 1
+
+    def _refused_closed(self) -> None:
+        def count() -> None:
+            self._refused -= 1
+
+        self._call(count)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        """Have something called in the loop's thread, by another one."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it does not matter any more
+            self.loop.call_soon_threadsafe(what)
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
         del self.strangers[connection]
+        if self.service.takes_descriptors:
+            pass_rights(connection.sock, True)
         connection.session = session
         self.connections[session.id] = connection
 
@@ -333,9 +375,9 @@ class KeeperServer:
         """A connection was closed: undo what it had done."""
         self.strangers.pop(connection, None)
         self._watched.pop(connection, None)
-        if connection.in_flight:  # its user has one connection less when nothing of it is
+        if connection.in_flight:
             self.linger(connection)
-        else:
+        elif not connection.is_open:
             self._left(connection)
         if connection.session is not None:
             self.connections.pop(connection.session.id, None)
@@ -346,13 +388,44 @@ class KeeperServer:
         self.lingering[connection] = None
         self.watch_over(connection)
 
+    def socket_closed(self, connection: Connection) -> None:
+        """The socket of a connection, with what was unread in it, was closed by another thread."""
+        self._call(partial(self._left, connection))
+
     def _left(self, connection: Connection) -> None:
-        self.lingering.pop(connection, None)
+        """From now on its user has one connection less."""
         uid = connection.credentials.uid
+        self.connected -= 1
         self.by_user[uid] -= 1
         if not self.by_user[uid]:
             del self.by_user[uid]
             self.in_flight.forget(uid)
+
+    def _stop_lingering(self, connection: Connection, *, at_once: bool = False) -> None:
+        if connection.stop_lingering(at_once=at_once):
+            del self.lingering[connection]
+            self._watched.pop(connection, None)
+            if not connection.is_open:
+                self._left(connection)
+
+    # -- what strangers sent ----------------------------------------------------------------------------------------
+    def put_aside(self, connection: Connection) -> None:
+        """Read nothing more from a connection until descriptors that its user sent before are closed."""
+        connection.park(self.now())
+        self.aside[connection] = None
+        self._resume_aside()  # they may be by now
+
+    def _has_room_again(self) -> None:
+        self._call(self._resume_aside)
+
+    def _resume_aside(self) -> None:
+        if self.paused or not self.aside:
+            return
+        self.strangers_closer.is_awaited = True
+        for connection in list(self.aside):
+            if self.strangers_closer.takes(connection.credentials.uid):
+                del self.aside[connection]
+                connection.unpark(self.now())
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:
@@ -386,9 +459,8 @@ class KeeperServer:
         now = self.now()
         for connection in list(self._watched):
             if connection.closed:  # it lingers, or was closed by the end of one before it
-                if connection in self.lingering and connection.stop_lingering():
-                    self._watched.pop(connection, None)
-                    self._left(connection)
+                if connection in self.lingering:
+                    self._stop_lingering(connection)
                 continue
             if connection.overdue(now, self.patience):
                 connection.close()
@@ -422,8 +494,7 @@ class KeeperServer:
 
     def _close_and_tell(self, close: Callable[[], None], uid: int, nbytes: int) -> None:
         close()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody publishes any more
-            self.loop.call_soon_threadsafe(self._is_freed, uid, nbytes)
+        self._call(partial(self._is_freed, uid, nbytes))
 
     def _is_freed(self, uid: int, nbytes: int) -> None:
         self.freeing[uid] -= nbytes

@@ -6,7 +6,7 @@ import functools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,14 +19,27 @@ from .admission import InadmissibleError, admit
 from .catalogue import PART
 from .connection import Connection, Held, Partial
 from .failures import failure
-from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Lease, Notify, Refused, Serve, Session
+from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Immediate, Lease, Notify, Refused, Serve, Session
+from .turns import NOBODY
 
 if TYPE_CHECKING:
     from .server import KeeperServer
 
 __all__ = ["Service"]
 
-Decisions = Generator[list[Effect], None, None]  # what is decided part by part, because it is much
+
+class Releasing:
+    """Leases that one call gives back, and that are many."""
+
+    __slots__ = ("call", "connection", "leases")
+
+    def __init__(self, connection: Connection, call: int, leases: list[int]) -> None:
+        self.connection = connection
+        self.call = call
+        self.leases = leases
+
+
+Part = Serve | Releasing | Generator[list[Effect], None, None]  # what is decided part by part, because it is much
 
 # Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
 # needs, and so the number of entries bounds it.
@@ -38,11 +51,13 @@ class Service:
     """Answers requests on behalf of a server."""
 
     lends = ""  # a lender has a word for itself
+    takes_descriptors = True
 
     def __init__(self, server: KeeperServer) -> None:
         self.server = server
         self.catalogue = server.catalogue
-        self._due: deque[Effect | Decisions] = deque()
+        self._due: deque[tuple[Immediate, int]] = deque()  # decided, and whose doing it is
+        self._parts: dict[Part, int] = {}  # the same for what is decided later
         self._at_work = False
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
@@ -92,7 +107,7 @@ class Service:
             connection.send(m.encode(failure(call, error)))
             connection.close()
 
-    def carry_out(self, effects: Sequence[Effect | Decisions]) -> None:
+    def carry_out(self, effects: Iterable[Effect | Part], uid: int = NOBODY) -> None:
         """Do what the catalogue decided, and what comes of that.
 
         Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
@@ -101,45 +116,105 @@ class Service:
 
         Parameters
         ----------
-        effects : sequence
-            Effects, and generators that decide on further ones a part at a time.
+        effects : iterable
+            Effects, and parts of what is much, which are decided later, one at a time.
+        uid : int
+            Whose doing it is: what is decided later is, in that user's turns.
         """
-        self._due.extend(effects)
-        if not self._at_work:
-            self._work(None if self.server.closing or self.server.loop is None else PART)
+        self._put(effects, uid)
+        if self.server.closing or self.server.loop is None:
+            self.finish()
+        elif not self._at_work:
+            self._work(PART)
 
-    def finish(self) -> None:
-        """Do all that is left, before everything is written down or closed."""
-        self._work(None)
+    def finish(self, *, for_successor: bool = False) -> None:
+        """Do all that is left, before everything is written down, but for what a successor goes on with; before
+        everything is closed, only what was decided."""
+        if self.server.closing:
+            self._parts.clear()
+        while self._due or self._parts:
+            if not self._at_work:
+                self._work(None)
+            left = [part for part in self._parts if not (for_successor and self._can_wait(part))]
+            if self._at_work or not left:
+                return
+            self._go_on(left[0])
+
+    def _can_wait(self, part: Part) -> bool:
+        """Whether :mod:`.takeover` writes down what is left of it."""
+        return not isinstance(part, Serve) or self.catalogue.is_told(part.name)
+
+    def releasing(self, connection: Connection) -> list[tuple[int, list[int]]]:
+        """Return the calls of a connection that are about to give leases back, and those leases."""
+        parts = [part for part in self._parts if isinstance(part, Releasing) and part.connection is connection]
+        return [(part.call, part.leases) for part in parts]
+
+    def go_on(self, releasing: Iterable[tuple[Connection, int, list[int]]]) -> None:
+        """Go on where a predecessor stopped, whose books these are."""
+        for connection, call, leases in releasing:
+            self._put([Releasing(connection, call, leases)], connection.credentials.uid)
+        self._put(map(Serve, self.catalogue.rounds), NOBODY)
+        for session in [one for one in self.catalogue.sessions.values() if one.id not in self.server.connections]:
+            self.leave(session)  # that had begun
+
+    def _put(self, effects: Iterable[Effect | Part], uid: int) -> None:
+        for effect in effects:
+            if not isinstance(effect, (Serve, Releasing, Generator)):
+                self._due.append((effect, uid))
+            elif effect not in self._parts:
+                self._parts[effect] = uid
+                if self.server.loop is not None:
+                    self.server.turns.later(uid, functools.partial(self._go_on, effect))
+
+    def _go_on(self, part: Part) -> None:
+        """Decide the next part of something, once all that was decided before is done."""
+        uid = self._parts.pop(part, None)
+        if uid is None:
+            return  # it came to its end before its turn
+        self._put([part] if self._due else self._decide(part), uid)
+        if not self._at_work:
+            self._work(PART)
+
+    def _decide(self, part: Part) -> Sequence[Effect | Part]:
+        """Return what a part comes to; the last is how it goes on, if it does."""
+        if isinstance(part, Serve):
+            return self.catalogue.serve_on(part.name, self.server.now())
+        if isinstance(part, Releasing):
+            return self._release_some(part)
+        decided = next(part, None)
+        return [] if decided is None else [*decided, part]
 
     def _work(self, most: int | None) -> None:
         self._at_work = True
         done = 0
         try:
             while self._due and (most is None or done < most):
-                effect = self._due.popleft()
+                effect, _ = self._due.popleft()
                 self._do(effect)
-                done += PART if isinstance(effect, Serve) else 1  # which is a turn's work on its own
+                done += 1
         finally:
             self._at_work = False
         if self._due:
             self._at_work = True  # as far as the loop's next turn
-            self.server.loop.call_soon(self._work, PART)
+            self.server.loop.call_soon(self._work_on)
+
+    def _work_on(self) -> None:
+        self._at_work = False
+        if self._due:
+            _, uid = self._due[0]
+            with self.server.turns.charged(uid):
+                self._work(PART)
 
     def leave(self, session: Session) -> None:
         """End a session whose connection is gone."""
-        self.carry_out([self.catalogue.leaving(session, self.server.now())])
+        now = self.server.now()
+        if len(session.leases) <= PART and not session.claims:
+            self.carry_out(self.catalogue.disconnect(session, now), session.uid)
+        else:
+            leaving = self.catalogue.leaving(session, now)
+            self.carry_out([*next(leaving, ()), leaving], session.uid)
 
-    def _do(self, effect: Effect | Decisions) -> None:
-        if isinstance(effect, Generator):
-            decided = next(effect, None)
-            if decided is not None:
-                self._due.extend(decided)
-                self._due.append(effect)
-            return
-        if isinstance(effect, Serve):
-            self._due.extend(self.catalogue.serve_on(effect.name, self.server.now()))
-            return
+    def _do(self, effect: Immediate) -> None:
         if isinstance(effect, Free):
             effect.token.drop(effect.whose)
             return
@@ -290,7 +365,7 @@ class Service:
             )
         )
         connection.send(m.encode(m.Published(call, version.number)))
-        self.carry_out(effects)
+        self.carry_out(effects, publication.session.uid)
         self.server.schedule()
 
     def give_up(self, connection: Connection, partial: Partial) -> None:
@@ -301,7 +376,7 @@ class Service:
         self.server.dispose(partial.fds, partial.nbytes, uid=partial.publication.session.uid)
 
     def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
-        self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()))
+        self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()), session.uid)
         self._done(connection, request.call)
 
     # -- attaching ------------------------------------------------------------------------------------------------
@@ -351,15 +426,18 @@ class Service:
         if len(request.leases) <= PART:
             effects = self.catalogue.release_all(session, request.leases)
             if effects:
-                self.carry_out(effects)
+                self.carry_out(effects, session.uid)
             self._done(connection, request.call)
         else:
-            self.carry_out([self._releasing(connection, session, request)])
+            self.carry_out([Releasing(connection, request.call, list(request.leases))], session.uid)
 
-    def _releasing(self, connection: Connection, session: Session, request: m.Release) -> Decisions:
-        for start in range(0, len(request.leases), PART):
-            yield self.catalogue.release_all(session, request.leases[start : start + PART])
-        self._done(connection, request.call)
+    def _release_some(self, part: Releasing) -> Sequence[Effect | Part]:
+        session = part.connection.session
+        if not part.leases or session is None:
+            self._done(part.connection, part.call)
+            return []
+        some, part.leases = part.leases[:PART], part.leases[PART:]
+        return [*self.catalogue.release_all(session, some), part]
 
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
         self.catalogue.cancel(session, request.waiting)
@@ -373,7 +451,7 @@ class Service:
     def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
         effects = self.catalogue.watch(session, request.name, request.version)
         self._done(connection, request.call)
-        self.carry_out(effects)
+        self.carry_out(effects, session.uid)
 
     def _list(self, connection: Connection, session: Session, request: m.List, fds: list[int]) -> None:
         connection.send(m.encode(pages.entries(self.catalogue, request, self.server.now())))
@@ -395,10 +473,10 @@ class Service:
             session, request.name, request.version, revoke=request.revoke, force=request.force
         )
         self._done(connection, request.call)
-        self.carry_out(effects)
+        self.carry_out(effects, session.uid)
 
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
-        self.server.hand_over(connection, request.call)
+        self.server.hand_over(connection, request)
 
     @staticmethod
     def _done(connection: Connection, call: int) -> None:

@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 
 from .accounts import Quotas
 from .catalogue import CLAIM_TIMEOUT, Catalogue
-from .records import Claim, Lease, Name, Publication, Session, Version, Waiter, packed
+from .records import Claim, Lease, Name, Publication, Round, Session, Version, Waiter, packed
 from .users import by_number
 
 __all__ = ["Books", "restore", "save"]
@@ -109,6 +109,7 @@ class Books(Struct, array_like=True):
     claims: list[tuple[int, int, str]]  # id, session, name
     terms: list[TermRow] = []
     passed: list[tuple[int, int, str, int]] = []  # session, claim, name, number
+    rounds: list[tuple[str, bool]] = []  # names, and whether there is a new version, for those who wait
 
 
 def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
@@ -192,6 +193,7 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
         passed=[
             (session.id, claim, name, last) for session in sessions for claim, (name, last) in session.passed.items()
         ],
+        rounds=[(name, among.every) for name, among in catalogue._rounds.items()],
     )
 
 
@@ -278,6 +280,7 @@ def restore(
         made.sessions[owner].passed[number] = (name, last)
     for session in made.sessions.values():
         made.accounts.count(session)
+    made._rounds.update((name, Round(every=every)) for name, every in books.rounds)
     return made, publications
 
 

@@ -14,9 +14,9 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["INLINE", "StrangersCloser"]
+__all__ = ["INLINE", "StrangersCloser", "brings_fds", "pass_rights"]
 
 # Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
 # can name, some thousands, while everybody else waits: so it is little.
@@ -25,7 +25,12 @@ INLINE = 1 << 16
 _MAX_THREADS = 64
 _F_GET_SEALS = 1034  # <linux/fcntl.h>
 _PASSCRED = getattr(socket, "SO_PASSCRED", 16)
-_PEEK = int(socket.MSG_PEEK) | int(getattr(socket, "MSG_DONTWAIT", 0))
+_PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
+_DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_PEEK = int(getattr(socket, "MSG_PEEK", 0)) | _DONTWAIT
+_CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
+_CREDENTIALS = socket.CMSG_SPACE(12) if hasattr(socket, "CMSG_SPACE") else 0  # bytes: room for those, for nothing else
+_DRAINED = 64  # messages without descriptors that are thrown away at once, before another thread goes on
 
 
 class StrangersCloser:
@@ -34,34 +39,44 @@ class StrangersCloser:
     Parameters
     ----------
     room : int
-        How many descriptors may wait to be closed before :attr:`is_full`; half of them of one user.
+        How many descriptors may wait to be closed.
+    message : int
+        How many of them one message may bring.
+    own : int
+        The user who runs the keeper: room for one message of theirs is kept back.
+    on_room : callable
+        Called in a thread of this once :meth:`takes` may answer otherwise, if :attr:`is_awaited` was set before.
+
+    Attributes
+    ----------
+    is_awaited : bool
+        Whether somebody waits for :meth:`takes` to be true. Set by the caller, before it asks; reset with the call.
 
     Notes
     -----
     The threads are daemons, at most 64: the process ends whatever they are stuck in.
     """
 
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: int, message: int, own: int, on_room: Callable[[], None]) -> None:
+        self.is_awaited = False
+        self._few = message // 4
+        self._room = room - 2 * message - self._few  # where another message of anybody else still fits
+        self._own = own
+        self._on_room = on_room
         self._lock = threading.Lock()
-        self._lanes: dict[int, deque[int | socket.socket]] = {}
-        self._waiting: dict[int, int] = {}  # by user, what is being closed included
+        self._lanes: dict[int, deque[int | tuple[socket.socket, Callable[[], None]]]] = {}
+        self._waiting: dict[int, int] = {}  # descriptors by user, what is being closed included; sockets are not
         self._total = 0
         self._unserved: deque[int] = deque()
         self._threads = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether more waits to be closed than there is room for."""
-        return self._total >= self.room
-
-    def owes(self, uid: int) -> bool:
-        """Whether so much of this user's waits to be closed that nothing more should be taken from it."""
-        return self._waiting.get(uid, 0) > self.room // 2
+    def takes(self, uid: int) -> bool:
+        """Whether to take another message with descriptors from this user: not while more than a few are open."""
+        return self._waiting.get(uid, 0) <= self._few and (uid == self._own or self._total <= self._room)
 
     def close_fds(self, fds: Sequence[int], uid: int) -> None:
         """Close descriptors that came from a user. A little memory closes here, anything else elsewhere."""
-        slow: list[int | socket.socket] = []
+        slow: list[int] = []
         for fd in fds:
             try:
                 fcntl.fcntl(fd, _F_GET_SEALS)  # asks no file system, as fstat would
@@ -73,25 +88,33 @@ class StrangersCloser:
                 slow.append(fd)
             else:
                 os.close(fd)
-        self._put(slow, uid)
+        self._put(slow, uid, len(slow))
 
-    def close_socket(self, sock: socket.socket, uid: int, *, hang_up: bool = True) -> None:
+    def close_socket(self, sock: socket.socket, uid: int, closed: Callable[[], None], *, hang_up: bool = True) -> bool:
         """Close a unix socket with all that is unread in it.
 
         Parameters
         ----------
+        closed : callable
+            Called once it is, in another thread, if descriptors are unread: they may be anything.
         hang_up : bool
-            End the connection at once, and for every process that has this socket.
+            End the connection at once, and for every process that has this socket. Otherwise what is unread stays.
+
+        Returns
+        -------
+        bool
+            Whether it is closed already. Then `closed` is not called.
         """
         if hang_up:
             with contextlib.suppress(OSError):  # also: from here on nothing more gets into its queue
                 sock.shutdown(socket.SHUT_RDWR)
-        if _has_unread(sock):
-            self._put([sock], uid)
-        else:
+        if _drain(sock) if hang_up else _is_empty(sock):
             sock.close()
+            return True
+        self._put([(sock, closed)], uid, 0)
+        return False
 
-    def _put(self, things: Sequence[int | socket.socket], uid: int) -> None:
+    def _put(self, things: Sequence[int | tuple[socket.socket, Callable[[], None]]], uid: int, fds: int) -> None:
         if not things:
             return
         with self._lock:
@@ -100,8 +123,7 @@ class StrangersCloser:
                 lane = self._lanes[uid] = deque()
                 self._unserved.append(uid)
             lane.extend(things)
-            self._total += len(things)
-            self._waiting[uid] = self._waiting.get(uid, 0) + len(things)
+            self._count(uid, fds)
             start = bool(self._unserved) and self._threads < _MAX_THREADS
             self._threads += start
         if start:
@@ -110,6 +132,14 @@ class StrangersCloser:
             except RuntimeError:  # no thread to be had now; whatever comes next tries again
                 with self._lock:
                     self._threads -= 1
+
+    def _count(self, uid: int, fds: int) -> None:
+        self._total += fds
+        waiting = self._waiting.get(uid, 0) + fds
+        if waiting:
+            self._waiting[uid] = waiting
+        else:
+            self._waiting.pop(uid, None)
 
     def _work(self) -> None:
         while True:
@@ -125,18 +155,40 @@ class StrangersCloser:
             with self._lock:
                 lane = self._lanes[uid]
                 if not lane:
-                    del self._lanes[uid], self._waiting[uid]
+                    del self._lanes[uid]
                     return
                 thing = lane.popleft()
-            with contextlib.suppress(OSError):
-                if isinstance(thing, socket.socket):
-                    thing.close()
-                else:
+            if isinstance(thing, int):
+                with contextlib.suppress(OSError):
                     _abort(thing)
                     os.close(thing)
-            with self._lock:
-                self._total -= 1
-                self._waiting[uid] -= 1
+                with self._lock:
+                    self._count(uid, -1)
+                if self.is_awaited:
+                    self.is_awaited = False
+                    self._on_room()
+            else:
+                sock, closed = thing
+                sock.close()
+                closed()
+
+
+def pass_rights(sock: socket.socket, passes: bool) -> None:
+    """Have the kernel refuse descriptors that are sent to a unix socket, or let them pass again.
+
+    A socket that was accepted begins as the listening one is. Before Linux 6.16 they pass always.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _PASSRIGHTS, passes)
+
+
+def brings_fds(sock: socket.socket) -> bool:
+    """Whether the next message on a unix socket carries descriptors. They are not received."""
+    try:
+        *_, said, _ = sock.recvmsg(1, 0, _PEEK)
+    except OSError:
+        return False
+    return bool(said & _CTRUNC)
 
 
 def _abort(fd: int) -> None:
@@ -149,13 +201,33 @@ def _abort(fd: int) -> None:
             sock.detach()
 
 
-def _has_unread(sock: socket.socket) -> bool:
-    """Whether messages wait in the queue of a unix socket. An empty message is told from the end by whose it is."""
+def _is_empty(sock: socket.socket) -> bool:
+    """Whether nothing is unread in a unix socket, or its end."""
+    try:
+        sock.recvmsg(1, 0, _PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _drain(sock: socket.socket) -> bool:
+    """Throw away what is unread in a socket that was shut down; False if that is much, or carries descriptors.
+
+    The end is told from an empty message by the credentials of who sent that.
+    """
     try:
         sock.setsockopt(socket.SOL_SOCKET, _PASSCRED, 1)
-        payload, _, said, _ = sock.recvmsg(1, 0, _PEEK)
+        for _ in range(_DRAINED):
+            payload, sender, said, _ = sock.recvmsg(1, _CREDENTIALS, _PEEK)
+            if not payload and not sender:
+                return True
+            if said & _CTRUNC:
+                return False
+            sock.recvmsg(1, 0, _DONTWAIT)
     except BlockingIOError:
-        return False
-    except OSError:
         return True
-    return bool(payload) or bool(said & socket.MSG_CTRUNC)
+    except OSError:
+        pass
+    return False

@@ -65,6 +65,7 @@ from .conversation import greet, open_channel
 from .failures import raised
 from .listener import Listener, Permissions
 from .snapshot import Books, restore, save
+from .strangers import pass_rights
 
 if TYPE_CHECKING:
     from .server import KeeperServer
@@ -96,6 +97,7 @@ class ConnectionRow(Struct, array_like=True):
     queue: list[tuple[bytes, int, int, int]]  # payload, number of the token or -1, first and last descriptor
     partials: list[PartialRow]
     lingers: bool = False  # closed, with descriptors in flight; an older keeper finds a stranger that has hung up
+    releasing: list[tuple[int, list[int]]] = []  # calls, and the leases that they are about to give back
 
 
 class LimitsRow(Struct, array_like=True):
@@ -154,7 +156,7 @@ _state = msgspec.msgpack.Decoder(State)
 # -- the old keeper -------------------------------------------------------------------------------------------------
 
 
-def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
+def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover) -> None:
     """Give everything to the process at the other end of `connection`. The loop stops for as long as that takes.
 
     Raises
@@ -173,7 +175,7 @@ def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
     connection.close(hang_up=False)
     server.paused = True
     try:
-        if _give(server, channel, call):
+        if _give(server, channel, request):
             server.successor = True
             server.stop()
             return
@@ -185,12 +187,18 @@ def hand_over(server: KeeperServer, connection: Connection, call: int) -> None:
         channel.close()
     # Nothing was unregistered: the loop stood still, and goes on where it was.
     server.listener.sock.listen(1024)  # a successor that came this far had put its name on the socket
+    pass_rights(server.listener.sock, False)
     server.paused = False
 
 
-def _give(server: KeeperServer, channel: Channel, call: int) -> bool:
+def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
     """Return True once the successor serves, False if it vanished after it was told LetGo; raise for anything else."""
-    server.service.finish()  # what was decided and is not done yet could not be written down
+    call = request.call
+    # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
+    server.service.finish(for_successor=request.goes_on)
+    if not request.goes_on:
+        for sock in [server.listener.sock, *(stranger.sock for stranger in server.strangers)]:
+            pass_rights(sock, True)  # it would not do that itself
     payload, fds = _collect(server)
     memory = os.memfd_create("vram-takeover", os.MFD_CLOEXEC)
     try:
@@ -239,6 +247,7 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
                 for call, part in one.partials.items()
             ],
             one.closed,
+            server.service.releasing(one),
         )
         for one in connections
     ]
@@ -293,7 +302,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         if who.uid != os.geteuid():
             raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
         greet(channel, server.path, "successor", PATIENCE)
-        channel.send(m.encode(m.Takeover(1)), timeout=PATIENCE)
+        channel.send(m.encode(m.Takeover(1, goes_on=True)), timeout=PATIENCE)
         state, fds = _receive(channel)
         try:
             quotas = server.catalogue.accounts.quotas
@@ -400,6 +409,7 @@ def _unpack(
         for sock in sockets:
             sock.detach()  # `fds` still owns the numbers
         raise
+    left_over: list[tuple[Connection, int, list[int]]] = []
     for connection, row in zip(made, state.connections, strict=True):
         connection.version = row.version
         server.in_flight.count(connection, row.in_flight)
@@ -411,8 +421,8 @@ def _unpack(
             partial.fds, rest = rest[: part.descriptors], rest[part.descriptors :]
             partial.nbytes = part.nbytes
             connection.partials[part.call] = partial
-        uid = connection.credentials.uid
-        server.by_user[uid] = server.by_user.get(uid, 0) + 1
+        left_over += [(connection, call, leases) for call, leases in row.releasing]
+        server.add(connection)
         if row.lingers:
             connection.closed = True
             server.lingering[connection] = None
@@ -422,6 +432,7 @@ def _unpack(
         else:
             server.strangers[connection] = None
     server.replace_catalogue(catalogue)
+    server.left_over = left_over
     fds.clear()
     return sockets
 

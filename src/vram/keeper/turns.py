@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .fairness import Fairness
@@ -13,7 +15,20 @@ if TYPE_CHECKING:
     from .connection import Connection
     from .server import KeeperServer
 
-__all__ = ["Turns"]
+__all__ = ["NOBODY", "Turns"]
+
+NOBODY = -1  # whose turn it is when the keeper works for no user: at the end of a claim's time, for example
+_ACCEPTING = -2  # the same for accepting, while somebody connects beyond their share
+
+
+class _Work:
+    """Something that waits for its user's turn and is no request."""
+
+    __slots__ = ("run", "uid")
+
+    def __init__(self, uid: int, run: Callable[[], None]) -> None:
+        self.uid = uid
+        self.run = run
 
 
 class _Selector(selectors.DefaultSelector):
@@ -43,7 +58,7 @@ class Turns:
     """
 
     def __init__(self, server: KeeperServer) -> None:
-        self.fairness: Fairness[Connection] = Fairness()
+        self.fairness: Fairness[Connection | _Work] = Fairness()
         self.selector = _Selector()
         self._server = server
         self._timer: asyncio.Handle | None = None
@@ -72,6 +87,61 @@ class Turns:
         """It waits no longer."""
         self.fairness.drop(connection.credentials.uid, connection)
 
+    def later(self, uid: int, work: Callable[[], None]) -> None:
+        """Do something that a user's request left to be done, when it is that user's turn again.
+
+        Other users, and the next request of this one, get their turn before.
+        """
+        now = time.thread_time() + self.selector.idle
+        self.fairness.spent(uid, 0.0, now, waited=True)
+        self.fairness.wait(uid, _Work(uid, work))
+        self._wake(now)
+
+    @contextlib.contextmanager
+    def charged(self, uid: int) -> Iterator[None]:
+        """Charge a block to a user whose request it goes back to."""
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self.fairness.spent(uid, time.thread_time() - begin, begin + self.selector.idle, waited=True)
+
+    @contextlib.contextmanager
+    def accepting(self, *, in_turn: bool) -> Iterator[Callable[[int], None]]:
+        """Charge a block that accepts a connection to its user, who is told to what this yields.
+
+        Where that is beyond the user's share, the next connection, whosever it is, waits for a share of its own: who
+        connects all the time leaves others the time that they have beside any other who asks much.
+
+        Parameters
+        ----------
+        in_turn : bool
+            Whether this is what waited: then it is charged to that share already.
+        """
+        users: list[int] = []
+        begin = time.thread_time()
+        now = begin + self.selector.idle
+        try:
+            yield users.append
+        finally:
+            spent = time.thread_time() - begin
+            for uid in users if len(self._server.by_user) > 1 else ():
+                may = self.fairness.may(uid, now)
+                self.fairness.spent(uid, spent, now, waited=not may)
+                if not may and not in_turn:
+                    self.fairness.spent(_ACCEPTING, spent, now, waited=True)
+
+    def may_accept(self, work: Callable[[], None]) -> bool:
+        """Whether to accept a connection now. If not, `work` is called when it is time."""
+        if len(self._server.by_user) < 2:
+            return True
+        now = time.thread_time() + self.selector.idle
+        if self.fairness.may(_ACCEPTING, now):
+            return True
+        self.fairness.wait(_ACCEPTING, _Work(_ACCEPTING, work))
+        self._wake(now)
+        return False
+
     def _wake(self, now: float) -> None:
         """Have the next turn taken when it is due."""
         delay = self.fairness.delay(now)
@@ -84,19 +154,21 @@ class Turns:
         self._timer = loop.call_later(delay, self._turn) if delay > 0 else loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Answer one request: between two of them the loop sees who else has come."""
+        """Do one thing: between two of them the loop sees who else has come."""
         self._timer = None
         self._timer_at = float("inf")
         if self._server.paused:  # a successor has everything
             return
         begin = time.thread_time()
         now = begin + self.selector.idle
-        connection = self.fairness.next(now)
-        if connection is not None:
+        due = self.fairness.next(now)
+        if due is not None:
+            uid = due.uid if isinstance(due, _Work) else due.credentials.uid
             try:
-                if connection.unpark(self._server.now()):
-                    connection.read()
+                if isinstance(due, _Work):
+                    due.run()
+                elif due.unpark(self._server.now()):
+                    due.read()
             finally:
-                spent = time.thread_time() - begin
-                self.fairness.spent(connection.credentials.uid, spent, now, waited=True)
+                self.fairness.spent(uid, time.thread_time() - begin, now, waited=True)
         self._wake(now)

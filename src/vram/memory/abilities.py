@@ -6,10 +6,10 @@ import functools
 from typing import Any, cast
 
 from ..driver.foreign import Foreign, InterprocessEvents, LegacyIpc, Pools
-from ..driver.protocol import Driver, StreamOrdered
+from ..driver.protocol import Driver, Fabric, NativeHandles, StreamOrdered
 from ..errors import UnsupportedError
 
-__all__ = ["events", "foreign", "interprocess", "legacy", "pools"]
+__all__ = ["events", "fabric", "foreign", "interprocess", "legacy", "native", "pools"]
 
 
 def foreign(driver: Driver) -> Foreign:
@@ -17,9 +17,20 @@ def foreign(driver: Driver) -> Foreign:
     return cast("Foreign", _able(driver, Foreign, "memory that others made"))
 
 
+def fabric(driver: Driver) -> Fabric:
+    """Return the driver as one whose memory another machine can open."""
+    return cast("Fabric", _able(driver, Fabric, "64-byte handles of the fabric", "Share it by descriptor: export()"))
+
+
 def legacy(driver: Driver) -> LegacyIpc:
     """Return the driver as one with 64-byte handles of allocations."""
     return cast("LegacyIpc", _able(driver, LegacyIpc, "64-byte handles of cudaMalloc memory"))
+
+
+def native(driver: Driver) -> NativeHandles:
+    """Return the driver as one whose handles stand for those of another API."""
+    remedy = "A descriptor stands for it: export()"
+    return cast("NativeHandles", _able(driver, NativeHandles, "handles of CUDA", remedy))
 
 
 def pools(driver: Driver) -> Pools:

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ..driver.protocol import Driver, Identity, Sealing
-from ..errors import UnsupportedError
+from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
+from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
-from ..spec import HandleKind, Location, format_size
-from . import checks
+from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
+from . import abilities, checks
 
 if TYPE_CHECKING:
     from typing import Self
@@ -65,8 +65,11 @@ class Memory:
         "driver",
         "driver_handle",
         "exported",
+        "fabric",
+        "flags",
         "handle",
         "handle_kinds",
+        "is_lent",
         "location",
         "lock",
         "nbytes",
@@ -74,19 +77,34 @@ class Memory:
     )
 
     def __init__(
-        self, driver: Driver, driver_handle: int, nbytes: int, location: Location, kinds: HandleKind, handle: Handle
+        self,
+        driver: Driver,
+        driver_handle: int,
+        nbytes: int,
+        location: Location,
+        kinds: HandleKind,
+        handle: Handle,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         self.driver = driver
         self.driver_handle = driver_handle
         self.nbytes = nbytes
         self.location = location
         self.handle_kinds = kinds
+        self.flags = flags
         self.handle = handle
         self.exported: dict[HandleKind, int] = {}
+        self.fabric = b""  # the 64 bytes, once somebody asked for them
+        self.is_lent = False  # the driver's own handle: whoever has that can export it, too
         self.sealed = False  # by this process, through this object; is_sealed() asks the driver
         # Reentrant: a signal handler may export what the interrupted code is just exporting. Never reached from a
         # finalizer.
         self.lock = threading.RLock()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether somebody else may have it: from then on nobody here knows all that happens to it."""
+        return bool(self.exported or self.fabric or self.is_lent)
 
 
 class PhysicalAllocation(Owned):
@@ -107,10 +125,11 @@ class PhysicalAllocation(Owned):
     def create(
         cls,
         driver: Driver,
-        nbytes: int | str,
-        location: Location | str,
+        nbytes: int | str | AllocationSpec,
+        location: Location | str | None = None,
         *,
-        handle_kinds: HandleKind = HandleKind.POSIX_FD,
+        handle_kinds: HandleKind | None = None,
+        flags: AllocationFlags | None = None,
     ) -> Self:
         """Make zeroed memory.
 
@@ -118,12 +137,15 @@ class PhysicalAllocation(Owned):
         ----------
         driver : Driver
             The driver that serves `location`.
-        nbytes : int or str
-            Size in bytes, a positive multiple of the driver's granularity.
+        nbytes : int, str or AllocationSpec
+            Size in bytes, a positive multiple of the driver's granularity; or all that is asked for in one value, and
+            then nothing else.
         location : Location or str
             Where the memory lives.
         handle_kinds : HandleKind
-            How it must be able to leave this process; this cannot be chosen later. NONE for never.
+            How it must be able to leave this process; this cannot be chosen later. NONE for never. By default POSIX_FD.
+        flags : AllocationFlags
+            What it is meant for, such as GPUDirect RDMA. :attr:`flags` says what of that the driver granted.
 
         Raises
         ------
@@ -131,12 +153,22 @@ class PhysicalAllocation(Owned):
             For a size or place that cannot be, naming the nearest that can.
         OutOfMemoryError
             If there is not enough.
+        UnsupportedError
+            If the driver or the device lacks one of `handle_kinds` or `flags`: with what it takes, and what to do.
         """
+        if isinstance(nbytes, AllocationSpec):
+            spec = nbytes
+            if any(other is not None for other in (location, handle_kinds, flags)):
+                raise UsageError("an AllocationSpec says all that is asked for: leave the other arguments out")
+            nbytes, location, handle_kinds, flags = spec.nbytes, spec.location, spec.handle_kinds, spec.flags
+        if location is None:
+            raise UsageError('say where the memory is to be, such as location="cuda:0", or pass an AllocationSpec')
         place = checks.place(driver, location)
-        kinds = checks.kinds(handle_kinds)
-        granularity = checks.driver_of(driver).mem_granularity(place, kinds).minimum
+        kinds = checks.kinds(HandleKind.POSIX_FD if handle_kinds is None else handle_kinds)
+        meant = checks.flags(AllocationFlags.NONE if flags is None else flags)
+        granularity = checks.driver_of(driver).mem_granularity(place, kinds, meant).minimum
         size = checks.positive(nbytes, "nbytes", granularity)
-        return cls(*create_memory(driver, size, place, kinds))
+        return cls(*create_memory(driver, size, place, kinds, meant))
 
     @classmethod
     def import_(cls, driver: Driver, fd: int, nbytes: int | str, *, kind: HandleKind = HandleKind.POSIX_FD) -> Self:
@@ -155,6 +187,33 @@ class PhysicalAllocation(Owned):
             If the descriptor is not such memory, is smaller than `nbytes`, or could be truncated under its reader.
         """
         return cls(*import_memory(driver, fd, nbytes, kind))
+
+    @classmethod
+    def import_fabric(cls, driver: Driver, data: bytes, nbytes: int | str, location: Location | str) -> Self:
+        """Open memory by the 64 bytes that :meth:`export_fabric` gave, in another process or on another machine.
+
+        Parameters
+        ----------
+        data : bytes
+            The 64 bytes of a ``CUmemFabricHandle``.
+        nbytes : int or str
+            Size in bytes of the whole allocation, as its owner stated it. The driver does not tell; a wrong one is
+            refused when it is mapped.
+        location : Location or str
+            The GPU that will work on it. The memory is said to be there if its own GPU is not one of this process.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes name no memory.
+        UnsupportedError
+            If the driver knows no such handles (before CUDA 12.3), or this process may not use the IMEX channel.
+        """
+        calls = abilities.fabric(checks.driver_of(driver))
+        place = checks.place(driver, location)
+        wanted = checks.handle_bytes(data)
+        size = checks.positive(nbytes, "nbytes", driver.mem_granularity(place, HandleKind.NONE).minimum)
+        return cls(*_open(Release(driver, size), lambda: calls.mem_import_fabric(wanted, size, place)))
 
     @classmethod
     def of(cls, memory: Memory, holder: str = "lent") -> Self:
@@ -183,15 +242,56 @@ class PhysicalAllocation(Owned):
         return self._memory.handle_kinds
 
     @property
+    def flags(self) -> AllocationFlags:
+        """What it is meant for: what the driver granted of what was asked for."""
+        return self._memory.flags
+
+    def properties(self) -> MemoryProperties:
+        """Ask the driver what it knows of this memory: place, handle kinds, size and flags.
+
+        Of memory of a GPU it is ``cuMemGetAllocationPropertiesFromHandle`` that answers. The driver tells no size, and
+        no handle kinds of memory that was imported: these are what this library knows.
+        """
+        handle = self.handle
+        using = handle.claim("properties")  # another thread may close this object while the driver answers
+        try:
+            return self._memory.driver.mem_properties(self._memory.driver_handle)
+        finally:
+            using.release()
+
+    @property
     def driver_handle(self) -> int:
-        """The driver's own number for it. Raises ClosedError or ForkedError when that means nothing any more."""
+        """What :attr:`driver` calls it, for its ``mem_`` methods: no handle of CUDA's, which :attr:`native_handle` is.
+
+        Raises ClosedError or ForkedError when that means nothing any more.
+        """
         self.handle  # noqa: B018  (the check)
         return self._memory.driver_handle
+
+    @property
+    def native_handle(self) -> int:
+        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
+
+        It is lent: good until this object is closed, and not to be released. What is mapped, exported or bound with it
+        by hand is not counted here, and this memory is taken for exported from then on.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver has no such handles, as that of the host.
+        """
+        self.handle  # noqa: B018  (the check)
+        memory = self._memory
+        found = abilities.native(memory.driver).mem_native_handle(memory.driver_handle)
+        memory.is_lent = True
+        return found
 
     def __repr__(self) -> str:
         memory = self._memory
         kinds = (memory.handle_kinds.name or "none").lower()
-        state = ", closed" if self.is_closed else ", exported" if memory.exported else ""
+        if memory.flags:
+            kinds += f", {(memory.flags.name or hex(memory.flags)).lower()}"
+        state = ", closed" if self.is_closed else ", exported" if memory.has_left else ""
         return f"<PhysicalAllocation {memory.location} {format_size(memory.nbytes)}, {kinds}{state}>"
 
     # -- other processes ----------------------------------------------------------------------------------------
@@ -207,7 +307,8 @@ class PhysicalAllocation(Owned):
         """
         handle = self.handle
         memory = self._memory
-        if (kind is not HandleKind.POSIX_FD and not checks.kinds(kind)) or kind not in memory.handle_kinds:
+        has_one = kind is HandleKind.POSIX_FD or (checks.kinds(kind) and kind != HandleKind.FABRIC)
+        if not has_one or kind not in memory.handle_kinds:
             raise checks.not_exported(handle.label, kind, memory.handle_kinds)
         with memory.lock:
             fd = memory.exported.get(kind)
@@ -224,6 +325,31 @@ class PhysicalAllocation(Owned):
                 finally:
                     using.release()
             return fd
+
+    def export_fabric(self) -> bytes:
+        """Return the 64 bytes by which another machine opens this memory; see :meth:`import_fabric`.
+
+        They travel in any way, and keep nothing alive: keep this memory until it was opened there. Who may open it is
+        for the system to say: the two processes must be allowed to use the same IMEX channel.
+
+        Raises
+        ------
+        UsageError
+            If the memory was created without FABRIC among its handle kinds.
+        UnsupportedError
+            If the driver has no such handles.
+        """
+        handle, memory = self.handle, self._memory
+        calls = abilities.fabric(memory.driver)
+        if HandleKind.FABRIC not in memory.handle_kinds:
+            raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
+        if not memory.fabric:
+            using = handle.claim("export")  # another thread may close this object while the driver works
+            try:
+                memory.fabric = calls.mem_export_fabric(memory.driver_handle)
+            finally:
+                using.release()
+        return memory.fabric
 
     def identity(self) -> tuple[int, int] | None:
         """Return a pair that two allocations share exactly if they are the same memory; None if nobody can tell."""
@@ -282,17 +408,25 @@ class Received(NamedTuple):
     handle_kinds: HandleKind = HandleKind.POSIX_FD
 
 
-def create_memory(driver: Driver, nbytes: int, location: Location, kinds: HandleKind) -> tuple[Memory, Claim]:
+def create_memory(
+    driver: Driver,
+    nbytes: int,
+    location: Location,
+    kinds: HandleKind,
+    flags: AllocationFlags = AllocationFlags.NONE,
+) -> tuple[Memory, Claim]:
     """Make memory, from arguments that were checked, and return it with the first claim on it."""
     release = Release(driver, nbytes, location)
     claim = own(release.describe, release)
     try:
-        release.driver_handle = raw = driver.mem_create(nbytes, location, kinds)
+        release.driver_handle = raw = driver.mem_create(nbytes, location, kinds, flags)
+        if flags:  # some are wishes
+            flags &= driver.mem_properties(raw).flags
     except BaseException as error:
         with unwinding(error):
             claim.release()
         raise
-    return Memory(driver, raw, nbytes, location, kinds, claim.handle), claim
+    return Memory(driver, raw, nbytes, location, kinds, claim.handle, flags), claim
 
 
 def import_memory(driver: Driver, fd: int, nbytes: int | str, kind: HandleKind) -> tuple[Memory, Claim]:
@@ -327,7 +461,8 @@ def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
         with unwinding(error):
             claim.release()
         raise
-    return Memory(driver, raw, nbytes, properties.location, properties.handle_kinds, claim.handle), claim
+    where, kinds, flags = properties.location, properties.handle_kinds, properties.flags
+    return Memory(driver, raw, nbytes, where, kinds, claim.handle, flags), claim
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
-from ..spec import Access, HandleKind, Location, parse_size
+from ..spec import Access, AllocationFlags, HandleKind, Location, parse_size
 
 __all__ = [
-    "access", "aligned", "descriptor", "driver_of", "flag", "kinds", "not_exported", "place", "positive", "size",
+    "access", "aligned", "descriptor", "driver_of", "flag", "flags", "handle_bytes", "kinds", "not_exported",
+    "not_of_the_fabric", "place", "positive", "size",
 ]  # fmt: skip
 
 
@@ -56,6 +57,13 @@ def descriptor(value: int) -> int:
     return value
 
 
+def handle_bytes(value: bytes) -> bytes:
+    """Return what another process sent as the bytes of a handle; how many there must be is for the driver to say."""
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise UsageError(f"a handle of another process is bytes, not {value!r:.40}")
+    return bytes(value)
+
+
 def kinds(value: HandleKind) -> HandleKind:
     """Return a mask of handle kinds."""
     if type(value) is not HandleKind:
@@ -63,14 +71,31 @@ def kinds(value: HandleKind) -> HandleKind:
     return value
 
 
+def flags(value: AllocationFlags) -> AllocationFlags:
+    """Return a mask of what memory is meant for."""
+    if type(value) is not AllocationFlags:
+        raise UsageError(f"flags must be AllocationFlags such as AllocationFlags.GPU_DIRECT_RDMA, not {value!r}")
+    return value
+
+
 def not_exported(label: str, kind: HandleKind, created_for: HandleKind) -> UsageError:
     """Return the error for memory that was not created to leave the process in a way, with one that there is."""
+    if kind == HandleKind.FABRIC and kind in created_for:
+        return UsageError(f"{label} leaves as {kind.name} by 64 bytes, not by a descriptor: export_fabric()")
     remedy = "Export it as that" if HandleKind.POSIX_FD in created_for else (
         "Ask for it at creation: handle_kinds=HandleKind.POSIX_FD"
     )  # fmt: skip
     if kind != HandleKind.POSIX_FD:
         remedy = f"Memory made here leaves the process as POSIX_FD. {remedy}"
     return UsageError(f"{label} cannot be exported as {kind.name}: it was created for {created_for.name}. {remedy}")
+
+
+def not_of_the_fabric(label: str, created_for: HandleKind) -> UsageError:
+    """Return the error for what was not created to leave the process by the fabric."""
+    return UsageError(
+        f"{label} cannot be exported as FABRIC: it was created for {created_for.name}. Ask for it at creation: "
+        f"handle_kinds=HandleKind.FABRIC, which may be together with POSIX_FD"
+    )
 
 
 def access(value: Access) -> Access:

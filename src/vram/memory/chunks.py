@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from ..driver.protocol import DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
-from ..spec import Access, HandleKind, Location, format_size, round_up
+from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
@@ -106,20 +106,21 @@ class Chunks:
         The driver is asked only where somebody could have done that behind our back: every growth comes by here.
         """
         memory = self.row[-1].known if self.row else None
-        return memory is not None and (memory.sealed or (bool(memory.exported) and is_sealed(memory)))
+        return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
-    def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access) -> None:
+    def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags) -> None:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if _is_direct(type(driver)):
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
-            put = partial(cast("DirectMapping", driver).mem_map_new, location=place, handle_kinds=kinds, access=right)
+            new = cast("DirectMapping", driver).mem_map_new
+            put = partial(new, location=place, handle_kinds=kinds, access=right, flags=flags)
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
         try:
             for size in sizes:
-                made.append(create_memory(driver, size, place, kinds))
+                made.append(create_memory(driver, size, place, kinds, flags))
             self._append([Piece(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made], access)
         except BaseException as error:
             with unwinding(error):

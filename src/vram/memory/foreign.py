@@ -287,7 +287,7 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
 def open_legacy(
     driver: Driver,
     handle: bytes,
-    nbytes: int,
+    nbytes: int | None,
     location: Location,
     *,
     access: Access = Access.READ_WRITE,
@@ -298,8 +298,8 @@ def open_legacy(
 
     Parameters
     ----------
-    nbytes : int
-        The size of the whole allocation, as its owner stated it.
+    nbytes : int, optional
+        The size of the whole allocation, as its owner stated it; None to ask the driver.
     location : Location
         The GPU that it is on.
     user : Location, optional
@@ -367,7 +367,7 @@ def allocate_pointer(
 def _opened(
     driver: Driver,
     what: str,
-    nbytes: int,
+    nbytes: int | None,
     location: Location,
     access: Access,
     depends: Iterable[Handle],
@@ -376,12 +376,14 @@ def _opened(
     look: Callable[[int], PointerInfo] | None = None,
     user: Location | None = None,
 ) -> ForeignRegion:
-    leave = _Leave(f"{what}, {format_size(nbytes)} on {location}", driver, (user or location,))
+    size = "" if nbytes is None else f", {format_size(nbytes)}"
+    leave = _Leave(f"{what}{size} on {location}", driver, (user or location,))
     claim = own(leave.describe, leave, depends=depends)
     try:
         address = enter()
         leave.close = lambda: close(address)
-        info = look(address) if look else PointerInfo(address, nbytes, location, HandleKind.NONE, "opened", 0, access)
+        real = foreign(driver).pointer_info(address).nbytes if nbytes is None else nbytes
+        info = look(address) if look else PointerInfo(address, real, location, HandleKind.NONE, "opened", 0, access)
         return ForeignRegion.over(driver, (info,), claim, access=access, user=user)
     except BaseException as error:
         with unwinding(error):

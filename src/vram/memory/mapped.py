@@ -9,7 +9,7 @@ from typing import Final
 from ..driver.protocol import Driver, Sealing
 from ..errors import RangeError, UsageError
 from ..lifetime import Claim, Owned
-from ..spec import Access, HandleKind, Location, format_size
+from ..spec import Access, AllocationFlags, HandleKind, Location, format_size
 from .allocation import PhysicalAllocation, is_sealed
 from .chunks import Chunks
 from .pin import Pin, Span
@@ -37,7 +37,7 @@ class MappedRegion(Owned):
     """
 
     __slots__ = (
-        "_access", "_changing_lock", "_chunks", "_exact", "_frozen", "_granularity", "_imported", "_kinds",
+        "_access", "_changing_lock", "_chunks", "_exact", "_flags", "_frozen", "_granularity", "_imported", "_kinds",
         "_least", "_nbytes", "_reached", "_shown_full", "_size_lock", "_warn_on_leak",
         "address", "capacity", "driver", "is_private", "location", "users",
     )  # fmt: skip
@@ -54,6 +54,7 @@ class MappedRegion(Owned):
         granularity: int,
         *,
         kinds: HandleKind = HandleKind.NONE,
+        flags: AllocationFlags = AllocationFlags.NONE,
         least: int = 0,
         exact: bool = False,
         imported: bool = False,
@@ -70,6 +71,7 @@ class MappedRegion(Owned):
         self._access = access
         self._granularity = granularity
         self._kinds = kinds
+        self._flags = flags
         self._least = least
         self._exact = exact
         self._imported = imported
@@ -149,7 +151,7 @@ class MappedRegion(Owned):
         """
         size = self._nbytes
         tail = [chunk.known for chunk in self._chunks.row if chunk.stop > size]
-        return self._is_ours_behind(size) and not any(memory is not None and memory.exported for memory in tail)
+        return self._is_ours_behind(size) and not any(memory is not None and memory.has_left for memory in tail)
 
     def _is_ours_behind(self, size: int) -> bool:
         """Whether this region may write behind its size, and no pin reaches there."""
@@ -166,7 +168,7 @@ class MappedRegion(Owned):
             "private": self.is_private,
             "imported": self._imported,
             "frozen": self._frozen,
-            "shared": any(chunk.known is not None and chunk.known.exported for chunk in row),
+            "shared": any(chunk.known is not None and chunk.known.has_left for chunk in row),
         }
         state = ", ".join(
             [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
@@ -212,9 +214,7 @@ class MappedRegion(Owned):
                 )
             self._shown_full = self._shown_full or full
             span = Span(start, stop, holder)
-            pin = Pin(handle, span, keeps)
-            handle.claim(holder, span, pin)
-            return pin
+            return Pin(handle, handle.claim(holder, span), span, keeps)
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""

@@ -20,7 +20,7 @@ from ..driver.protocol import Driver, Granularity
 from ..errors import BusyError, RangeError, UsageError, VramError
 from ..lifetime import Claim, Owned, unwinding
 from ..spec import Access, HandleKind, Location, format_size
-from . import checks
+from . import abilities, checks
 from .allocation import PhysicalAllocation
 from .reservation import AddressReservation, Unmap
 from .team import Team, Unbind, address_of, multicast, opened, retained, sized, team_of
@@ -50,7 +50,15 @@ class MulticastObject(Owned):
     def granularity(
         driver: Driver, devices: int | Sequence[Location | str], nbytes: int | str, handle_kinds: HandleKind
     ) -> Granularity:
-        """Return what the size, offsets, sizes bound and addresses of an object made so must be multiples of."""
+        """Return what the size, offsets, sizes bound and addresses of an object made so must be multiples of.
+
+        No object is made for it, so this works while multicast is off, too.
+
+        Raises
+        ------
+        UnsupportedError
+            If the driver or every device lacks multicast.
+        """
         count, _ = team_of(driver, devices)
         size = checks.positive(nbytes, "nbytes", 1)
         return multicast(driver).multicast_granularity(count, size, checks.kinds(handle_kinds))
@@ -129,6 +137,32 @@ class MulticastObject(Owned):
             made.added_elsewhere(added_elsewhere)
         return made
 
+    @classmethod
+    def import_fabric(
+        cls, driver: Driver, data: bytes, nbytes: int | str, devices: int, *, added_elsewhere: int = 0
+    ) -> Self:
+        """Open an object by the 64 bytes that :meth:`export_fabric` gave; otherwise as :meth:`import_`.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes name no such object.
+        UnsupportedError
+            If multicast is off, the driver knows no such handles (before CUDA 12.3), or this process may not use the
+            IMEX channel.
+        """
+        calls = multicast(driver)
+        wanted, kind = checks.handle_bytes(data), HandleKind.FABRIC
+        count, _ = team_of(driver, devices if type(devices) is int else 0)
+        size, least = sized(calls, count, nbytes, kind)
+        made = cls(
+            *opened(driver, lambda: calls.multicast_import_fabric(wanted, size, count), size, count, kind, least)
+        )
+        made._team.is_imported = True
+        with _closed_on_error(made):
+            made.added_elsewhere(added_elsewhere)
+        return made
+
     # -- what it is ---------------------------------------------------------------------------------------------
     @property
     def driver(self) -> Driver:
@@ -144,6 +178,19 @@ class MulticastObject(Owned):
     def handle_kinds(self) -> HandleKind:
         """How it can leave this process."""
         return self._team.kinds
+
+    @property
+    def native_handle(self) -> int:
+        """What the driver's own API knows it by: a ``CUmemGenericAllocationHandle`` of CUDA's, for calls of your own.
+
+        It is lent: good until this object is closed, and not to be released. What is added or bound with it by hand is
+        not known here: say so with :meth:`added_elsewhere`.
+        """
+        self.handle  # noqa: B018  (the check)
+        team = self._team
+        found = abilities.native(team.driver).mem_native_handle(team.driver_handle)
+        team.is_lent = True
+        return found
 
     @property
     def devices(self) -> tuple[Location, ...]:
@@ -164,7 +211,7 @@ class MulticastObject(Owned):
         team = self._team
         count = f"{len(team.added) + team.elsewhere}/{team.num_devices} devices"
         words = [format_size(team.nbytes), count, f"{len(team.bound)} bound"]
-        states = {"mapped": self.is_mapped, "imported": team.is_imported, "exported": team.exported}
+        states = {"mapped": self.is_mapped, "imported": team.is_imported, "exported": team.exported or team.fabric}
         words += [word for word, state in {**states, "closed": self.is_closed}.items() if state]
         return f"<MulticastObject {team.driver_handle:#x} {', '.join(words)}>"
 
@@ -193,15 +240,24 @@ class MulticastObject(Owned):
         self._team.say_elsewhere(count)
 
     # -- memory -------------------------------------------------------------------------------------------------
-    def bind(self, memory: PhysicalAllocation | tuple[int, int], offset: int | str = 0) -> None:
+    def bind(
+        self,
+        memory: PhysicalAllocation | tuple[int, int],
+        offset: int | str = 0,
+        *,
+        memory_offset: int | str = 0,
+        nbytes: int | str | None = None,
+    ) -> None:
         """Have writes at an offset go to memory, too. It is kept alive as long as it is bound.
 
         Parameters
         ----------
         memory : PhysicalAllocation, or tuple of int
-            An allocation, bound whole; or an address and a size in bytes, within one mapping of this driver.
+            An allocation; or an address and a size in bytes, within one mapping of this driver.
         offset : int or str
-            Where, in bytes. This, the size and the address are multiples of the granularity.
+            Where, in bytes. This and the numbers below, the address and its size are multiples of the granularity.
+        memory_offset, nbytes : int or str
+            Which part of an allocation, in bytes: from where, and how much. By default all of it from there.
 
         Raises
         ------
@@ -216,18 +272,21 @@ class MulticastObject(Owned):
         try:
             team.whole("bind memory to")
             if isinstance(memory, PhysicalAllocation):
-                owner, raw, nbytes = memory.handle, memory.driver_handle, memory.nbytes
+                owner, raw = memory.handle, memory.driver_handle
                 if memory.driver is not team.driver:
                     raise UsageError(f"{memory!r} and {self!r} belong to different drivers")
-                start = team.span(offset, nbytes)
-                call = partial(team.calls.multicast_bind_mem, team.driver_handle, start, raw, 0, nbytes)
-                self._keep(team.bind(call, owner, raw, start, nbytes))
+                first, size = team.part(memory.nbytes, memory_offset, nbytes)
+                start = team.span(offset, size)
+                call = partial(team.calls.multicast_bind_mem, team.driver_handle, start, raw, first, size)
+                self._keep(team.bind(call, owner, raw, start, size))
                 return
-            address, nbytes = address_of(memory, team.least)
-            start = team.span(offset, nbytes)
+            if nbytes is not None or memory_offset:
+                raise UsageError("memory_offset and nbytes say which part of an allocation; an address says it itself")
+            address, size = address_of(memory, team.least)
+            start = team.span(offset, size)
             with retained(team.driver, address) as (raw, owner):
-                call = partial(team.calls.multicast_bind_address, team.driver_handle, start, address, nbytes)
-                self._keep(team.bind(call, owner, raw, start, nbytes))
+                call = partial(team.calls.multicast_bind_address, team.driver_handle, start, address, size)
+                self._keep(team.bind(call, owner, raw, start, size))
         finally:
             using.release()
 
@@ -305,11 +364,31 @@ class MulticastObject(Owned):
     def export(self, kind: HandleKind = HandleKind.POSIX_FD) -> int:
         """Lend a descriptor of this object: duplicate or send it, never close it. Closed with the object."""
         handle, team = self.handle, self._team
-        if checks.kinds(kind) not in team.kinds or not kind:
+        if checks.kinds(kind) not in team.kinds or not kind or kind == HandleKind.FABRIC:
             raise checks.not_exported(f"the {handle.label}", kind, team.kinds)
         using = handle.claim("export")  # another thread may close this object while the driver works
         try:
             return team.export(kind)
+        finally:
+            using.release()
+
+    def export_fabric(self) -> bytes:
+        """Return the 64 bytes by which another machine opens this object; see :meth:`import_fabric`.
+
+        They keep nothing alive: keep the object until it was opened there.
+
+        Raises
+        ------
+        UsageError
+            If it was created without FABRIC among its handle kinds.
+        """
+        handle, team = self.handle, self._team
+        if HandleKind.FABRIC not in team.kinds:
+            raise checks.not_of_the_fabric(f"the {handle.label}", team.kinds)
+        using = handle.claim("export")  # another thread may close this object while the driver works
+        try:
+            team.fabric = team.fabric or abilities.fabric(team.driver).mem_export_fabric(team.driver_handle)
+            return team.fabric
         finally:
             using.release()
 
@@ -376,6 +455,22 @@ class MulticastMapping(Owned):
             if not self.is_closed:
                 self._access = self.driver.mem_get_access(self.address, next(iter(self._team.added.values())))
         return self._access
+
+    def get_access(self, location: Location | str | None = None) -> Access:
+        """Ask the driver what a location may do here; by default the first device that this process added.
+
+        Raises
+        ------
+        UsageError
+            If no location is named, and no device was added in this process.
+        """
+        handle = self.handle
+        place = self._team.whose(None if location is None else (location,))[0]
+        using = handle.claim("get_access")  # another thread may close this object while the driver answers
+        try:
+            return self.driver.mem_get_access(self.address, place)
+        finally:
+            using.release()
 
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
         """Change what locations may do here; by default the devices that this process added."""

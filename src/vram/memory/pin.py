@@ -29,7 +29,7 @@ class Span:
         self.is_live = True
 
 
-class Pin(Claim):
+class Pin:
     """A claim on a span of a region: made by :meth:`Region.pin <vram.memory.Region.pin>`.
 
     Keeps the memory, not the region object. Garbage collection releases it too, in any thread.
@@ -43,13 +43,18 @@ class Pin(Claim):
         is not ours.
     """
 
-    __slots__ = ("_span", "keeps")
+    __slots__ = ("__weakref__", "_claim", "_span", "handle", "keeps")
 
-    def __init__(self, handle: Handle, span: Span, keeps: object = None) -> None:
+    def __init__(self, handle: Handle, claim: Claim, span: Span, keeps: object = None) -> None:
         self.handle = handle
-        self._serial = 0  # of no claim yet; see Handle.claim
+        self._claim = claim
         self._span = span
         self.keeps = keeps
+
+    @property
+    def is_released(self) -> bool:
+        """Whether it was given up."""
+        return self._claim.is_released
 
     @property
     def start(self) -> int:
@@ -82,8 +87,7 @@ class Pin(Claim):
         if not mine.start <= start <= stop <= mine.stop:
             raise RangeError(f"bytes {start} to {stop} are not within the pinned bytes {mine.start} to {mine.stop}")
         span = Span(start, stop, holder)
-        pin = Pin(self.handle, span, self.keeps)
-        self.handle.claim(holder, span, pin)
+        pin = Pin(self.handle, self.handle.claim(holder, span), span, self.keeps)
         if not mine.is_live:  # looked at last: from here on a shrink sees the new span, whatever becomes of this one
             pin.release()
             raise ClosedError(f"the pin of {mine.holder} [{mine.start}:{mine.stop}] was released")
@@ -99,12 +103,10 @@ class Pin(Claim):
             if max(span.start, mine.start) < min(span.stop, mine.stop)
         )
 
-    def release(self, *, strict: bool = False) -> None:
-        """Give it up. Idempotent; never waits, never raises unless `strict`: see :meth:`Claim.release`."""
-        if not strict:
-            self._span.is_live = False  # first: the claim may wait in a queue
-        super().release(strict=strict)
-        self._span.is_live = False
+    def release(self) -> None:
+        """Give it up. Idempotent; never waits, never raises."""
+        self._span.is_live = False  # first: the claim may wait in a queue
+        self._claim.release()
         self.keeps = None
 
     def __enter__(self) -> Self:
@@ -121,5 +123,4 @@ class Pin(Claim):
         span = getattr(self, "_span", None)
         if span is not None:  # not if an interrupt came before the constructor was done
             span.is_live = False
-            if self._serial > 0:
-                super().__del__()
+            self._claim.release()  # it would go with this object; an interrupt keeps one finalizer from running (I12)

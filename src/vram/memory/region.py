@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..driver.protocol import Driver, Sealing
 from ..errors import BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Handle, unwinding
-from ..spec import Access, HandleKind, Location, round_up
+from ..spec import Access, AllocationFlags, HandleKind, Location, round_up
 from . import checks, chunks
 from .allocation import PhysicalAllocation, Received, seal_memory
 from .chunks import Chunks
@@ -49,6 +49,7 @@ class Region(MappedRegion):
         chunk: int | str | None = None,
         access: Access = Access.READ_WRITE,
         handle_kinds: HandleKind = HandleKind.POSIX_FD,
+        flags: AllocationFlags = AllocationFlags.NONE,
         populate: bool = False,
         users: Iterable[Location | str] = (),
         managed: bool = False,
@@ -70,6 +71,9 @@ class Region(MappedRegion):
             What `location` may do here.
         handle_kinds : HandleKind
             How the memory must be able to leave this process.
+        flags : AllocationFlags
+            What the memory is meant for, now and as it grows. The allocations of :meth:`segments` say what the driver
+            granted.
         populate : bool
             Touch the pages of every new chunk at once rather than at first use.
         users : iterable of Location or str
@@ -85,13 +89,14 @@ class Region(MappedRegion):
         OutOfMemoryError, AddressSpaceError
             If there is not enough of either.
         UnsupportedError
-            For `populate` where the CPU cannot touch the memory.
+            For `populate` where the CPU cannot touch the memory, and for `flags` that the driver or the device lacks.
         """
         place = checks.place(driver, location)
         kinds = checks.kinds(handle_kinds)
         right = checks.access(access)
         first = checks.size(nbytes, "nbytes")
-        granularity = driver.mem_granularity(place, kinds).recommended
+        meant = checks.flags(flags)
+        granularity = driver.mem_granularity(place, kinds, meant).recommended
         ceiling = max(round_up(checks.size(capacity, "capacity"), granularity), granularity)
         share = -(-ceiling // _LEAST_SHARE) if chunk is None else checks.size(chunk, "chunk")
         if not share:
@@ -108,6 +113,7 @@ class Region(MappedRegion):
             right,
             granularity,
             kinds=kinds,
+            flags=meant,
             least=round_up(share, granularity),
             exact=chunk is not None,
             managed=managed is True or checks.flag(managed, "managed"),
@@ -302,6 +308,29 @@ class Region(MappedRegion):
                 mapped.append(given, self._access)
             self._nbytes = size
 
+    def get_access(self, location: Location | str | None = None) -> Access:
+        """Ask the driver what a location may do with this memory: the least of all chunks; NONE while there are none.
+
+        Parameters
+        ----------
+        location : Location or str, optional
+            Whose right; by default that of the first of those who may access it.
+
+        Raises
+        ------
+        UsageError
+            For a place that does not exist.
+        """
+        with self._alone():  # nothing is unmapped meanwhile
+            driver = self.driver
+            place = self.users[0] if location is None else checks.place(driver, location)
+            using = self.handle.claim("get_access")  # another thread may close this object meanwhile
+            try:
+                rights = [driver.mem_get_access(self.address + chunk.start, place) for chunk in self._chunks.row]
+                return min(rights, default=Access.NONE)
+            finally:
+                using.release()
+
     def populate(self) -> None:
         """Touch all mapped pages ahead of use; their contents stay.
 
@@ -412,7 +441,7 @@ class Region(MappedRegion):
         reached = max(self._reached, nbytes)
         if nbytes > present:
             sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
-            mapped.make(sizes, self._kinds, self._access)
+            mapped.make(sizes, self._kinds, self._access, self._flags)
         # Nothing is called from here on, so that no interrupt divides what is mapped from the size.
         self._reached = reached  # first: see clear
         self._nbytes = nbytes

@@ -354,6 +354,27 @@ class MemoryMapping(Owned):
         self.handle  # noqa: B018  (the check)
         return PhysicalAllocation.of(self._memory)
 
+    def get_access(self, location: Location | str | None = None) -> Access:
+        """Ask the driver what a location may do here (``cuMemGetAccess``).
+
+        Parameters
+        ----------
+        location : Location or str, optional
+            Whose right; by default that of the allocation's own location.
+
+        Raises
+        ------
+        UsageError
+            For a place that does not exist.
+        """
+        handle = self.handle
+        place = self._memory.location if location is None else checks.place(self.driver, location)
+        using = handle.claim("get_access")  # another thread may close this object while the driver answers
+        try:
+            return self.driver.mem_get_access(self.address, place)
+        finally:
+            using.release()
+
     def set_access(self, access: Access, locations: Sequence[Location | str] | None = None) -> None:
         """Change what locations may do here.
 

@@ -101,6 +101,8 @@ class Team:
         self.bound: dict[tuple[str, int], Unbind] = {}
         self.mappings: dict[Unmap, Handle] = {}
         self.exported: dict[HandleKind, int] = {}
+        self.fabric = b""  # the 64 bytes, once somebody asked for them
+        self.is_lent = False  # the driver's own handle
         self.lock = threading.RLock()  # never reached from a finalizer (I3)
 
     def whole(self, verb: str) -> None:
@@ -132,7 +134,7 @@ class Team:
                 f"{count!r} devices cannot have been added elsewhere: the team is of {self.num_devices}, and "
                 f"{len(self.added)} were added here; 0 to {most}"
             )
-        if count and not (self.is_imported or self.exported):
+        if count and not (self.is_imported or self.exported or self.fabric or self.is_lent):
             raise UsageError(f"nobody else can have added devices: this {self.handle.label} was never exported")
         self.elsewhere = count
 
@@ -159,6 +161,14 @@ class Team:
                 + (f"the last offset is {last}" if last >= 0 else "make it larger")
             )
         return start
+
+    def part(self, whole: int, offset: int | str, nbytes: int | str | None) -> tuple[int, int]:
+        """Return where the part of an allocation of `whole` bytes begins that is to be bound, and its size."""
+        first = checks.aligned(checks.size(offset, "memory_offset"), "memory_offset", self.least)
+        size = max(whole - first, self.least) if nbytes is None else checks.positive(nbytes, "nbytes", self.least)
+        if first + size > whole:
+            raise RangeError(f"bytes {first} to {first + size} are not within the {whole} bytes of the allocation")
+        return first, size
 
     def book(self, undo: Unbind) -> None:
         """Write down a span of one device that is about to be bound."""

@@ -13,6 +13,7 @@ socket is not lost by an interrupt either: it comes with the next :meth:`Channel
 
 from __future__ import annotations
 
+import _socket  # the part of `socket` that is C, within which no interrupt comes
 import contextlib
 import errno
 import numbers
@@ -43,6 +44,7 @@ from ..errors import (
 from ..open_files import close_fds
 
 __all__ = [
+    "ALL_FDS",
     "MAX_FDS",
     "MAX_MESSAGE",
     "MAX_PATH",
@@ -50,12 +52,14 @@ __all__ = [
     "Credentials",
     "DescriptorsLostError",
     "OwnedFds",
+    "accept",
     "check_timeout",
     "close_fds",
     "connect",
     "descriptor_limit",
     "peer_credentials",
     "receive",
+    "take_over",
     "transmit",
 ]
 
@@ -63,6 +67,7 @@ Payload = bytes | bytearray | memoryview
 
 MAX_MESSAGE = 64 * 1024
 MAX_FDS = 253
+ALL_FDS = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0  # bytes of ancillary data
 MAX_PATH = 107  # sun_path has 108 bytes, one of them for the final zero
 
 # As plain ints: the flags of the socket module are enums, and their | costs a microsecond in every message.
@@ -73,7 +78,6 @@ _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
 _TRUNCATED = _TRUNC | _CTRUNC
-_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
@@ -144,15 +148,17 @@ def transmit(sock: socket.socket, payload: Payload, fds: Sequence[int] = (), fla
         (_,) = map(sock.send, (payload,), (flags | _NOSIGNAL,))
 
 
-def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool]:
+def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[bytes, list[int], bool]:
     """Receive one message; return its payload, its descriptors, and whether any part of it was cut off.
+
+    Descriptors come as far as there is `room` for them, in bytes of ancillary data.
 
     The descriptors are close-on-exec and the caller's to close, also those of a truncated message. An empty payload
     is the end of the stream. Raises OSError as the kernel reports it.
     """
     left: deque[_Raw] = deque()
     try:
-        payload, fds, cut = _receive(sock, flags, left)
+        payload, fds, cut = _receive(sock, flags, left, room)
     except BaseException:
         _discard(left)
         raise
@@ -161,7 +167,7 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[bytes, list[int], bool
     return payload, fds, cut != 0
 
 
-def _receive(sock: socket.socket, flags: int, left: deque[_Raw]) -> tuple[bytes, list[int], int]:
+def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL_FDS) -> tuple[bytes, list[int], int]:
     """The same, but says which part was cut off: MSG_TRUNC, MSG_CTRUNC, both or 0.
 
     What an interrupt keeps from being returned goes to `left`, and comes from there the next time.
@@ -171,9 +177,9 @@ def _receive(sock: socket.socket, flags: int, left: deque[_Raw]) -> tuple[bytes,
         if left:
             (raw,) = map(deque.popleft, (left,))
         else:
-            (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (_ANCILLARY,), (flags | _CLOEXEC,))
+            (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (room,), (flags | _CLOEXEC,))
     except IndexError:  # another thread was quicker
-        return _receive(sock, flags, left)
+        return _receive(sock, flags, left, room)
     try:
         payload, ancillary, said, _ = raw
         cut = said & _TRUNCATED
@@ -270,11 +276,58 @@ def check_path(path: str) -> None:
 
 
 class _Socket(socket.socket):
-    """A socket that is dropped without a word, at exit above all: who has to close what is on it is warned by us."""
+    """A socket that is dropped without a word, at exit above all: who has to close what is on it is warned by us.
 
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError):
-            super().close()
+    What closes it is C: a finalizer in Python is left out by an interrupt that meets it where it begins (I12).
+    """
+
+    __slots__ = ()
+
+    __del__ = _socket.socket.close
+
+
+def take_over(fds: list[int]) -> socket.socket:
+    """Return a socket made of the last number of a list, which leaves the list in the same step (I12).
+
+    Raises
+    ------
+    OSError
+        If it is no socket. The number is still in the list then.
+    """
+    made = _unmade()
+    # As lifetime.uninterrupted does it. socket.socket would take the number in a function of Python: an interrupt that
+    # comes where that begins leaves it to nobody.
+    (_,) = map(_socket.socket.__init__, (made,), (-1,), (-1,), (-1,), fds[-1:])
+    del fds[-1:]
+    return made
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """Return the next connection to a listening socket, as ``listener.accept()`` does, and lose none by an interrupt.
+
+    Raises OSError as the kernel reports it.
+    """
+    fds: list[int] = []
+    try:
+        ((fd, _),) = map(_socket.socket._accept, (listener,))  # type: ignore[attr-defined]  # typeshed has it not
+        fds += (fd,)
+        return take_over(fds)
+    except BaseException:
+        lifetime.close_all(fds)
+        raise
+
+
+def _moved(sock: _socket.socket) -> socket.socket:
+    """Move a socket to an object of our own; the one that it was is closed."""
+    made, family, kind, proto = _unmade(), sock.family, sock.type, sock.proto
+    (_,) = map(_socket.socket.__init__, (made,), (family,), (kind,), (proto,), map(_socket.socket.detach, (sock,)))
+    return made
+
+
+def _unmade() -> _Socket:
+    made = _Socket.__new__(_Socket)
+    made._io_refs, made._closed = 0, False  # type: ignore[attr-defined]  # what its constructor in Python sets
+    return made
 
 
 class Channel(lifetime.Owned):
@@ -294,13 +347,12 @@ class Channel(lifetime.Owned):
 
     __slots__ = ("_handle", "_left", "_ours", "_sock", "_warn_on_leak")
 
-    def __init__(self, sock: socket.socket) -> None:
-        if not isinstance(sock, socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
+    def __init__(self, sock: _socket.socket) -> None:
+        if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
-        sock = _Socket(sock.family, sock.type, sock.proto, sock.detach())
-        sock.settimeout(None)
-        sock.set_inheritable(False)
-        self._sock = sock
+        self._sock = moved = _moved(sock)
+        moved.settimeout(None)
+        moved.set_inheritable(False)
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._ours = ours = [True]  # until it was given away
         self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
@@ -312,11 +364,11 @@ class Channel(lifetime.Owned):
             # connection for every process that has the socket, which is not for us to do once we gave it away.
             if ours[0]:
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+                    moved.shutdown(socket.SHUT_RDWR)
+            moved.close()
             _discard(left)
 
-        self._claim = lifetime.own(f"channel on fd {sock.fileno()}", undo)
+        self._claim = lifetime.own(f"channel on fd {moved.fileno()}", undo)
         self._handle = self._claim.handle
 
     @classmethod
@@ -334,7 +386,8 @@ class Channel(lifetime.Owned):
             If this process has no room for two more descriptors.
         """
         try:
-            one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            # Not socket.socketpair, which makes others of these two: see `take_over`.
+            one, other = _socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise _no_room("socketpair(AF_UNIX, SOCK_SEQPACKET)", error) from None
         first = cls(one)

@@ -159,7 +159,7 @@ class IpcMemHandle:
         except UsageError as error:
             raise ProtocolError(f"an IpcMemHandle came that is none: {error}") from None
 
-    def open(self, nbytes: int | str, *, device: str | Location = "cuda:0") -> OpenedMemory:
+    def open(self, nbytes: int | str | None = None, *, device: str | Location = "cuda:0") -> OpenedMemory:
         """Open the memory in this process; see :func:`open`."""
         return open(self, nbytes, device=device)
 
@@ -175,7 +175,7 @@ class OpenedMemory(Owned):
     address : int
         Where what is meant begins in this process: the base of the allocation and the handle's offset.
     nbytes : int
-        The bytes from there on that were asked for.
+        The bytes from there on: those that were asked for, or all that there are.
     region : ForeignRegion
         The memory from the base of the allocation on, for arrays.
     """
@@ -193,15 +193,16 @@ class OpenedMemory(Owned):
         return f"<OpenedMemory {self.region.location} {self.address:#x} {format_size(self.nbytes)}{state}>"
 
 
-def open(handle: IpcMemHandle, nbytes: int | str, *, device: str | Location = "cuda:0") -> OpenedMemory:
+def open(handle: IpcMemHandle, nbytes: int | str | None = None, *, device: str | Location = "cuda:0") -> OpenedMemory:
     """Open cudaMalloc memory of another process.
 
     Parameters
     ----------
     handle : IpcMemHandle
         The 64 bytes, and where in the allocation what is meant begins.
-    nbytes : int or str
-        How many bytes from there on. Checked against what the allocation really has.
+    nbytes : int or str, optional
+        How many bytes from there on. Checked against what the allocation really has. By default what the handle says;
+        if that says nothing the driver is asked, and it is all of them.
     device : str
         The GPU that will work on it: the one that it is on, or a peer of that.
 
@@ -222,14 +223,19 @@ def open(handle: IpcMemHandle, nbytes: int | str, *, device: str | Location = "c
     """
     if not isinstance(handle, IpcMemHandle):
         raise UsageError(f"open takes an IpcMemHandle, not {handle!r:.40}; see IpcMemHandle.from_bytes")
-    size = parse_size(nbytes, what="nbytes")
-    if not size:
-        raise UsageError("nbytes is 0: there is nothing to open; say how many bytes the sender meant")
+    if nbytes is None:
+        size = handle.nbytes
+    elif not (size := parse_size(nbytes, what="nbytes")):
+        raise UsageError("nbytes is 0: there is nothing to open; say how many bytes the sender meant, or leave it out")
     place = Location.parse(device)
     driver = drivers.get(place)
     legacy(driver)  # memory of the host has none: says so
-    region, claim = open_counted(driver, handle.data, handle.offset + size, driver.canonical(place))
+    least = handle.offset + size if size else None
+    region, claim = open_counted(driver, handle.data, least, driver.canonical(place))
     try:
+        size = size or region.nbytes - handle.offset
+        if size <= 0:
+            raise ProtocolError(f"nothing is at offset {handle.offset}: the allocation has {region.nbytes} bytes")
         return OpenedMemory(region.address + handle.offset, size, region, claim)
     except BaseException as error:
         with unwinding(error):
@@ -240,10 +246,11 @@ def open(handle: IpcMemHandle, nbytes: int | str, *, device: str | Location = "c
 class _Opening:
     """One opening: the handle that counts its users, and the region that goes with the last of them."""
 
-    __slots__ = ("handle", "infos", "memory", "region")
+    __slots__ = ("handle", "infos", "is_whole", "memory", "region")
 
-    def __init__(self, handle: Handle, region: ForeignRegion) -> None:
+    def __init__(self, handle: Handle, region: ForeignRegion, is_whole: bool) -> None:
         self.handle = handle
+        self.is_whole = is_whole  # all of the allocation, as the driver told it
         self.region = region
         self.memory = region.handle  # of the driver's opening: arrays keep it on their own
         self.infos: tuple[PointerInfo, ...] = region.infos
@@ -260,13 +267,13 @@ class _Table:
 _table = _Table()
 
 
-def open_counted(driver: Any, data: bytes, nbytes: int, place: Location) -> tuple[ForeignRegion, Claim]:
+def open_counted(driver: Any, data: bytes, nbytes: int | None, place: Location) -> tuple[ForeignRegion, Claim]:
     """Open an allocation, or count one more user of it; return its region and the claim that keeps it open.
 
     Parameters
     ----------
-    nbytes : int
-        Bytes from its base on that have to be there.
+    nbytes : int, optional
+        Bytes from its base on that have to be there. None for all that there are, which the driver tells.
     place : Location
         The GPU, by its one name in this process.
 
@@ -278,7 +285,7 @@ def open_counted(driver: Any, data: bytes, nbytes: int, place: Location) -> tupl
     key = (data, place)
     with _table.lock:
         known = _table.openings.get(key)
-        if known is not None and known.region.nbytes >= nbytes:
+        if known is not None and (known.is_whole if nbytes is None else known.region.nbytes >= nbytes):
             if not known.region.is_closed:
                 try:
                     return known.region, known.handle.claim("opened once more")
@@ -289,17 +296,17 @@ def open_counted(driver: Any, data: bytes, nbytes: int, place: Location) -> tupl
             except ClosedError:
                 pass
             else:
-                return _entered(key, ForeignRegion.over(driver, known.infos, kept))
+                return _entered(key, ForeignRegion.over(driver, known.infos, kept), known.is_whole)
         for old, one in tuple(_table.openings.items()):
             if not one.memory.is_open:
                 del _table.openings[old]
-        return _entered(key, open_legacy(driver, data, nbytes, place))
+        return _entered(key, open_legacy(driver, data, nbytes, place), nbytes is None)
 
 
-def _entered(key: tuple[bytes, Location], region: ForeignRegion) -> tuple[ForeignRegion, Claim]:
+def _entered(key: tuple[bytes, Location], region: ForeignRegion, is_whole: bool) -> tuple[ForeignRegion, Claim]:
     try:
         claim = own(f"{format_size(region.nbytes)} of another process, opened on {key[1]}", region.close)
-        _table.openings[key] = _Opening(claim.handle, region)
+        _table.openings[key] = _Opening(claim.handle, region, is_whole)
     except BaseException as error:
         with unwinding(error):
             region.close()

@@ -23,12 +23,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from ..driver.protocol import Driver, LiveObjects
+from ..driver.foreign import Pools
+from ..driver.protocol import Driver, Fabric, LiveObjects, Multicast
 from ..errors import (
     UsageError,
 )
-from ..spec import Access, HandleKind, Location
+from ..spec import Access, AllocationFlags, HandleKind, Location
 from .driver_direct import DirectRules
+from .driver_fabric import FabricRules
 from .driver_mappings import MappingRules
 from .driver_sharing import SharingRules
 from .scene import CAPABILITIES, FD, Scene, together
@@ -36,7 +38,7 @@ from .scene import CAPABILITIES, FD, Scene, together
 __all__ = ["DriverContract", "Scene"]
 
 
-class DriverContract(MappingRules, SharingRules, DirectRules):
+class DriverContract(MappingRules, SharingRules, FabricRules, DirectRules):
     """The suite. See the module."""
 
     # -- devices ------------------------------------------------------------------------------------------------
@@ -54,6 +56,24 @@ class DriverContract(MappingRules, SharingRules, DirectRules):
         assert 0 <= available <= total <= info.total_bytes
         driver.synchronize(location)
         assert driver.canonical(location) == location
+
+    def test_support_is_what_works(self, scene: Scene, driver: Driver, location: Location) -> None:
+        """A reason or nothing, for each capability; and what it says works does."""
+        found = driver.support(location)
+        assert found == driver.support(location)
+        assert (found.vmm, found.posix_fd) == ("", "")
+        missing = found.missing()
+        assert all(isinstance(why, str) for why in missing.values())
+        for flag in AllocationFlags:
+            if not getattr(found, str(flag.name).lower()):
+                handle = scene.keep(driver.mem_create(scene.g, location, FD, flag))
+                assert flag in driver.mem_properties(handle).flags
+        for name, capability in (("fabric", Fabric), ("multicast", Multicast), ("pools", Pools)):
+            assert name in missing or isinstance(driver, capability)
+        if not found.fabric:
+            scene.create(1, HandleKind.FABRIC)
+        with scene.refused(UsageError):
+            driver.support(Location("elsewhere"))
 
     def test_granularity(self, driver: Driver, location: Location) -> None:
         for kinds in (HandleKind.NONE, FD):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ..driver.protocol import Driver, NativeHandles
 from ..errors import (
     AddressSpaceError,
     AlignmentError,
@@ -14,8 +15,8 @@ from ..errors import (
     UnsupportedError,
     UsageError,
 )
-from ..spec import Access, HandleKind, round_up
-from .scene import FD, DriverSuite, Scene
+from ..spec import Access, AllocationFlags, HandleKind, round_up
+from .scene import FD, DriverSuite, Scene, remedied
 
 __all__ = ["MappingRules"]
 
@@ -145,6 +146,45 @@ class MappingRules(DriverSuite):
             assert properties.location == scene.location
             assert properties.handle_kinds == kinds
             assert properties.nbytes in (None, 3 * scene.g)
+
+    def test_native_handles(self, scene: Scene, driver: Driver) -> None:
+        """They are lent: nothing changes hands."""
+        able = self.capability(driver, NativeHandles)
+        address, handle = scene.memory()
+        other = scene.create()
+        native = able.mem_native_handle(handle)
+        assert native == able.mem_native_handle(handle) != able.mem_native_handle(other)
+        before = driver.live()
+        again = scene.keep(driver.mem_retain(address))
+        assert able.mem_native_handle(again)
+        scene.release(again)
+        assert driver.live() == before
+        scene.release(other)
+        with scene.refused(UsageError):
+            able.mem_native_handle(other)
+
+    @pytest.mark.parametrize("flag", list(AllocationFlags), ids=lambda flag: flag.name.lower())
+    def test_flags_are_granted_or_refused(self, scene: Scene, flag: AllocationFlags) -> None:
+        """By every call that is asked with them; what was granted is in the properties. Some are wishes."""
+        driver, place = scene.driver, scene.location
+        try:
+            least = driver.mem_granularity(place, FD, flag).minimum
+        except UnsupportedError as error:
+            remedied(error)
+            with scene.refused(UnsupportedError):
+                driver.mem_create(scene.g, place, FD, flag)
+            return
+        assert least & (least - 1) == 0
+        try:
+            handle = scene.keep(driver.mem_create(scene.g, place, FD, flag))
+        except UnsupportedError as error:  # attributes lie: it was announced
+            remedied(error)
+            return
+        granted = driver.mem_properties(handle).flags
+        assert flag in granted or flag is AllocationFlags.COMPRESSIBLE
+        with scene.exported(handle) as fd:
+            there = scene.keep(driver.mem_import(fd, FD, scene.g))
+        assert driver.mem_properties(there).handle_kinds == FD
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def test_a_new_mapping_has_no_access(self, scene: Scene) -> None:

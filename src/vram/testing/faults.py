@@ -25,9 +25,11 @@ from ..driver.protocol import (
     CopyOnWrite,
     DirectMapping,
     Driver,
+    Fabric,
     HostAddressable,
     Identity,
     Multicast,
+    NativeHandles,
     Sealing,
     StreamOrdered,
 )
@@ -51,7 +53,7 @@ def _methods(protocol: type) -> frozenset[str]:
 
 
 _CAPABILITIES: tuple[type, ...] = (
-    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
+    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, Fabric, NativeHandles, StreamOrdered, Multicast),
     *(Foreign, LegacyIpc, InterprocessEvents, Pools),
 )
 _ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))

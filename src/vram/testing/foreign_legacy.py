@@ -38,6 +38,19 @@ class LegacyRules(ForeignSuite):
         with refused_there(other, UsageError):  # no window any more
             other.read(there, 1)
 
+    def test_a_size_that_nobody_stated_is_asked_of_the_driver(
+        self, scene: Scene, stranger: Any, other: OtherProcess
+    ) -> None:
+        able = self.capability(scene.driver, LegacyIpc)
+        for nbytes in (SIZE, 1_000_003):
+            there = other.call("ipc_open", able.ipc_export(stranger.legacy(nbytes)), None, scene.location)
+            assert other.call("pointer_info", there).nbytes == nbytes
+            other.write(there + nbytes - 3, b"end")
+            assert other.read(there + nbytes - 3, 3) == b"end"
+            with refused_there(other, UsageError):
+                other.read(there + nbytes - 3, 4)
+            other.call("ipc_close", there)
+
     def test_opened_twice_it_is_closed_as_often(self, scene: Scene, stranger: Any, other: OtherProcess) -> None:
         able = self.capability(scene.driver, LegacyIpc)
         handle = able.ipc_export(stranger.legacy(SIZE))

@@ -16,7 +16,8 @@ Inherit, and supply two fixtures::
 Bytes go through ``copy_in`` and ``copy_out``, so that memory the CPU cannot reach passes too. Every test ends with the
 driver's books and the handles of :mod:`vram.lifetime` where they were before. Where a capability is not in `offers`,
 its refusal is tested instead; a test that has nothing left to see is reported as skipped. The parts about regions are
-in :mod:`vram.testing.region` and :mod:`vram.testing.shared_region`.
+in :mod:`vram.testing.region` and :mod:`vram.testing.shared_region`, those about what memory is asked to be in
+:mod:`vram.testing.memory_kinds`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from ..errors import (
 from ..lifetime import Claim, own
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
 from ..spec import Access, HandleKind, Location
+from .memory_kinds import MemoryKindsContract
 from .region import load, store
-from .shared_region import SharedRegionContract
 
 __all__ = ["MemoryContract"]
 
@@ -51,7 +52,7 @@ FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
 
 
-class MemoryContract(SharedRegionContract):
+class MemoryContract(MemoryKindsContract):
     """Physical allocations, address reservations and mappings, and all that is said of regions in the other parts."""
 
     # -- physical allocations -----------------------------------------------------------------------------------
@@ -97,6 +98,8 @@ class MemoryContract(SharedRegionContract):
     def test_wrong_kinds_of_argument_are_usage_errors(self, driver: Driver, location: Location, granule: int) -> None:
         with pytest.raises(UsageError, match="HandleKind"):
             PhysicalAllocation.create(driver, granule, location, handle_kinds=1)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="AllocationFlags"):
+            PhysicalAllocation.create(driver, granule, location, flags=1)  # type: ignore[arg-type]
         for fd in (-1, "3", None, True):
             with pytest.raises(UsageError, match="fd"):
                 PhysicalAllocation.import_(driver, fd, granule)  # type: ignore[arg-type]

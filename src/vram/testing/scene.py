@@ -17,23 +17,25 @@ from ..driver.protocol import (
     CopyOnWrite,
     DirectMapping,
     Driver,
+    Fabric,
     HostAddressable,
     Identity,
     Multicast,
+    NativeHandles,
     Sealing,
     StreamOrdered,
 )
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from ..spec import Access, HandleKind, Location
 from .keeper import SOON
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "is_open", "lent", "together"]
+__all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "is_open", "lent", "remedied", "together"]
 
 _CAPABILITIES: tuple[type, ...] = (
-    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, StreamOrdered, Multicast),
+    *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, Fabric, NativeHandles, StreamOrdered, Multicast),
     *(Foreign, LegacyIpc, InterprocessEvents, Pools),  # tested by ForeignContract
 )
 CAPABILITIES = {capability.__name__: capability for capability in _CAPABILITIES}
@@ -201,6 +203,13 @@ def is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def remedied(error: UnsupportedError) -> None:
+    """Insist that a refusal says what it takes, what there is instead, and what to do."""
+    assert error.needs
+    assert error.have
+    assert error.remedy
 
 
 @contextlib.contextmanager

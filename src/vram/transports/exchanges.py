@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import socket
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
-from ..lifetime import Owned, close_all, own, unwinding
-from ..sharing.channel import MAX_MESSAGE, Channel, check_path
+from ..lifetime import Claim, Owned, close_all, own, uninterrupted
+from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path
 
 if TYPE_CHECKING:
     from typing import Self
@@ -115,21 +118,25 @@ class SocketExchange(Owned):
         """
         check_system("a unix socket")
         check_path(path)
+        names: list[str] = []
+        paths = own_paths(names)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             try:
-                listener.bind(path)
-            except OSError as error:
-                raise _taken(path, error) from None
-            try:
+                try:
+                    (_,) = map(
+                        listener.bind, (path,)
+                    )  # as lifetime.uninterrupted does it, to be noted in the next step
+                except OSError as error:
+                    raise _taken(path, error) from None
+                names += (path,)
                 listener.listen(1)
                 listener.settimeout(timeout)
                 try:
-                    sock, _ = listener.accept()
+                    sock = accept(listener)
                 except TimeoutError:
                     raise WaitTimeoutError(f"nobody connected to {path} for {timeout:g} s") from None
             finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                paths.release()
         return cls(Channel(sock))
 
     @classmethod
@@ -173,10 +180,38 @@ class ByteExchange(Owned):
     carries_fds = False
     way = "bytes"
 
-    def _own(self, fds: list[int]) -> None:
+    def __init__(self, fds: list[int], claim: Claim) -> None:
         self._fds = fds
-        self._claim = own(f"exchange over {self.way}", lambda: close_all(fds))
+        self._claim = claim
         _open.add(self)
+
+    @classmethod
+    def _owning(cls, fds: list[int]) -> Claim:
+        """Own descriptors from before there is any: an interrupt leaves none to nobody, wherever it comes (I12)."""
+        return own(f"exchange over {cls.way}", partial(close_all, fds))
+
+    def _under(self, lock: threading.Lock, calls: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
+        """Take steps with a lock held, all or none, and return their results and None.
+
+        Parameters
+        ----------
+        calls : callable
+            Looks what there is to do, with the lock, and returns calls of C functions as an iterator, such as a
+            ``map``. If this raises, none of them was made, or the first has failed: no interrupt comes between them,
+            nor between the last and the return (I12).
+        """
+        release = itertools.starmap(lock.release, ((),))
+        is_held = False
+        try:
+            is_held = uninterrupted(lock.acquire)
+            self.handle  # noqa: B018  (closed meanwhile?)
+            steps = itertools.chain(calls(), release)
+            done = (*steps,)
+        except BaseException:
+            if is_held:
+                lock.release()
+            raise
+        return done
 
     def _check(self, payload: bytes, fds: Sequence[int], most: int) -> None:
         self.handle  # noqa: B018  (the check)
@@ -221,15 +256,16 @@ def wait_until(attempt: Callable[[], _T | None], timeout: float | None, what: st
     return found
 
 
-@contextlib.contextmanager
-def closing_on_error(fds: list[int]) -> Iterator[None]:
-    """Close descriptors if what comes fails (I4)."""
-    try:
-        yield
-    except BaseException as error:
-        with unwinding(error):
-            close_all(fds)
-        raise
+def own_paths(names: list[str]) -> Claim:
+    """Own what is made at paths, which are noted in a list as they are: it is gone with the claim, and at exit (I8)."""
+    return own("what an exchange made at its path", partial(_unlink, names), at_exit=True)
+
+
+def _unlink(names: list[str]) -> None:
+    while names:
+        with contextlib.suppress(OSError):
+            os.unlink(names[-1])
+        del names[-1:]  # afterwards: an interrupt leaves it to be done again
 
 
 def check_system(way: str) -> None:

@@ -146,9 +146,11 @@ class IpcTransport(RemoteTransport):
             array.pin.keeps = claim  # and with it every view
         return array
 
-    def _learn(self, message: Part | Allocation, fds: list[int]) -> None:
+    def _learn(self, message: Part | Allocation, fds: list[int], *, again: bool = False) -> None:
         if not isinstance(message, Allocation):
             raise ProtocolError("memory came by file descriptor on a transport of 64-byte handles")
+        if again and message.memory in self._memories:
+            return
         if message.memory in self._memories:
             raise ProtocolError(f"memory {message.memory} was described twice")
         try:
@@ -161,15 +163,18 @@ class IpcTransport(RemoteTransport):
                     f"the process that made the memory is gone, and the memory with it: {error}"
                 ) from None
             raise
+        drop = partial(self._let_go, message.memory)
         self._openings[message.memory] = claim
-        self._memories[message.memory] = region, partial(self._let_go, message.memory)
+        self._memories[message.memory] = region, drop
 
     def _keep_open(self, array: Array, number: int) -> None:
         if array.pin is not None:
             array.pin.keeps = self._openings[number].handle.claim("received array")  # and so does every view
 
     def _let_go(self, number: int) -> None:
-        self._openings.pop(number).release()
+        claim = self._openings.pop(number, None)  # none after an interrupt: then it went with the claim
+        if claim is not None:
+            claim.release()
 
     def _opened(self, allocation: Allocation) -> tuple[Region, Claim]:
         if allocation.device != device_name(self.src):

@@ -1,7 +1,11 @@
-"""Transports within one process: what was sent waits in a queue, and is copied when it is received."""
+"""Transports within one process: what was sent waits in a queue, and is copied when it is received.
+
+Who waits hangs up a bell, looks, and sleeps: an interrupt could leave a ``threading.Condition`` locked (I12).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import abstractmethod
@@ -12,7 +16,7 @@ from ..arrays import Array
 from ..arrays.numpy_on_use import np
 from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
-from ..lifetime import unwinding
+from ..lifetime import uninterrupted, unwinding
 from ..memory import Pin
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer
@@ -21,6 +25,9 @@ from .measure import Transfer, measured
 from .places import as_array, check_fits, check_place, ready, shown_on
 
 __all__ = ["LocalTransport", "Message"]
+
+
+_NAP = 0.1  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
 
 
 class Message:
@@ -45,12 +52,13 @@ class Message:
 class LocalTransport(Endpoint):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
-    __slots__ = ("_arrival", "_waiting")
+    __slots__ = ("_bells", "_taking", "_waiting")
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         super().__init__(src, dst)
         self._waiting: deque[Message] = deque()
-        self._arrival = threading.Condition()
+        self._taking = threading.Lock()  # never taken by a finalizer
+        self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
 
     # -- what differs -------------------------------------------------------------------------------------------
     @abstractmethod
@@ -93,36 +101,59 @@ class LocalTransport(Endpoint):
         check_place("the buffer", array, self.src)
         ready(array, stream)
         message = self._keep(array)
-        with self._arrival:
+        with self._taking:
             if self.is_closed:
                 message.release()
                 raise ClosedError(f"{self!r} was closed")
             self._waiting.append(message)
-            self._arrival.notify()
+        self._wake_all()
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
     def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
         """Return what was sent, copied; see the contract."""
         self.handle  # noqa: B018  (the check)
         wanted = None if buffer is None else as_array(buffer)
-        with self._arrival:
-            if not self._arrival.wait_for(lambda: self._waiting or self.is_closed, timeout):
-                raise WaitTimeoutError(f"nothing was sent for {timeout:g} s")
-            self.handle  # noqa: B018  (closed meanwhile?)
-            if wanted is not None:
-                check_fits(wanted, self._waiting[0].nbytes, self.dst)
-            message = self._waiting.popleft()
-        started = time.perf_counter()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        message: Message | None = None
         try:
+            while message is None:
+                bell = threading.Lock()
+                bell.acquire()
+                self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
+                with self._taking:
+                    self.handle  # noqa: B018  (closed meanwhile?)
+                    if self._waiting:
+                        if wanted is not None:
+                            check_fits(wanted, self._waiting[0].nbytes, self.dst)
+                        message = uninterrupted(self._waiting.popleft)
+                if message is None:
+                    self._sleep(bell, deadline, timeout)
+            started = time.perf_counter()
             array = self._received_into(message, wanted, stream)
+            self._count_received(message.nbytes, time.perf_counter() - started)
         except BaseException:
-            with self._arrival:  # it stays, for another try
-                self._waiting.appendleft(message)
-                self._arrival.notify()
+            if message is not None:
+                with self._taking:  # it stays, for another try
+                    self._waiting.appendleft(message)
+                self._wake_all()
             raise
-        message.release()
-        self._count_received(message.nbytes, time.perf_counter() - started)
-        return array
+        return array  # the message goes with this frame: to release it would be a call, and an interrupt's place (I12)
+
+    def _sleep(self, bell: threading.Lock, deadline: float | None, timeout: float | None) -> None:
+        left = _NAP if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            raise WaitTimeoutError(f"nothing was sent for {timeout or 0:g} s")
+        bell.acquire(timeout=min(left, _NAP))
+        with contextlib.suppress(ValueError):
+            self._bells.remove(bell)  # nobody rang
+
+    def _wake_all(self) -> None:
+        """Wake everybody who waits, to look again."""
+        while self._bells:
+            try:
+                self._bells.popleft().release()
+            except IndexError:  # another thread was quicker
+                return
 
     def _received_into(self, message: Message, buffer: Array | None, stream: object) -> Array:
         if buffer is not None:
@@ -150,10 +181,11 @@ class LocalTransport(Endpoint):
         super().close(strict=strict)
         if not was_open:  # or in a forked child, where nobody would ever let go of the lock
             return
-        with self._arrival:
+        with self._taking:
             while self._waiting:
-                self._waiting.popleft().release()
-            self._arrival.notify_all()
+                self._waiting[0].release()
+                self._waiting.popleft()
+        self._wake_all()
 
     # -- measured -----------------------------------------------------------------------------------------------
     @classmethod

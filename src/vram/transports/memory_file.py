@@ -9,18 +9,19 @@ Each end locks a byte of its own. The kernel takes the lock away from whoever di
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import itertools
 import os
 import stat
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BusyError, NotFoundError, PeerGoneError, ProtocolError
-from .exchanges import ByteExchange, _taken, check_system, closing_on_error, wait_until
+from ..lifetime import Claim, close_all, unwinding
+from .exchanges import ByteExchange, _taken, check_system, own_paths, wait_until
 
 if TYPE_CHECKING:
     from typing import Self
@@ -34,6 +35,7 @@ _HEAD = struct.Struct("<QII")  # the message's number from 1 on, its length, its
 _COUNT = struct.Struct("<QI")  # messages read so far, and the checksum of that
 _LOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
 _BYTES = _PAGE + 2 * _SLOTS * _SLOT
+_FULL = "the file in memory takes no more bytes"
 
 
 class SharedMemoryExchange(ByteExchange):
@@ -44,44 +46,54 @@ class SharedMemoryExchange(ByteExchange):
     way = "shared memory"
     most = _SLOT - _HEAD.size
 
-    def __init__(self, fd: int, end: int) -> None:
-        self._fd, self._end = fd, end
+    def __init__(self, fds: list[int], claim: Claim, end: int) -> None:
+        (self._fd,), self._end = fds, end
         self._sent = self._read = 0
         # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
         self._reading, self._writing = threading.Lock(), threading.Lock()
-        self._own([fd])
+        super().__init__(fds, claim)
 
     @classmethod
     def listen(cls, path: str, timeout: float | None = None) -> Self:
         """Make the file and wait for the other end; see :class:`SocketExchange`."""
         check_system(cls.way)
         fds: list[int] = []
+        names: list[str] = []
+        paths, claim = own_paths(names), cls._owning(fds)
         try:
-            fds.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except OSError as error:
-            raise _taken(path, error) from None
-        try:
-            with closing_on_error(fds):
-                (fd,) = fds
-                _lock(fd, 0)
-                os.ftruncate(fd, _BYTES)  # last: whoever connects waits for this size
-                wait_until(lambda: os.pread(fd, 4, 0) == _HERE or None, timeout, f"nobody connected to {path}")
-                return cls(fd, 0)
+            try:
+                _open_file(path, os.O_CREAT | os.O_EXCL, fds)
+            except OSError as error:
+                raise _taken(path, error) from None
+            names += (path,)
+            (fd,) = fds
+            _lock(fd, 0)
+            os.ftruncate(fd, _BYTES)  # last: whoever connects waits for this size
+            wait_until(lambda: os.pread(fd, 4, 0) == _HERE or None, timeout, f"nobody connected to {path}")
+            return cls(fds, claim, 0)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            paths.release()
 
     @classmethod
     def connect(cls, path: str, timeout: float | None = None) -> Self:
         """Open the file of who waits there, or will; see :class:`SocketExchange`."""
         check_system(cls.way)
         fds: list[int] = []
-        with closing_on_error(fds):
-            fd = wait_until(lambda: _ready(path), timeout, f"nobody listens at {path}")
-            fds.append(fd)
+        claim = cls._owning(fds)
+        try:
+            wait_until(lambda: _is_ready(path, fds), timeout, f"nobody listens at {path}")
+            (fd,) = fds
             _lock(fd, 1)
             os.pwrite(fd, _HERE, 0)  # after the lock: who listens may look when this process is dead already
-            return cls(fd, 1)
+            return cls(fds, claim, 1)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
 
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
         """Send one message; see :class:`Exchange`."""
@@ -106,25 +118,42 @@ class SharedMemoryExchange(ByteExchange):
         return not _is_locked(self._fd, 1 - self._end)
 
     def _write(self, payload: bytes) -> bool | None:
-        with self._writing:
-            self.handle  # noqa: B018  (closed meanwhile?)
-            if not self._has_room():
-                return None
-            number = self._sent + 1
-            head = _HEAD.pack(number, len(payload), _checksum(number, payload))
-            self._put(head + payload, self._slot(self._end, number))
-            self._sent = number
-            return True
+        whole = _HEAD.size + len(payload)
+        written, *_ = self._under(self._writing, lambda: self._writing_of(payload))
+        if written is None:  # there is no room
+            return None
+        if written != whole:
+            raise ProtocolError(_FULL)
+        return True
+
+    def _writing_of(self, payload: bytes) -> Iterable[Any]:
+        if not self._has_room():
+            return ()
+        number = self._sent + 1
+        data = _HEAD.pack(number, len(payload), _checksum(number, payload)) + payload
+        return self._putting(data, self._slot(self._end, number), "_sent", number)
 
     def _take(self) -> bytes | None:
-        with self._reading:
-            self.handle  # noqa: B018  (closed meanwhile?)
-            payload = self._arrived()
-            if payload is not None:
-                self._read += 1
-                count = self._read.to_bytes(8, "little")
-                self._put(count + zlib.crc32(count).to_bytes(4, "little"), 64 * (1 + self._end))
-            return payload
+        done = self._under(self._reading, self._taking)
+        payload: bytes | None = done[0]
+        if payload is not None and done[1] != _COUNT.size:
+            raise ProtocolError(_FULL)
+        return payload
+
+    def _taking(self) -> Iterable[Any]:
+        payload = self._arrived()
+        if payload is None:
+            return ()
+        number = self._read + 1
+        count = number.to_bytes(8, "little")
+        data = count + zlib.crc32(count).to_bytes(4, "little")
+        return itertools.chain((payload,), self._putting(data, 64 * (1 + self._end), "_read", number))
+
+    def _putting(self, data: bytes, at: int, counter: str, number: int) -> Iterable[Any]:
+        """Return the steps that write something and count it."""
+        return itertools.chain(
+            map(os.pwrite, (self._fd,), (data,), (at,)), map(setattr, (self,), (counter,), (number,))
+        )
 
     def _arrived(self) -> bytes | None:
         payload = self._look()
@@ -163,10 +192,6 @@ class SharedMemoryExchange(ByteExchange):
     def _slot(writer: int, number: int) -> int:
         return _PAGE + (writer * _SLOTS + number % _SLOTS) * _SLOT
 
-    def _put(self, data: bytes, at: int) -> None:
-        if os.pwrite(self._fd, data, at) != len(data):
-            raise ProtocolError("the file in memory takes no more bytes")
-
     def _get(self, nbytes: int, at: int) -> bytes:
         data = os.pread(self._fd, nbytes, at)
         if len(data) != nbytes:
@@ -198,16 +223,21 @@ def _is_locked(fd: int, byte: int) -> bool:
     return kind != fcntl.F_UNLCK
 
 
-def _ready(path: str) -> int | None:
-    """Open the file once it is there and whole."""
+def _open_file(path: str, flags: int, fds: list[int]) -> None:
+    """Open a file; its number is in the list in the same step."""
+    (_,) = map(fds.append, map(os.open, (path,), (os.O_RDWR | os.O_CLOEXEC | flags,), (0o600,)))
+
+
+def _is_ready(path: str, fds: list[int]) -> bool | None:
+    """Open the file once it is there and whole: None if not yet."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        _open_file(path, 0, fds)
     except FileNotFoundError:
         return None
-    found = os.fstat(fd)
+    found = os.fstat(fds[-1])
     if stat.S_ISREG(found.st_mode) and found.st_size == _BYTES:
-        return fd
-    os.close(fd)
+        return True
+    close_all(fds)
     if found.st_size:
         raise NotFoundError(f"{path} is no file of a SharedMemoryExchange")
     return None

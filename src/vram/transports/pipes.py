@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import select
 import stat
 import struct
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from .exchanges import ByteExchange, _taken, check_system, closing_on_error, wait_until
+from ..lifetime import Claim, unwinding
+from .exchanges import ByteExchange, _taken, check_system, own_paths, wait_until
 
 if TYPE_CHECKING:
     from typing import Self
@@ -37,57 +39,64 @@ class PipeExchange(ByteExchange):
     way = "named pipes"
     most = getattr(select, "PIPE_BUF", 512) - _LENGTH.size  # POSIX promises that much
 
-    def __init__(self, read_from: int, write_to: int) -> None:
-        self._read_from, self._write_to = read_from, write_to
+    def __init__(self, fds: list[int], claim: Claim) -> None:
+        self._read_from, self._write_to = fds
         self._got = bytearray()
         # Closing takes both, so that no number is read from that belongs to somebody else by then; no finalizer does.
         self._reading, self._writing = threading.Lock(), threading.Lock()
-        self._own([read_from, write_to])
+        super().__init__(fds, claim)
 
     @classmethod
     def listen(cls, path: str, timeout: float | None = None) -> Self:
         """Make the pipes and wait for the other end; see :class:`SocketExchange`."""
         check_system(cls.way)
         there, back = f"{path}.there", f"{path}.back"
-        made: list[str] = []
+        names: list[str] = []
         fds: list[int] = []
+        paths, claim = own_paths(names), cls._owning(fds)
         try:
-            with closing_on_error(fds):
-                for name in (there, back):
-                    try:
-                        os.mkfifo(name, 0o600)
-                    except OSError as error:
-                        raise _taken(name, error) from None
-                    made.append(name)
-                fds.append(_opened(there, os.O_RDONLY))
+            for name in (there, back):
+                try:
+                    (_,) = map(os.mkfifo, (name,), (0o600,))  # as lifetime.uninterrupted does it
+                except OSError as error:
+                    raise _taken(name, error) from None
+                names += (name,)
+            _open_pipe(there, os.O_RDONLY, fds)
 
-                def answered() -> int | None:
-                    fd = _reader(back)
-                    if fd is None and _events(fds[0]) & select.POLLHUP:  # told once somebody has written
-                        raise PeerGoneError(f"who connected to {path} is gone already")
-                    return fd
+            def answered() -> bool | None:
+                is_open = _is_read(back, fds)
+                if not is_open and _events(fds[0]) & select.POLLHUP:  # told once somebody has written
+                    raise PeerGoneError(f"who connected to {path} is gone already")
+                return is_open
 
-                fds.append(wait_until(answered, timeout, f"nobody connected to {path}"))
-                return cls._greeted(fds, timeout)
+            wait_until(answered, timeout, f"nobody connected to {path}")
+            return cls._greeted(fds, claim, timeout)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
         finally:
-            for name in made:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
+            paths.release()
 
     @classmethod
     def connect(cls, path: str, timeout: float | None = None) -> Self:
         """Open the pipes of who waits there, or will; see :class:`SocketExchange`."""
         check_system(cls.way)
         fds: list[int] = []
-        what = f"nobody listens at {path}"
-        with closing_on_error(fds):
-            fds.append(wait_until(lambda: _reader(f"{path}.there"), timeout, what))
+        claim = cls._owning(fds)
+        try:
+            wait_until(lambda: _is_read(f"{path}.there", fds), timeout, f"nobody listens at {path}")
             # The other pipe was made before; read first, or its end could not write to it.
-            fds.insert(0, _opened(f"{path}.back", os.O_RDONLY))
-            return cls._greeted(fds, timeout)
+            _open_pipe(f"{path}.back", os.O_RDONLY, fds)
+            fds.reverse()
+            return cls._greeted(fds, claim, timeout)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
 
     @classmethod
-    def _greeted(cls, fds: list[int], timeout: float | None) -> Self:
+    def _greeted(cls, fds: list[int], claim: Claim, timeout: float | None) -> Self:
         """Say that both pipes are open here, and wait to hear it. From then on an end of file is the other's end."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -98,7 +107,8 @@ class PipeExchange(ByteExchange):
         while len(heard) < len(_HELLO):
             if _events(fds[1]) & select.POLLERR:  # nobody reads there any more
                 raise PeerGoneError("the other end of the pipes closed them")
-            _wait(fds[0], select.POLLIN, deadline, "the other end of the pipes said nothing")
+            if not _wait(fds[0], select.POLLIN, deadline, "the other end of the pipes said nothing"):
+                continue  # to read would be the end of file, as long as the other end has not opened it
             with contextlib.suppress(BlockingIOError):
                 more = os.read(fds[0], len(_HELLO) - len(heard))
                 if not more:
@@ -106,7 +116,7 @@ class PipeExchange(ByteExchange):
                 heard += more
         if heard != _HELLO:
             raise ProtocolError(f"what is at the other end of the pipes says {heard!r}")
-        return cls(*fds)
+        return cls(fds, claim)
 
     def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
         """Send one message; see :class:`Exchange`."""
@@ -114,45 +124,42 @@ class PipeExchange(ByteExchange):
         deadline = None if timeout is None else time.monotonic() + timeout
         message = _LENGTH.pack(len(payload)) + payload
         while True:
-            with self._writing:
-                self.handle  # noqa: B018  (closed meanwhile?)
-                try:
-                    os.write(self._write_to, message)  # all of it or nothing: see the class
-                    return
-                except BrokenPipeError:
-                    raise PeerGoneError("the other end of the pipes closed them") from None
-                except BlockingIOError:
-                    _wait(self._write_to, select.POLLOUT, deadline, "the other end read nothing")
+            try:
+                # All of it or nothing: see the class. Who is interrupted has sent nothing.
+                self._under(self._writing, lambda: map(os.write, (self._write_to,), (message,)))
+                return
+            except BrokenPipeError:
+                raise PeerGoneError("the other end of the pipes closed them") from None
+            except BlockingIOError:
+                _wait(self._write_to, select.POLLOUT, deadline, "the other end read nothing")
 
     def recv(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
-        """Return the next message; see :class:`Exchange`."""
+        """Return the next message; see :class:`Exchange`. One that an interrupt keeps back comes the next time."""
         self.handle  # noqa: B018  (the check)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._reading:
-                self.handle  # noqa: B018  (closed meanwhile?)
-                payload = self._next()
+            more: list[bytes] = []
+            try:
+                payload, *_ = self._under(self._reading, lambda more=more: self._next(more))  # type: ignore[misc]
                 if payload is not None:
                     return payload, []
+                if more == [b""]:
+                    raise PeerGoneError("the other end of the pipes closed them")
+            except BlockingIOError:
                 _wait(self._read_from, select.POLLIN, deadline, "no message came")
-                with contextlib.suppress(BlockingIOError):
-                    more = os.read(self._read_from, 1 << 16)
-                    if not more:
-                        raise PeerGoneError("the other end of the pipes closed them")
-                    self._got += more
 
-    def _next(self) -> bytes | None:
-        if len(self._got) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._got)
-        if not 0 < length <= self.most:
-            raise ProtocolError(f"a message of {length} bytes is said to come; over pipes it has 1 to {self.most}")
-        stop = _LENGTH.size + length
-        if len(self._got) < stop:
-            return None
-        payload = bytes(self._got[_LENGTH.size : stop])
-        del self._got[:stop]
-        return payload
+    def _next(self, more: list[bytes]) -> Iterable[Any]:
+        """Return the steps that take a message out of what was read, or else read on and put that into `more`, too."""
+        if len(self._got) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._got)
+            if not 0 < length <= self.most:
+                raise ProtocolError(f"a message of {length} bytes is said to come; over pipes it has 1 to {self.most}")
+            stop = _LENGTH.size + length
+            if len(self._got) >= stop:
+                payload = bytes(self._got[_LENGTH.size : stop])
+                return itertools.chain((payload,), map(self._got.__delitem__, (slice(stop),)))
+        read = map(more.append, map(os.read, (self._read_from,), (1 << 16,)))
+        return itertools.chain(read, map(self._got.extend, more))
 
     def close(self, *, strict: bool = False) -> None:
         """End it; see :class:`Exchange`."""
@@ -168,22 +175,22 @@ class PipeExchange(ByteExchange):
         return bool(_events(self._read_from))
 
 
-def _opened(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
-        os.close(fd)
+def _open_pipe(path: str, flags: int, fds: list[int]) -> None:
+    """Open a pipe's end; its number is in the list in the same step."""
+    (_,) = map(fds.append, map(os.open, (path,), (flags | os.O_NONBLOCK | os.O_CLOEXEC,)))
+    if not stat.S_ISFIFO(os.fstat(fds[-1]).st_mode):
         raise UsageError(f"{path} is no named pipe")
-    return fd
 
 
-def _reader(path: str) -> int | None:
-    """Return the end of a pipe to write to, once it is there and somebody has it open to read."""
+def _is_read(path: str, fds: list[int]) -> bool | None:
+    """Open the end of a pipe to write to, once it is there and somebody has it open to read: None if not yet."""
     try:
-        return _opened(path, os.O_WRONLY)
+        _open_pipe(path, os.O_WRONLY, fds)
     except OSError as error:
         if error.errno in (errno.ENXIO, errno.ENOENT):
             return None
         raise
+    return True
 
 
 def _events(fd: int) -> int:
@@ -193,10 +200,19 @@ def _events(fd: int) -> int:
     return sum(events for _, events in poll.poll(0))
 
 
-def _wait(fd: int, events: int, deadline: float | None, what: str) -> None:
-    """Return when something can be done with a descriptor, or after a moment: the caller looks again."""
+def _wait(fd: int, events: int, deadline: float | None, what: str) -> bool:
+    """Return when something can be done with a descriptor, or after a moment: the caller looks again.
+
+    Returns
+    -------
+    bool
+        Whether something can be done with it.
+    """
     left = _SLICE if deadline is None else deadline - time.monotonic()
     poll = select.poll()
     poll.register(fd, events)
-    if not poll.poll(max(0.0, min(left, _SLICE)) * 1000) and deadline is not None and time.monotonic() >= deadline:
+    if poll.poll(max(0.0, min(left, _SLICE)) * 1000):
+        return True
+    if deadline is not None and time.monotonic() >= deadline:
         raise WaitTimeoutError(f"{what} in time")
+    return False

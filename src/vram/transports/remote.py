@@ -6,6 +6,10 @@ reads: a sender that is further ahead waits until the other end has received.
 
 Memory that was described to this end is opened once and kept under its sender's number, until the sender says that it
 is gone there, or either end is closed. Arrays on it that are in use keep it on their own.
+
+An interrupt (I12) loses no message. What was taken off the exchange stays until it was dealt with, in steps that may be
+repeated; what must not be done twice ends in two steps without a call between them. An exchange raises what it has not
+sent, so what was sent is counted in the step after the return.
 """
 
 from __future__ import annotations
@@ -37,6 +41,17 @@ __all__ = ["RemoteTransport"]
 MAX_MEMORIES = 4096  # that the other end may have described at a time
 
 
+class _Came:
+    """A message that was taken off the exchange, and how far it was dealt with."""
+
+    __slots__ = ("fds", "is_answered", "is_begun", "is_learned", "payload")
+
+    def __init__(self, payload: bytes, fds: list[int]) -> None:
+        self.payload = payload
+        self.fds = fds
+        self.is_begun = self.is_learned = self.is_answered = False
+
+
 class RemoteTransport(Endpoint):
     """One end of a transport between two processes.
 
@@ -56,8 +71,8 @@ class RemoteTransport(Endpoint):
     """
 
     __slots__ = (
-        "_acking", "_awaited", "_exchange", "_greeted", "_inbox", "_memories", "_reading", "_received_count",
-        "_retired", "_sending", "_sent_count", "_taken", "_taking", "timeout",
+        "_acking", "_awaited", "_came", "_exchange", "_greeted", "_inbox", "_is_back", "_memories", "_reading",
+        "_received_count", "_retired", "_sending", "_sent_count", "_taken", "_taking", "timeout",
     )  # fmt: skip
 
     needs_fds: ClassVar[bool]
@@ -70,6 +85,8 @@ class RemoteTransport(Endpoint):
         self.timeout = timeout
         self._greeted = False
         self._inbox: deque[Array] = deque()
+        self._is_back = False  # whether one is in there that the other end was told is received
+        self._came: list[_Came | tuple[bytes, list[int]]] = []  # one, taken off the exchange and not dealt with yet
         self._memories: dict[int, tuple[Region, Callable[[], object]]] = {}
         self._retired: deque[int] = deque()  # finalizers append to it
         self._sent_count = self._taken = self._received_count = 0
@@ -96,8 +113,14 @@ class RemoteTransport(Endpoint):
         """Return the number of an array's memory; describe it to the other end if it does not know it yet."""
 
     @abstractmethod
-    def _learn(self, message: Part | Allocation, fds: list[int]) -> None:
-        """Open memory that the other end described. `fds` are lent."""
+    def _learn(self, message: Part | Allocation, fds: list[int], *, again: bool = False) -> None:
+        """Open memory that the other end described. `fds` are lent.
+
+        Parameters
+        ----------
+        again : bool
+            Whether an interrupt came the last time, when it may have been opened all the same.
+        """
 
     def _keep_open(self, array: Array, number: int) -> None:
         """Have an array keep what it lies on open, if its own pin does not."""
@@ -126,17 +149,17 @@ class RemoteTransport(Endpoint):
         """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
         self.handle  # noqa: B018  (the check)
         wanted = None if buffer is None else as_array(buffer)
-        while True:
-            self._until(lambda: bool(self._inbox), timeout, "no message came")
-            with self._taking:
-                if not self._inbox:  # another thread was faster
-                    continue
-                if wanted is not None:
-                    check_fits(wanted, self._inbox[0].nbytes, self.dst)
-                came = self._inbox.popleft()
-                break
-        started, nbytes = time.perf_counter(), came.nbytes
+        came: Array | None = None
         try:
+            while came is None:
+                self._until(lambda: bool(self._inbox), timeout, "no message came")
+                with self._taking:
+                    if not self._inbox:  # another thread was faster
+                        continue
+                    if wanted is not None:
+                        check_fits(wanted, self._inbox[0].nbytes, self.dst)
+                    came = uninterrupted(self._inbox.popleft)
+            started, nbytes = time.perf_counter(), came.nbytes
             self._check_alive()
             found = came
             if wanted is not None:
@@ -145,18 +168,32 @@ class RemoteTransport(Endpoint):
                     came.region.driver.copy(wanted.address, came.address, nbytes)
                     self._check_alive()  # what was read before the other end died is right, and nobody knows when
                 found = shown_on(wanted, came.dtype, came.shape)
+            self._count_received(nbytes, time.perf_counter() - started)
+            self._say_received()
         except BaseException:
-            with self._taking:
-                self._inbox.appendleft(came)  # it stays, for another try
+            if came is not None:
+                with self._taking:
+                    self._inbox.appendleft(came)  # it stays, for another try
             raise
         if wanted is not None:
             came.close()
-        with self._acking:
-            self._received_count += 1
-            with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
-                self._exchange.send(encode(Taken(self._received_count)), timeout=self.timeout)
-        self._count_received(nbytes, time.perf_counter() - started)
         return found
+
+    def _say_received(self) -> None:
+        """Tell the other end that one more message was received; if this raises, that is not counted."""
+        is_counted = False
+        try:
+            with self._acking:
+                self._received_count += 1
+                is_counted = True
+                with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
+                    self._exchange.send(encode(Taken(self._received_count)), timeout=self.timeout)
+                self._is_back = False
+        except BaseException:
+            if is_counted:  # told of it or not, the other end is told of the same number again, which does no harm
+                self._received_count -= 1
+                self._is_back = True
+            raise
 
     def synchronize(self, *, timeout: float | None = None) -> None:
         """Return when the other end has received all that this one sent; see the contract."""
@@ -173,8 +210,11 @@ class RemoteTransport(Endpoint):
         self._exchange.close()
         with self._taking:
             while self._inbox:
-                self._inbox.popleft().close()
+                self._inbox[0].close()
+                self._inbox.popleft()
         with self._reading:  # whoever read has been told by the exchange that it is closed
+            for came in self._came:
+                close_fds(came.fds if isinstance(came, _Came) else came[1])
             for number in tuple(self._memories):
                 self._forget(number)
 
@@ -186,11 +226,15 @@ class RemoteTransport(Endpoint):
         """Tell the other end of memory that is unmapped here."""
         while self._retired:
             numbers: list[int] = []
-            with contextlib.suppress(IndexError):
-                while len(numbers) < MAX_FORGOTTEN:
-                    numbers.append(self._retired.popleft())
-            if numbers:
-                self._say(Forgotten(tuple(numbers)))
+            try:
+                with contextlib.suppress(IndexError):
+                    while len(numbers) < MAX_FORGOTTEN:
+                        (_,) = map(numbers.append, map(deque.popleft, (self._retired,)))  # in one step (I12)
+                if numbers:
+                    self._say(Forgotten(tuple(numbers)))
+                    del numbers[:]
+            finally:
+                self._retired.extend(numbers)  # twice does no harm
 
     # -- what is heard ------------------------------------------------------------------------------------------
     def _until(self, is_done: Callable[[], bool], timeout: float | None, what: str) -> None:
@@ -225,39 +269,60 @@ class RemoteTransport(Endpoint):
                 self._reading.release()
 
     def _hear(self, timeout: float | None) -> None:
-        payload, fds = self._exchange.recv(timeout=timeout)
+        """Take one message off the exchange and deal with it, or with the one that an interrupt left."""
+        if not self._came:
+            self._came += (self._exchange.recv(timeout=timeout),)
+        came = self._came[0]
+        if not isinstance(came, _Came):
+            came = self._came[0] = _Came(*came)
         try:
-            message = decode(payload)
-            if fds and not isinstance(message, Part):
-                raise ProtocolError(f"{len(fds)} descriptors came with a {type(message).__name__}, which has none")
-            if isinstance(message, Hello):
-                self._greet(message)
-            elif not self._greeted:
-                raise ProtocolError(f"the other end began with a {type(message).__name__}, without a Hello")
-            elif isinstance(message, Sent):
-                if len(self._inbox) >= WINDOW:
-                    raise ProtocolError(f"more than {WINDOW} messages came that were not received")
-                self._inbox.append(self._array(message))
-            elif isinstance(message, Taken):
-                if not self._taken <= message.count <= self._sent_count:
-                    raise ProtocolError(f"{message.count} messages are said to be received of {self._sent_count}")
-                self._taken = message.count
-            elif isinstance(message, GoOn):
-                if not self._awaited:
-                    raise ProtocolError("the other end says that it took a part of memory; none was sent")
-                self._awaited -= 1
-            elif isinstance(message, Forgotten):
-                for number in message.memories:
-                    self._forget(number)
-            elif len(self._memories) >= MAX_MEMORIES:
+            self._deal_with(came)
+        except Exception:  # no interrupt: it is what the message says, or who sent it
+            del self._came[:]
+            close_fds(came.fds)
+            raise
+
+    def _deal_with(self, came: _Came) -> None:
+        """Do what a message says. After an interrupt it is called again, and finds what was done; see the module."""
+        message = decode(came.payload)
+        if came.fds and not isinstance(message, Part):
+            raise ProtocolError(f"{len(came.fds)} descriptors came with a {type(message).__name__}, which has none")
+        if isinstance(message, Hello):
+            self._greet(message)
+        elif not self._greeted:
+            raise ProtocolError(f"the other end began with a {type(message).__name__}, without a Hello")
+        elif isinstance(message, Sent):
+            if len(self._inbox) >= WINDOW + self._is_back:
+                raise ProtocolError(f"more than {WINDOW} messages came that were not received")
+            array = self._array(message)
+            self._inbox += (array,)
+            del self._came[:]
+            return
+        elif isinstance(message, Taken):
+            if not self._taken <= message.count <= self._sent_count:
+                raise ProtocolError(f"{message.count} messages are said to be received of {self._sent_count}")
+            self._taken = message.count
+        elif isinstance(message, GoOn):
+            if not self._awaited:
+                raise ProtocolError("the other end says that it took a part of memory; none was sent")
+            self._awaited -= 1
+            del self._came[:]
+            return
+        elif isinstance(message, Forgotten):
+            for number in message.memories:
+                self._forget(number)
+        elif not came.is_learned:
+            if not came.is_begun and len(self._memories) >= MAX_MEMORIES:
                 raise ProtocolError(f"the other end described more than {MAX_MEMORIES} memories")
-            else:
-                self._learn(message, fds)
-                if isinstance(message, Part) and not message.part.last:
-                    with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
-                        self._say(GoOn())
-        finally:
-            close_fds(fds)
+            again, came.is_begun = came.is_begun, True
+            self._learn(message, came.fds, again=again)
+            came.is_learned = True
+        if isinstance(message, Part) and not message.part.last and not came.is_answered:
+            with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
+                self._say(GoOn())
+                came.is_answered = True
+        close_fds(came.fds)
+        del self._came[:]
 
     def _greet(self, message: Hello) -> None:
         if message.kind != self.kind or message.version != VERSION:
@@ -277,9 +342,10 @@ class RemoteTransport(Endpoint):
         return array
 
     def _forget(self, number: int) -> None:
-        region, drop = self._memories.pop(number, (None, None))
-        if region is not None and drop is not None:
-            drop()
+        found = self._memories.get(number)
+        if found is not None:
+            found[1]()
+            self._memories.pop(number, None)  # afterwards: an interrupt may have it dropped twice, but not left out
 
     def _imported(self) -> int:
         return len(self._memories)

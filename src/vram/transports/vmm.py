@@ -118,10 +118,11 @@ class VmmTransport(RemoteTransport):
             kept = lent.keep()
             try:
                 for part, fds in lent.parts(max(lent.sent, 0)):
+                    sent = part.first + len(fds)
                     # One part on its way at a time: descriptors that nobody reads are limited, for all of this user.
                     self._until(lambda: not self._awaited, self.timeout, "the other end takes no descriptors")
                     self._say(Part(part), fds)
-                    lent.sent = part.first + len(fds)
+                    lent.sent = sent  # no interrupt comes before all of it is noted (I12)
                     self._awaited += not part.last
             finally:
                 kept.release()
@@ -141,17 +142,20 @@ class VmmTransport(RemoteTransport):
         finally:
             let_go(region)  # now, or with the last array on it
 
-    def _learn(self, message: Part | Allocation, fds: list[int]) -> None:
+    def _learn(self, message: Part | Allocation, fds: list[int], *, again: bool = False) -> None:
         if not isinstance(message, Part):
             raise ProtocolError("memory came by its 64 bytes on a transport of file descriptors")
         part = message.part
         region, _ = self._memories.get(part.memory, (None, None))
         known = 0 if region is None else len(region.layout)
+        if again and region is not None and known == part.first + len(part.descriptor.segments):
+            return
         if part.first != known:
             raise ProtocolError(f"segments of memory {part.memory} from {part.first} on came after {known}")
         if region is None:
             region = self._mapped(part.descriptor, fds, part.writable, follow=True)
-            self._memories[part.memory] = region, partial(let_go, region)
+            drop = partial(let_go, region)
+            self._memories[part.memory] = region, drop
         else:
             part.descriptor.check()
             extend_memory(region, part.descriptor.segments, fds)

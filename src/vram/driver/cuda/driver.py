@@ -14,7 +14,8 @@ __all__ = ["CudaDriver"]
 class CudaDriver(MulticastCalls):
     """The :class:`~vram.driver.protocol.Driver` of GPU memory, and of the host memory that GPUs work on.
 
-    Also :class:`~vram.driver.protocol.StreamOrdered` and :class:`~vram.driver.protocol.Multicast`. After a fork
+    Also :class:`~vram.driver.protocol.StreamOrdered`, :class:`~vram.driver.protocol.Multicast`,
+    :class:`~vram.driver.protocol.Fabric` and :class:`~vram.driver.protocol.NativeHandles`. After a fork
     everything of it is inert and use raises :class:`~vram.errors.ForkedError`: NVIDIA's driver does not survive a fork.
 
     A lost GPU takes the whole process with it, the other GPUs included, as the driver does: from then on every call
@@ -45,7 +46,10 @@ class CudaDriver(MulticastCalls):
         return version_text(self._call.driver_version), self._call.bindings_version
 
     def support(self, location: Location) -> Support:
-        """Find out what a device really can, by doing it: once in a process, some milliseconds."""
+        """Find out what a device really can, by doing it: once in a process, some milliseconds.
+
+        Whoever wants to know again makes another driver.
+        """
         found = self._support.get(location)
         if found is None:
             found = self._support[location] = probe(self, location, self._devices.device(location))

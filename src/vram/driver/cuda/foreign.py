@@ -131,7 +131,7 @@ class ForeignCalls(WorkCalls):
         memory = CudaMemory(info.nbytes, info.kinds, (0, 0))
         try:
             self._obtain(memory, "cuMemRetainAllocationHandle", address)
-            memory.place = self._place_of_memory(memory.raw[UNCLAIMED])
+            memory.place = self._place_of_memory(memory.raw[UNCLAIMED], self._devices.place(info.location))
             return self._first_handle(memory)
         except BaseException as error:
             self._give_back(memory, error)  # in the books if it fails
@@ -189,7 +189,7 @@ class ForeignCalls(WorkCalls):
         return window.address
 
     def _check_opened(self, window: Window, call: str) -> None:
-        """Raise ProtocolError unless what was opened is there and as large as its owner said.
+        """Raise ProtocolError unless what was opened is there and as large as its owner said; 0 if nobody said.
 
         The driver checks nothing: a changed byte of a handle was measured to open another address without an error.
         """
@@ -199,6 +199,8 @@ class ForeignCalls(WorkCalls):
             if error.code not in _NOT_A_HANDLE:
                 raise
             raise ProtocolError(f"{call}: the handle names no memory of its maker ({error.name})") from None
+        # CUDA Driver API, "Memory Management", cuMemGetAddressRange. Measured: just what the other process allocated.
+        window.nbytes = window.nbytes or max(base + real - window.address, 1)
         if not base <= window.address <= window.address + window.nbytes <= base + real:
             raise ProtocolError(
                 f"{call}: {window.nbytes} bytes were said to be there, and the allocation holds "
@@ -249,13 +251,13 @@ class ForeignCalls(WorkCalls):
         device = self._devices.device(info.location)
         return bytes_of(self._on(device).run(lambda: self._call("cuIpcGetMemHandle", address)))
 
-    def ipc_open(self, handle: bytes, nbytes: int, location: Location) -> int:
+    def ipc_open(self, handle: bytes, nbytes: int | None, location: Location) -> int:
         device = self._devices.device(location)
         wanted = handle_of("CUipcMemHandle", handle)
-        if nbytes <= 0:
+        if nbytes is not None and nbytes <= 0:
             raise ProtocolError(f"ipc_open: an allocation of {nbytes} bytes")
         try:
-            return self._open(device, "ipc", nbytes, "cuIpcOpenMemHandle", wanted, _ENABLE_PEERS)
+            return self._open(device, "ipc", nbytes or 0, "cuIpcOpenMemHandle", wanted, _ENABLE_PEERS)
         except DriverError as error:
             if error.call != "cuIpcOpenMemHandle":
                 raise

@@ -21,17 +21,17 @@ from ...errors import (
     UsageError,
 )
 from ...lifetime import noted, uninterrupted
-from ...spec import Access, HandleKind, Location
+from ...spec import Access, AllocationFlags, HandleKind, Location
 from ..arguments import check_access, check_address, check_alignment, check_size
 from ..books import Books, Reservation
 from ..protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties
-from .arguments import check_kinds
-from .bindings import UINT32, Bindings, check_numbers, write
+from .arguments import check_flags, check_kinds, no_channel
+from .bindings import UINT32, Bindings, check_numbers, read, write
 from .devices import DEVICE, HOST, Devices
 from .failures import INVALID_DEVICE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, OUT_OF_MEMORY
 from .objects import UNCLAIMED, CudaMapping, CudaMemory, Place
 
-__all__ = ["MemoryCalls"]
+__all__ = ["MemoryCalls", "place_in"]
 
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _REFUSED = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
@@ -45,8 +45,8 @@ class MemoryCalls:
         self._api = bindings.api
         self._devices = devices
         self._books = Books()
-        self._props: dict[tuple[Place, int], Any] = {}
-        self._granularities: dict[tuple[Location, int], Granularity] = {}
+        self._props: dict[tuple[Place, int, int], Any] = {}
+        self._granularities: dict[tuple[Location, int, int], Granularity] = {}
         self._grants: dict[tuple[Access, tuple[Place, ...]], tuple[Any, ...]] = {}
         self._least = 0
 
@@ -58,18 +58,22 @@ class MemoryCalls:
         device = self._devices.device(location)
         return DeviceInfo(device.uuid, device.name, device.total_bytes)
 
-    def mem_granularity(self, location: Location, handle_kinds: HandleKind) -> Granularity:
-        key = (location, int(handle_kinds))
+    def mem_granularity(
+        self, location: Location, handle_kinds: HandleKind, flags: AllocationFlags = AllocationFlags.NONE
+    ) -> Granularity:
+        # CUDA Driver API, "Virtual Memory Management", cuMemGetAllocationGranularity: of "a given allocation
+        # specification", so it is asked with the very properties that the memory is made with.
+        key = (location, int(handle_kinds), int(flags))
         found = self._granularities.get(key)
         if found is None:
             place = self._devices.place(location)
-            prop = self._prop("mem_granularity", location, place, handle_kinds)
-            flags = self._api.CUmemAllocationGranularity_flags
-            asked = (flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM, flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
+            prop = self._prop("mem_granularity", location, place, handle_kinds, flags)
+            which = self._api.CUmemAllocationGranularity_flags
+            asked = (which.CU_MEM_ALLOC_GRANULARITY_MINIMUM, which.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
             try:
-                least, best = (int(self._call("cuMemGetAllocationGranularity", prop, flag)) for flag in asked)
+                least, best = (int(self._call("cuMemGetAllocationGranularity", prop, one)) for one in asked)
             except DriverError as error:
-                raise self._explained(error, location, place, handle_kinds) from None
+                raise self._explained(error, location, place, handle_kinds, flags) from None
             found = self._granularities[key] = Granularity(least, best)
         return found
 
@@ -118,8 +122,14 @@ class MemoryCalls:
             raise
 
     # -- physical memory ----------------------------------------------------------------------------------------
-    def mem_create(self, nbytes: int, location: Location, handle_kinds: HandleKind) -> int:
-        memory = self._create("mem_create", nbytes, location, handle_kinds)
+    def mem_create(
+        self,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        flags: AllocationFlags = AllocationFlags.NONE,
+    ) -> int:
+        memory = self._create("mem_create", nbytes, location, handle_kinds, flags)
         try:
             return self._first_handle(memory)
         except BaseException as error:  # an interrupt
@@ -150,8 +160,19 @@ class MemoryCalls:
         return handle
 
     def mem_properties(self, handle: int) -> MemoryProperties:
+        # CUDA Driver API, "Virtual Memory Management", cuMemGetAllocationPropertiesFromHandle; that what was obtained
+        # is to be asked for there is said of CUmemAllocationProp::allocFlags.
         memory: Any = self._books.memory("mem_properties", handle)
-        return MemoryProperties(self._devices.location(*memory.place), memory.kinds, memory.nbytes)
+        prop = self._call("cuMemGetAllocationPropertiesFromHandle", memory.raw[handle])
+        place, kinds = place_in(prop), HandleKind(read(prop, 4, UINT32))
+        if memory.is_imported:  # of which it says no handle kind (measured); where it is was asked when it came
+            place, kinds = memory.place, memory.kinds
+        # It never says a size.
+        where, flags = self._devices.location(*place), AllocationFlags(read(prop, 24, UINT32))
+        return MemoryProperties(where, kinds, memory.nbytes, flags)
+
+    def mem_native_handle(self, handle: int) -> int:
+        return int(self._books.memory("mem_native_handle", handle).raw[handle])  # type: ignore[attr-defined]
 
     # -- mappings -----------------------------------------------------------------------------------------------
     def mem_map(self, address: int, nbytes: int, offset: int, handle: int) -> None:
@@ -159,10 +180,16 @@ class MemoryCalls:
         self._map("mem_map", address, memory)
 
     def mem_map_new(
-        self, address: int, nbytes: int, location: Location, handle_kinds: HandleKind, access: Access
+        self,
+        address: int,
+        nbytes: int,
+        location: Location,
+        handle_kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags = AllocationFlags.NONE,
     ) -> None:
         check_access("mem_map_new", access)
-        memory = self._create("mem_map_new", nbytes, location, handle_kinds)
+        memory = self._create("mem_map_new", nbytes, location, handle_kinds, flags)
         try:
             self._map_only("mem_map_new", address, memory, location, access)
         except BaseException as error:
@@ -232,11 +259,13 @@ class MemoryCalls:
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 
     # -- inside -------------------------------------------------------------------------------------------------
-    def _create(self, call: str, nbytes: int, location: Location, handle_kinds: HandleKind) -> CudaMemory:
+    def _create(
+        self, call: str, nbytes: int, location: Location, handle_kinds: HandleKind, flags: AllocationFlags
+    ) -> CudaMemory:
         """Make memory, whose driver handle is still to be claimed."""
         place = self._devices.place(location)
-        prop = self._prop(call, location, place, handle_kinds)
-        check_size(call, nbytes, self.mem_granularity(location, handle_kinds).minimum)
+        prop = self._prop(call, location, place, handle_kinds, flags)
+        check_size(call, nbytes, self.mem_granularity(location, handle_kinds, flags).minimum)
         memory = CudaMemory(nbytes, handle_kinds, place)
         check_numbers("cuMemCreate", nbytes)
         try:
@@ -246,7 +275,7 @@ class MemoryCalls:
                 error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
             ) from None
         except DriverError as error:
-            raise self._explained(error, location, place, handle_kinds) from None
+            raise self._explained(error, location, place, handle_kinds, flags) from None
         return memory
 
     def _map(self, call: str, address: int, memory: CudaMemory) -> CudaMapping:
@@ -264,15 +293,14 @@ class MemoryCalls:
             is_mapped = True
             mapping.settle()
         except BaseException as error:
-            imported = memory.fd is not None
             if is_mapped:  # an interrupt
                 with noted(error):
                     self._call.undo("cuMemUnmap", (address, nbytes))
             if not mapping.is_gone:
                 books.withdraw(mapping)
-            if imported and isinstance(error, DriverError) and error.code in _REFUSED:
+            if memory.is_imported and isinstance(error, DriverError) and error.code in _REFUSED:
                 raise ProtocolError(
-                    f"{call}: the memory at this descriptor cannot be mapped as the {nbytes} bytes that its owner said "
+                    f"{call}: the memory that was imported cannot be mapped as the {nbytes} bytes that its owner said "
                     f"it has ({error.name})"
                 ) from None
             raise
@@ -360,11 +388,14 @@ class MemoryCalls:
                 mapping.rights[place] = access
             mapping.access = max(mapping.rights.values())
 
-    def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind) -> Any:
+    def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags) -> Any:
         """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""
-        prop = self._props.get((place, int(kinds)))
+        key = (place, int(kinds), int(flags))
+        prop = self._props.get(key)
         if prop is None:
             check_kinds(call, kinds, self._call.driver_version)
+            device = self._devices.all[place[1]] if place[0] == DEVICE else None
+            check_flags(f"{call} on {location}", flags, device, self._call.driver_version)
             if place[0] == HOST and kinds:
                 raise UnsupportedError(
                     f"memory on {location} that leaves the process as {kinds.name}",
@@ -372,9 +403,9 @@ class MemoryCalls:
                     'Use "cuda:numa" or device="host"; PhysicalAllocation takes handle_kinds=HandleKind.NONE',
                 )  # fmt: skip
             prop = self._api.CUmemAllocationProp()
-            for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1])):
+            for offset, value in ((0, _PINNED), (4, int(kinds)), (8, place[0]), (12, place[1]), (24, int(flags))):
                 write(prop, offset, UINT32, value)
-            self._props[place, int(kinds)] = prop
+            self._props[key] = prop
         return prop
 
     def _grant(self, access: Access, place: Place) -> Any:
@@ -383,16 +414,14 @@ class MemoryCalls:
             write(grant, offset, UINT32, value)
         return grant
 
-    def _explained(self, error: DriverError, location: Location, place: Place, kinds: HandleKind) -> Exception:
+    def _explained(
+        self, error: DriverError, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags
+    ) -> Exception:
         """Why memory could not be made: what the device lacks, if it is that."""
         if error.code not in _REFUSED:
             return error
         if HandleKind.FABRIC in kinds:
-            return UnsupportedError(
-                f"memory on {location} that can be exported as FABRIC",
-                "an IMEX channel that this process may use (a device of nvidia-caps-imex-channels)",
-                f"the driver's answer {error.name}", "Ask for POSIX_FD, which works within one machine",
-            )  # fmt: skip
+            return no_channel(f"memory on {location} that can be exported as FABRIC", error.name)
         if place[0] != DEVICE:
             return UsageError(f"{error.call}: no memory can be had on {location} ({error.name}); is there such a node?")
         device = self._devices.all[place[1]]
@@ -404,6 +433,11 @@ class MemoryCalls:
                     return UnsupportedError(
                         f"{what} on {location}", "a device that has it", f"{device.name}, which says that it has not"
                     )
+        if flags:
+            return UnsupportedError(
+                f"memory on {location} with {flags!r}", "a driver and a device that take these flags together",
+                f"{device.name}, for which the driver says {error.name}", "Leave flags out, or ask for one at a time",
+            )  # fmt: skip
         return error
 
     def _no_access(self, error: DriverError, home: Place, places: Sequence[Place]) -> Exception:
@@ -433,3 +467,8 @@ class MemoryCalls:
         if int(self._call("cuDeviceCanAccessPeer", one.handle, other.handle)):
             return ""
         return f"no peers, says the driver: {one.name} (cuda:{device}) and {other.name} (cuda:{memory_of})"
+
+
+def place_in(prop: Any) -> Place:
+    """Return where the memory is that a CUmemAllocationProp of the driver describes."""
+    return read(prop, 8, UINT32), read(prop, 12, UINT32)

@@ -1,8 +1,9 @@
 """Multicast objects: one address whose writes go to memory on every GPU of a team, through NVSwitch.
 
 This has not run on hardware: making such an object can take a host out of service, with all that others run there. So
-it is off unless the environment says ``VRAM_MULTICAST=on``, and nothing of it is ever tried out. The rules are those of
-cuda.h of CUDA 13 ("Multicast Object Management"), and what is not written there is marked as a guess.
+it is off unless the environment says ``VRAM_MULTICAST=on``, and nothing of it is ever tried out; its granularity may
+be asked for at any time, which makes nothing. The rules are those of cuda.h of CUDA 13 ("Multicast Object Management"),
+and what is not written there is marked as a guess.
 
 Two functions have two forms that one name stands for: ``cuMulticastBindMem`` and ``cuMulticastBindAddr`` take a device
 more since 13.1. cuda-bindings ask the driver for each form by its version and give the new one a name of its own with
@@ -20,7 +21,7 @@ from ...spec import Access, HandleKind, Location
 from ..arguments import check_size
 from ..books import duplicate
 from ..protocol import Granularity, LiveObjects, MemoryProperties
-from .arguments import check_descriptor, check_kinds
+from .arguments import check_descriptor, check_fabric, check_kinds, no_channel
 from .bindings import UINT32, UINT64, Bindings, check_numbers, read, version_text, write
 from .devices import DEVICE, Device, Devices
 from .failures import INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED
@@ -42,11 +43,13 @@ class CudaMulticast(CudaMemory):
 
     __slots__ = ("added", "is_shared", "num_devices")
 
-    def __init__(self, nbytes: int, kinds: HandleKind, num_devices: int, fd: int | None = None) -> None:
-        super().__init__(nbytes, kinds, _NOWHERE, fd)
+    def __init__(
+        self, nbytes: int, kinds: HandleKind, num_devices: int, fd: int | None = None, fabric: bytes = b""
+    ) -> None:
+        super().__init__(nbytes, kinds, _NOWHERE, fd, fabric)
         self.num_devices = num_devices
         self.added: dict[int, None] = {}  # ordinals, by this process
-        self.is_shared = fd is not None  # then other processes may add devices, and nobody here knows
+        self.is_shared = self.is_imported  # then other processes may add devices, and nobody here knows
 
     def needs_team(self, call: str) -> None:
         """Refuse what would certainly wait for ever in the driver."""
@@ -71,7 +74,9 @@ class MulticastCalls(PoolCalls):
         self._multicast_on_device((device,))
 
     def multicast_granularity(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> Granularity:
-        self._multicast_on()
+        # CUDA Driver API, "Multicast Object Management", cuMulticastGetGranularity: it takes no object, so
+        # it may be asked while multicast is off.
+        self._multicast_known()
         check_kinds("multicast_granularity", handle_kinds, self._call.driver_version)
         key = (num_devices, nbytes, int(handle_kinds))
         found = self._teams.get(key)
@@ -90,6 +95,7 @@ class MulticastCalls(PoolCalls):
         return found
 
     def multicast_create(self, num_devices: int, nbytes: int, handle_kinds: HandleKind) -> int:
+        self._multicast_on()
         least = self.multicast_granularity(num_devices, nbytes, handle_kinds).minimum
         check_size("multicast_create", nbytes, least)
         prop = self._team_prop("multicast_create", num_devices, nbytes, handle_kinds)
@@ -108,7 +114,7 @@ class MulticastCalls(PoolCalls):
         self._multicast_on()
         if kind != HandleKind.POSIX_FD:
             check_kinds("multicast_import", kind, self._call.driver_version)
-            raise UsageError("multicast_import: kind must be POSIX_FD")
+            raise UsageError("multicast_import: kind must be POSIX_FD; of 64 bytes see multicast_import_fabric")
         check_size("multicast_import", nbytes, self.multicast_granularity(num_devices, nbytes, kind).minimum)
         check_descriptor("multicast_import", fd)
         kept, team = duplicate(fd), None
@@ -131,6 +137,24 @@ class MulticastCalls(PoolCalls):
                 self._give_back(team, error)  # in the books if it fails
             else:
                 os.close(kept)
+            raise
+
+    def multicast_import_fabric(self, data: bytes, nbytes: int, num_devices: int) -> int:
+        self._multicast_on()
+        wanted = check_fabric("multicast_import_fabric", data, self._call.driver_version)
+        least = self.multicast_granularity(num_devices, nbytes, HandleKind.FABRIC).minimum
+        check_size("multicast_import_fabric", nbytes, least)
+        team = CudaMulticast(nbytes, HandleKind.FABRIC, num_devices, fabric=bytes(data))
+        try:
+            self._obtain_fabric("multicast_import_fabric", team, wanted)
+            if self._is_memory(team.raw[UNCLAIMED]):
+                raise ProtocolError(
+                    "multicast_import_fabric: this is memory, not a multicast object; see mem_import_fabric"
+                )
+            self._multicast_seen = True
+            return self._first_handle(team)
+        except BaseException as error:
+            self._give_back(team, error)  # in the books if it fails
             raise
 
     def multicast_add_device(self, handle: int, location: Location) -> None:
@@ -182,27 +206,49 @@ class MulticastCalls(PoolCalls):
         super().mem_map(address, nbytes, offset, handle)
 
     def mem_export(self, handle: int, kind: HandleKind) -> int:
-        team = self._found(handle) if self._multicast_seen else None
-        if team is None or team.is_shared:
-            return super().mem_export(handle, kind)
-        team.is_shared = True  # before it is: others may add devices from then on
-        try:
+        team = self._leaving(handle)
+        try:  # not a block of ours, whose end would be a call: an interrupt in it loses the descriptor
             return super().mem_export(handle, kind)
         except Exception:
-            team.is_shared = False
+            if team is not None:
+                team.is_shared = False
             raise
+
+    def mem_export_fabric(self, handle: int) -> bytes:
+        team = self._leaving(handle)
+        try:
+            return super().mem_export_fabric(handle)
+        except Exception:
+            if team is not None:
+                team.is_shared = False
+            raise
+
+    def mem_native_handle(self, handle: int) -> int:
+        self._leaving(handle)  # whoever has it may add devices
+        return super().mem_native_handle(handle)
+
+    def _leaving(self, handle: int) -> CudaMulticast | None:
+        """Note that an object leaves this process, before it does: others may add devices from then on.
+
+        Returns the object if that is new.
+        """
+        team = self._found(handle) if self._multicast_seen else None
+        if team is None or team.is_shared:
+            return None
+        team.is_shared = True
+        return team
 
     def mem_import(self, fd: int, kind: HandleKind, nbytes: int) -> int:
         try:
             return super().mem_import(fd, kind, nbytes)
         except DriverError as error:
-            # A guess (as in `_is_memory`): what was imported and has no properties is a multicast object.
-            if error.call == "cuMemGetAllocationPropertiesFromHandle" and error.code in _REFUSED:
-                raise ProtocolError(
-                    f"mem_import({fd}): no memory, but something else that the driver exported, such as a multicast "
-                    f"object ({error.name})"
-                ) from None
-            raise
+            raise _no_memory(f"mem_import({fd})", error) from None
+
+    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
+        try:
+            return super().mem_import_fabric(data, nbytes, location)
+        except DriverError as error:
+            raise _no_memory("mem_import_fabric", error) from None
 
     def live(self) -> LiveObjects:
         found = super().live()
@@ -238,6 +284,10 @@ class MulticastCalls(PoolCalls):
             if value is not None and forbids(value.strip().lower()):
                 raise _off(f"an environment that allows them ({needs})", f"{variable}={value!r}",
                            f"Take {variable} out of the environment if they are wanted")  # fmt: skip
+        self._multicast_known()
+
+    def _multicast_known(self) -> None:
+        """Raise unless the driver is new enough to know such objects."""
         if self._call.driver_version < MULTICAST_SINCE:
             raise _off(f"a driver of CUDA {version_text(MULTICAST_SINCE)}", version_text(self._call.driver_version),
                        "Upgrade the NVIDIA driver")  # fmt: skip
@@ -261,10 +311,7 @@ class MulticastCalls(PoolCalls):
 
     def _team_refused(self, error: DriverError, num_devices: int, kinds: HandleKind) -> Exception:
         if error.code in _REFUSED and HandleKind.FABRIC in kinds:
-            return UnsupportedError(
-                "a multicast object that can be exported as FABRIC", "an IMEX channel that this process may use",
-                f"the driver's answer {error.name}", "Ask for POSIX_FD, which works within one machine",
-            )  # fmt: skip
+            return no_channel("a multicast object that can be exported as FABRIC", error.name)
         if error.code == INVALID_VALUE:
             return UsageError(
                 f"{error.call}: a multicast object for {num_devices} devices cannot be made ({error.name}); "
@@ -318,6 +365,15 @@ class MulticastCalls(PoolCalls):
                 return False
             raise
         return read(prop, 8, UINT32) != _NOWHERE[0]
+
+
+def _no_memory(call: str, error: DriverError) -> Exception:
+    """Why what was imported is no memory: a guess, as in `_is_memory`, that it is a multicast object."""
+    if error.call != "cuMemGetAllocationPropertiesFromHandle" or error.code not in _REFUSED:
+        return error
+    return ProtocolError(
+        f"{call}: no memory, but something else that the driver exported, such as a multicast object ({error.name})"
+    )
 
 
 def _off(needs: str, have: str, remedy: str) -> UnsupportedError:

@@ -22,14 +22,18 @@ class CudaMemory:
     What the driver knows of it is a number of its own for each handle, in `raw`; the memory itself lives until the last
     of them is released and the last mapping is gone, which the driver counts.
 
-    The driver exports no memory that it imported (INVALID_VALUE, measured). So of that the descriptor is kept, and what
-    goes out again is a duplicate of it.
+    The driver exports no memory that it imported (INVALID_VALUE, measured). So of that the descriptor is kept, or the
+    64 bytes of the fabric, and what goes out again is a duplicate of it.
     """
 
-    __slots__ = ("_fds", "kinds", "nbytes", "place", "raw", "users")
+    __slots__ = ("_fds", "fabric", "is_imported", "kinds", "nbytes", "place", "raw", "users")
 
-    def __init__(self, nbytes: int, kinds: HandleKind, place: Place, fd: int | None = None) -> None:
+    def __init__(
+        self, nbytes: int, kinds: HandleKind, place: Place, fd: int | None = None, fabric: bytes = b""
+    ) -> None:
         self._fds = [] if fd is None else [fd]
+        self.fabric = fabric  # what it was imported by
+        self.is_imported = fd is not None or bool(fabric)
         self.nbytes = nbytes
         self.kinds = kinds
         self.place = place

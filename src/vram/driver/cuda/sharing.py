@@ -1,4 +1,4 @@
-"""Memory that leaves the process, and memory that comes in, by file descriptor."""
+"""Memory that leaves the process, and memory that comes in: by file descriptor, and by the 64 bytes of the fabric."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ...errors import DriverError, ProtocolError, UnsupportedError, UsageError
 from ...spec import Access, HandleKind, Location
 from ..arguments import check_access, check_size
 from ..books import duplicate
-from .arguments import check_descriptor, check_kinds
-from .bindings import UINT64, read
+from .arguments import check_descriptor, check_fabric, check_kinds, no_channel
+from .devices import DEVICE, HOST, HOST_NUMA
 from .failures import INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_PERMITTED, NOT_SUPPORTED, UNKNOWN
-from .memory import MemoryCalls
+from .functions import Handle
+from .memory import MemoryCalls, place_in
 from .objects import UNCLAIMED, CudaMemory, Place
 
 __all__ = ["SharingCalls"]
@@ -32,6 +33,7 @@ class SharingCalls(MemoryCalls):
             raise UsageError(
                 f"mem_export({handle}, {kind!r}): this memory was created to leave the process as {memory.kinds!r}; "
                 f"ask for POSIX_FD at mem_create"
+                + ("; by the fabric it leaves as 64 bytes: mem_export_fabric" if kind == HandleKind.FABRIC else "")
             )
         if memory.fd is not None:
             return duplicate(memory.fd)
@@ -51,6 +53,56 @@ class SharingCalls(MemoryCalls):
             return self._first_handle(memory)
         except BaseException as error:  # an interrupt
             self._give_back(memory, error)
+            raise
+
+    def mem_export_fabric(self, handle: int) -> bytes:
+        memory: Any = self._books.memory("mem_export_fabric", handle)
+        if HandleKind.FABRIC not in memory.kinds:
+            raise UsageError(
+                f"mem_export_fabric({handle}): this was created to leave the process as {memory.kinds!r}; ask for "
+                f"FABRIC when it is created"
+            )
+        if memory.fabric:
+            return bytes(memory.fabric)
+        room, raw = Handle(), memory.raw[handle]
+        try:
+            self._call.past("cuMemExportToShareableHandle", ctypes.addressof(room), raw, int(HandleKind.FABRIC), 0)
+        except DriverError as error:
+            if error.code != NOT_PERMITTED:
+                raise
+            raise no_channel("exporting memory as FABRIC", error.name) from None
+        return bytes(room)
+
+    def mem_import_fabric(self, data: bytes, nbytes: int, location: Location) -> int:
+        wanted = check_fabric("mem_import_fabric", data, self._call.driver_version)
+        near: Place = (DEVICE, self._devices.device(location).ordinal)
+        check_size("mem_import_fabric", nbytes, self._granule())
+        memory = CudaMemory(nbytes, HandleKind.FABRIC, near, fabric=bytes(data))
+        try:
+            self._obtain_fabric("mem_import_fabric", memory, wanted)
+            memory.place = self._place_of_memory(memory.raw[UNCLAIMED], near)
+            return self._first_handle(memory)
+        except BaseException as error:
+            self._give_back(memory, error)  # in the books if it fails
+            raise
+
+    def _obtain_fabric(self, call: str, memory: CudaMemory, wanted: Handle) -> None:
+        """Have the driver open what 64 bytes name, as :meth:`_obtain`."""
+        name = "cuMemImportFromShareableHandle"
+        try:
+            self._obtain(memory, name, ctypes.addressof(wanted), int(HandleKind.FABRIC))
+        except DriverError as error:
+            if error.code == NOT_PERMITTED:
+                raise no_channel("opening memory by a fabric handle", error.name) from None
+            if error.code == NOT_SUPPORTED:  # the manual: "If the current process cannot support the memory"
+                raise UnsupportedError(
+                    "opening memory by a fabric handle", "GPUs that NVLink joins to the memory's own",
+                    f"the driver's answer {error.name}", "Copy it over the network instead",
+                ) from None  # fmt: skip
+            if error.code in _FOREIGN:
+                raise ProtocolError(
+                    f"{call}: the 64 bytes name no memory that a driver exported ({error.name})"
+                ) from None
             raise
 
     def mem_map_import(
@@ -101,15 +153,27 @@ class SharingCalls(MemoryCalls):
             if isinstance(error, DriverError) and error.code in _FOREIGN:
                 raise ProtocolError(f"{call}({fd}): no memory that the driver exported ({error.name})") from None
             if isinstance(error, DriverError) and error.code == INVALID_DEVICE:
-                visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-                raise UnsupportedError(
-                    "opening memory of a GPU", "that GPU, visible to this process",
-                    f"CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else f"{error.name} from the driver",
-                    "Start this process with the GPU that the memory is on among CUDA_VISIBLE_DEVICES",
-                ) from None  # fmt: skip
+                raise _hidden(f"{error.name} from the driver") from None
             raise
         return memory
 
-    def _place_of_memory(self, raw: int) -> Place:
-        place = read(self._call("cuMemGetAllocationPropertiesFromHandle", raw), 8, UINT64)  # type and id, 4 bytes each
-        return place & 0xFFFFFFFF, place >> 32
+    def _place_of_memory(self, raw: int, otherwise: Place | None = None) -> Place:
+        """Return where the driver says that memory is; `otherwise`, or UnsupportedError, if not here."""
+        place = place_in(self._call("cuMemGetAllocationPropertiesFromHandle", raw))
+        if place[0] in (DEVICE, HOST, HOST_NUMA):
+            return place
+        # Since 13: CU_MEM_LOCATION_TYPE_INVISIBLE, of a GPU that this process does not see. What older drivers say of
+        # memory on another machine is not known.
+        if otherwise is None:
+            raise _hidden(f"memory at a location of type {place[0]}")
+        return otherwise
+
+
+def _hidden(said: str) -> UnsupportedError:
+    """Return the error for memory of a GPU that this process does not see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return UnsupportedError(
+        "opening memory of a GPU", "that GPU, visible to this process",
+        f"CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else said,
+        "Start this process with the GPU that the memory is on among CUDA_VISIBLE_DEVICES",
+    )  # fmt: skip

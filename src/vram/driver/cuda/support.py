@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...errors import DeviceLostError, OutOfMemoryError, VramError
-from ...spec import HandleKind, Location
+from ...spec import AllocationFlags, HandleKind, Location
+from ..protocol import Support
 from .bindings import version_text
 from .devices import Device
 
@@ -24,26 +24,10 @@ __all__ = ["MULTICAST", "MULTICAST_SINCE", "Support", "probe"]
 
 MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 MULTICAST_SINCE = 12010
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """What a device can. Each field is empty where it works, and otherwise says why it does not.
-
-    Attributes
-    ----------
-    vmm : str
-        Making and mapping memory at addresses of one's own.
-    posix_fd, fabric : str
-        Sharing it by file descriptor, and between machines.
-    multicast : str
-        Going by version and device attribute, never by a try.
-    """
-
-    vmm: str
-    posix_fd: str
-    fabric: str
-    multicast: str
+# Further attributes, CU_DEVICE_ATTRIBUTE_*. The manual has IPC_EVENT_SUPPORTED asked for all of cuIpc*; drivers before
+# 12.0 do not know it, and had that with unified addressing.
+_UNIFIED_ADDRESSING, _IPC_EVENTS, _IPC_EVENTS_SINCE = 41, 125, 12000
+_POOLS, _POOL_HANDLE_TYPES = 115, 119
 
 
 def probe(driver: CudaDriver, location: Location, device: Device) -> Support:
@@ -55,10 +39,16 @@ def probe(driver: CudaDriver, location: Location, device: Device) -> Support:
         If that is why: it says nothing about what the device can at another time.
     """
     return Support(
-        vmm=_try(driver, location, HandleKind.NONE),
+        vmm=_try(driver, location),
         posix_fd=_try(driver, location, HandleKind.POSIX_FD),
         fabric=_try(driver, location, HandleKind.FABRIC),
+        compressible=_try(driver, location, flags=AllocationFlags.COMPRESSIBLE),
+        gpu_direct_rdma=_try(driver, location, flags=AllocationFlags.GPU_DIRECT_RDMA),
+        tile_pool=_try(driver, location, flags=AllocationFlags.TILE_POOL),
+        hw_decompress=_try(driver, location, flags=AllocationFlags.HW_DECOMPRESS),
         multicast=multicast_refusal(driver, device),
+        legacy_ipc=_legacy_refusal(driver, device),
+        pools=_pool_refusal(device),
     )
 
 
@@ -72,16 +62,39 @@ def multicast_refusal(driver: CudaDriver, device: Device) -> str:
     return ""
 
 
-def _try(driver: CudaDriver, location: Location, kinds: HandleKind) -> str:
+def _legacy_refusal(driver: CudaDriver, device: Device) -> str:
+    attribute = _IPC_EVENTS if driver.driver_version >= _IPC_EVENTS_SINCE else _UNIFIED_ADDRESSING
+    return "" if device.attribute(attribute) else f"{device.name} says that it has none"
+
+
+def _pool_refusal(device: Device) -> str:
+    if not device.attribute(_POOLS):
+        return f"{device.name} says that it has none"
+    if not device.attribute(_POOL_HANDLE_TYPES) & HandleKind.POSIX_FD:
+        return f"{device.name} says that its pools do not leave the process by a descriptor"
+    return ""
+
+
+def _try(
+    driver: CudaDriver,
+    location: Location,
+    kinds: HandleKind = HandleKind.NONE,
+    flags: AllocationFlags = AllocationFlags.NONE,
+) -> str:
     with ExitStack() as undo:  # what cannot be given back is no answer, but an error
         try:
-            nbytes = driver.mem_granularity(location, kinds).minimum
-            handle = driver.mem_create(nbytes, location, kinds)
+            nbytes = driver.mem_granularity(location, kinds, flags).minimum
+            handle = driver.mem_create(nbytes, location, kinds, flags)
             undo.callback(driver.mem_release, handle)
+            if flags and flags not in driver.mem_properties(handle).flags:
+                return f"the driver takes {flags!r} and makes memory without it"
             if kinds is HandleKind.POSIX_FD:
                 fd = driver.mem_export(handle, kinds)
                 undo.callback(os.close, fd)
                 undo.callback(driver.mem_release, driver.mem_import(fd, kinds, nbytes))
+            elif kinds is HandleKind.FABRIC:
+                data = driver.mem_export_fabric(handle)
+                undo.callback(driver.mem_release, driver.mem_import_fabric(data, nbytes, location))
         except (OutOfMemoryError, DeviceLostError):
             raise
         except VramError as error:

@@ -1,0 +1,118 @@
+"""Ctrl-C at every point where a channel is made, or dropped, the standard library's lines included (I12)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from interrupts import interrupt, interrupt_finalizers, room
+from vram import lifetime
+from vram.keeper.listener import Listener
+from vram.sharing.channel import Channel, accept, take_over
+
+ROOMS = room("sharing/", "lifetime.py", "open_files.py", "std:socket")
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.bind(str(tmp_path / "s"))
+        sock.listen(8)
+        sock.setblocking(False)
+        yield sock
+
+
+Making = Callable[[socket.socket], Callable[[], object]]
+
+
+def connect(listener: socket.socket) -> Callable[[], object]:
+    path = listener.getsockname()
+    return lambda: Channel.connect(path, 5.0)
+
+
+def pair(listener: socket.socket) -> Callable[[], object]:
+    return Channel.pair
+
+
+def adopt(listener: socket.socket) -> Callable[[], object]:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other.close()
+    return lambda: Channel(one)  # if it was not taken over it goes with this function
+
+
+def accepted(listener: socket.socket) -> Callable[[], object]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(listener.getsockname())  # it waits to be accepted, although it is closed
+    return lambda: Channel(accept(listener))
+
+
+MAKING = {"connect": connect, "pair": pair, "adopt": adopt, "accept": accepted}
+
+
+@pytest.mark.parametrize("how", MAKING)
+def test_an_interrupt_leaves_no_socket_open_i12(listener: socket.socket, how: str) -> None:
+    assert interrupts(listener, MAKING[how], lambda nth, act: interrupt(nth, act, ROOMS)) >= 10
+
+
+@pytest.mark.parametrize("how", MAKING)
+def test_an_interrupt_in_the_finalizer_of_a_channel_leaves_no_socket_open_i12(
+    listener: socket.socket, how: str
+) -> None:
+    """Python prints such an interrupt, and what is left of the finalizer never runs."""
+    assert interrupts(listener, MAKING[how], lambda nth, act: interrupt_finalizers(nth, act, ROOMS)) >= 3
+
+
+def test_no_interrupt_comes_before_a_socket_that_nobody_took_is_closed_i12() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        fds = [one.detach()]
+        assert not interrupt_finalizers(1, lambda: take_over(fds), ROOMS)
+        assert not fds
+        assert other.recv(1) == b""
+
+
+def test_a_path_that_was_taken_away_when_an_interrupt_came_is_not_taken_away_again_i12(tmp_path: Path) -> None:
+    """By then somebody else may listen there, with a socket of the same number."""
+    path = tmp_path / "k"
+    for nth in itertools.count(1):
+        listener = Listener(str(path))
+        came = interrupt(nth, listener.unlink, room("keeper/listener.py"), returns=False)
+        assert path.exists() or listener.inode is None, f"an interrupt at point {nth}"
+        listener.unlink()
+        assert not path.exists()
+        listener.sock.close()
+        if not came:
+            break
+    assert nth > 5
+
+
+def interrupts(listener: socket.socket, making: Making, come: Callable[[int, Callable[[], object]], bool]) -> int:
+    """Make a channel and drop it, with an interrupt at each point; return how many there were."""
+    before = descriptors(listener)
+    for nth in itertools.count(1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what was made and never handed out is dropped, as anything may be
+            came = come(nth, making(listener))
+            gc.collect(0)
+            lifetime.live()  # works off what a finalizer could not
+        assert descriptors(listener) == before, f"left open by an interrupt at point {nth}"
+        assert not lifetime.stuck()
+        if not came:
+            return nth - 1
+    raise AssertionError("there is an end to all points")
+
+
+def descriptors(listener: socket.socket) -> int:
+    """Count those of this process, once nobody is queued at the listener."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+    return len(os.listdir("/proc/self/fd"))
