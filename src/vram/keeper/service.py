@@ -59,6 +59,7 @@ class Service:
         self._due: deque[tuple[Immediate, int]] = deque()  # decided, and whose doing it is
         self._parts: dict[Part, int] = {}  # the same for what is decided later
         self._at_work = False
+        self._waits = False  # for the loop's next turn, and so at work
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
@@ -132,6 +133,8 @@ class Service:
         everything is closed, only what was decided."""
         if self.server.closing:
             self._parts.clear()
+        if self._waits:
+            self._at_work = self._waits = False
         while self._due or self._parts:
             if not self._at_work:
                 self._work(None)
@@ -195,11 +198,11 @@ class Service:
         finally:
             self._at_work = False
         if self._due:
-            self._at_work = True  # as far as the loop's next turn
+            self._at_work = self._waits = True  # as far as the loop's next turn
             self.server.loop.call_soon(self._work_on)
 
     def _work_on(self) -> None:
-        self._at_work = False
+        self._at_work = self._waits = False
         if self._due:
             _, uid = self._due[0]
             with self.server.turns.charged(uid):

@@ -1,0 +1,321 @@
+"""What the third trial broke: each of these is something that one user without privileges does to all others.
+
+Each is marked as failing, strictly: whoever mends one takes its mark away. What hangs here ends with the daemon of the
+file system, or the time that a socket lingers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tests.hostile import fuse_files
+from tests.hostile.fuse_files import unanswered_files
+from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being, moment, open_to_all
+from tests.hostile.test_keeper_hostile import Peer
+from tests.processes.other_users import _become
+
+from vram.keeper import messages as m
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.testing.keeper import GROW, READ_ONLY, SHRINK, WRITABLE, make_memfd, until
+
+SOON = 4.0  # seconds in which a keeper answers whatever others do; everything that hangs here does so for longer
+_SET_LOCK = 37  # F_OFD_SETLK
+LOCKS = 15_000
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+needs_fuse = pytest.mark.skipif(fuse_files.missing() is not None, reason=str(fuse_files.missing()))
+pytestmark = [needs_root, needs_fuse]
+
+
+def broken(reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(reason=reason, raises=AssertionError, strict=True)
+
+
+@contextlib.contextmanager
+def attacker(act: Callable[[], object], then: Callable[[], object] | None = None) -> Iterator[None]:
+    """Have another process of another user do something before the block, and something during it; it keeps what it
+    has open until the end of the block."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            _become(GREEDY)
+            kept = act()
+            os.write(writer, b"r")
+            if then is not None:
+                then()
+            time.sleep(60)
+            assert kept
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        with open(reader, "rb") as pipe:
+            if pipe.read(1) != b"r":
+                raise RuntimeError("the attack did not begin")
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def answers(peer: Peer, request: bytes, fds: list[int] | None = None) -> bool:
+    """Whether the keeper answers soon."""
+    peer.sock.settimeout(SOON)
+    peer.send(request, fds)
+    try:
+        return peer.hear() is not None
+    except TimeoutError:
+        return False
+
+
+def publication(count: int, *, name: str = "bad", size: int = 4096, writable: bool = False) -> bytes:
+    return m.encode(m.Publish(1, name, [m.Piece(size, 1, 0)] * count, ["host"], writable=writable))
+
+
+def as_modest(keeper: KeeperProcess) -> Peer:
+    with being(MODEST):
+        return Peer(keeper.path)
+
+
+# -- trim() waits for the lock of an inode that another process may hold for ever -------------------------------------
+
+
+@contextlib.contextmanager
+def locked_for_ever(place: str, fd: int) -> Iterator[None]:
+    """A process writes to that memfd from a page that never comes: it holds the inode's lock meanwhile."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    child = os.fork()
+    if child == 0:
+        _become(GREEDY)
+        file = os.open(f"{place}/file", os.O_RDWR)
+        page = libc.mmap(None, 4096, 1, 1, file, 0)
+        libc.write(fd, ctypes.c_void_p(page), 4096)
+        os._exit(0)
+    try:
+
+        def is_stuck() -> bool:
+            with open(f"/proc/{child}/stat") as status:
+                return status.read().rsplit(")", 1)[1].split()[0] in "DS"
+
+        until(is_stuck)
+        time.sleep(0.3)  # nothing tells when it is inside of write(2)
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@broken("HIGH: commit trims in the loop's thread, and ftruncate waits for the inode's lock")
+def test_a_file_whose_inode_is_locked_does_not_hang_the_keeper() -> None:
+    fd = make_memfd(4096, seals=WRITABLE)
+    try:
+        with open_to_all() as keeper, unanswered_files() as files:
+            other = as_modest(keeper)
+            with locked_for_ever(files.place, fd):
+                with being(GREEDY):
+                    bad = Peer(keeper.path)
+                bad.send(publication(1, writable=True), [fd])
+                time.sleep(0.2)
+                came = answers(other, m.encode(m.Statistics(1)))
+                assert files.is_served
+                files.die()
+            other.close()
+            bad.close()
+            assert came, "everybody waits for a lock that one user holds"
+    finally:
+        os.close(fd)
+
+
+@broken("HIGH: the one thread that frees memory waits in ftruncate, and the keeper never ends")
+def test_a_big_file_whose_inode_is_locked_does_not_keep_the_keeper_from_ending() -> None:
+    """Nor others' memory from being freed: it is the same thread."""
+    size = 1 << 20
+    fd = make_memfd(size, seals=WRITABLE)
+    try:
+        with short_directory() as place, unanswered_files() as files:
+            os.chmod(place, 0o711)
+            keeper = KeeperProcess(f"{place}/k", ["--mode", "0666"])
+            try:
+                with locked_for_ever(files.place, fd):
+                    with being(GREEDY):
+                        bad = Peer(keeper.path)
+                    assert isinstance(bad.ask(publication(1, size=size, writable=True), [fd]), m.Published)
+                    os.kill(keeper.pid, signal.SIGTERM)
+                    ended = within(SOON, lambda: not is_alive(keeper.pid))
+                    assert files.is_served
+                    files.die()
+                bad.close()
+                assert ended, "SIGTERM does not end it, and neither would a takeover"
+            finally:
+                keeper.kill()
+    finally:
+        os.close(fd)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether anything of a process goes on, be it one of its threads."""
+    try:
+        return any(
+            Path(f"/proc/{pid}/task/{task}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+            for task in os.listdir(f"/proc/{pid}/task")
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def within(seconds: float, is_true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if is_true():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# -- what a message has beyond its room is closed by the kernel, in the loop's thread ---------------------------------
+
+
+def lingering() -> tuple[socket.socket, list[socket.socket]]:
+    """A TCP socket that takes ten seconds to close, and what it needs for that."""
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen(1)
+    sock = socket.socket()
+    sock.connect(server.getsockname())
+    other, _ = server.accept()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 10))
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sock.send(b"x" * 65_536)
+    return sock, [server, other]
+
+
+@broken("HIGH: below 8,096 descriptors a message has less room than it may bring")
+@pytest.mark.parametrize("descriptors", [256, 1024, 4096])
+def test_what_has_no_room_is_not_closed_in_the_loops_thread(descriptors: int) -> None:
+    with open_to_all(descriptors=descriptors) as keeper:
+        other = as_modest(keeper)
+
+        def act() -> object:
+            null = os.open("/dev/null", os.O_RDWR)
+            sock, needed = lingering()
+            bad = Peer(keeper.path)
+            bad.send(publication(253), [null] * 252 + [sock.fileno()])
+            sock.close()
+            return bad, needed
+
+        with attacker(act):
+            came = answers(other, m.encode(m.Statistics(1)))
+        other.sock.settimeout(20)
+        if not came:
+            assert other.hear() is not None
+        other.close()
+        assert came, "everybody waits for a socket of one user to linger"
+
+
+# -- one message of one user stops the publications of all others -----------------------------------------------------
+
+
+@broken("HIGH: room for all others is less than one message takes, below 13,000 descriptors")
+@pytest.mark.parametrize("descriptors", [256, 1024, 4096])
+def test_one_message_that_never_closes_leaves_others_room_to_publish(descriptors: int) -> None:
+    fd = make_memfd(4096, seals=READ_ONLY)
+    try:
+        with open_to_all(descriptors=descriptors) as keeper, unanswered_files() as files:
+            other = as_modest(keeper)
+
+            def act() -> object:
+                never = os.open(f"{files.place}/file", os.O_RDWR)
+                bad = Peer(keeper.path)
+                bad.send(publication(253), [never] * min(253, descriptors // 32))
+                return bad
+
+            with attacker(act):
+                assert answers(other, m.encode(m.Statistics(1)))
+                came = answers(other, publication(1, name="good"), [fd])
+                assert files.is_served
+                files.die()
+            other.close()
+            assert came, "one descriptor of another user waits for those of the first to close"
+    finally:
+        os.close(fd)
+
+
+# -- the end of a keeper that closes something -----------------------------------------------------------------------
+
+
+@broken("MEDIUM: a killed keeper with a stuck thread keeps its sockets, and nobody is told")
+def test_a_keeper_that_is_killed_while_it_closes_something_is_gone() -> None:
+    """As it is when the kernel is out of memory. Its clients hear nothing, connecting hangs, and no other starts."""
+    with short_directory() as place, unanswered_files() as files:
+        os.chmod(place, 0o711)
+        keeper = KeeperProcess(f"{place}/k", ["--mode", "0666"])
+        try:
+            other = as_modest(keeper)
+
+            def act() -> object:
+                never = os.open(f"{files.place}/file", os.O_RDWR)
+                bad = Peer(keeper.path)
+                bad.send(publication(1), [never])
+                return bad
+
+            with attacker(act):
+                assert answers(other, m.encode(m.Statistics(1)))
+                os.kill(keeper.pid, signal.SIGKILL)
+                other.sock.settimeout(SOON)
+                try:
+                    told = other.hear() is None
+                except TimeoutError:
+                    told = False
+                assert files.is_served
+                files.die()
+            other.close()
+            assert told, "the end of the keeper is not the end of its connections"
+        finally:
+            keeper.kill()
+
+
+# -- closing memory is not always quick ------------------------------------------------------------------------------
+
+
+@broken("MEDIUM: each close of a memfd goes through its POSIX locks, in the loop's thread")
+def test_memory_with_thousands_of_locks_is_not_closed_while_everybody_waits() -> None:
+    """By the keeper's own clock: between two answers to another user."""
+    with open_to_all() as keeper:
+        other = as_modest(keeper)
+
+        fds: list[int] = []
+
+        def act() -> object:
+            fds.append(make_memfd(4096, seals=SHRINK | GROW))
+            for number in range(LOCKS, 0, -1):
+                fcntl.fcntl(fds[0], _SET_LOCK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * number, 1, 0))
+            return fds
+
+        def then() -> None:
+            bad = Peer(keeper.path)
+            while True:
+                assert isinstance(bad.ask(publication(250), fds * 250), m.Error)
+
+        with attacker(act, then):
+            moments = [moment(other.ask(m.encode(m.Statistics(call)))) for call in range(1, 3_001)]
+        other.close()
+        longest = max(after - before for before, after in pairwise(moments))
+        assert longest < 0.1, f"nobody was answered for {longest:.3f} s"
