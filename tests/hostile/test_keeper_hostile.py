@@ -290,7 +290,7 @@ def test_who_has_more_than_a_few_descriptors_to_be_closed_sends_no_more_and_all_
         assert closer.takes(another)
         closer.close_fds(some(2), another)
         until(lambda: another not in closer._waiting)
-        closer.close_fds(some(4), one)
+        closer.close_fds(some(6), one)
         assert not closer.takes(another), "the next message may not fit"
         assert closer.takes(own), "room is kept back for it"
         closer.is_awaited = True

@@ -207,7 +207,6 @@ def lingering() -> tuple[socket.socket, list[socket.socket]]:
     return sock, [server, other]
 
 
-@broken("HIGH: below 8,096 descriptors a message has less room than it may bring")
 @pytest.mark.parametrize("descriptors", [256, 1024, 4096])
 def test_what_has_no_room_is_not_closed_in_the_loops_thread(descriptors: int) -> None:
     with open_to_all(descriptors=descriptors) as keeper:
@@ -233,7 +232,6 @@ def test_what_has_no_room_is_not_closed_in_the_loops_thread(descriptors: int) ->
 # -- one message of one user stops the publications of all others -----------------------------------------------------
 
 
-@broken("HIGH: room for all others is less than one message takes, below 13,000 descriptors")
 @pytest.mark.parametrize("descriptors", [256, 1024, 4096])
 def test_one_message_that_never_closes_leaves_others_room_to_publish(descriptors: int) -> None:
     fd = make_memfd(4096, seals=READ_ONLY)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..sharing.channel import ALL_FDS, Credentials, receive, transmit
-from .strangers import brings_fds
+from .strangers import brings_fds, receive_whole
 
 if TYPE_CHECKING:
     from .records import Publication, Session
@@ -158,12 +158,17 @@ class Connection:
 
     def read(self) -> None:
         """Take one message off the socket and have it answered. One at a time: the others get their turn."""
-        closer = self.server.strangers_closer
-        if not closer.takes(self.credentials.uid) and brings_fds(self.sock):
+        closer, uid = self.server.strangers_closer, self.credentials.uid
+        may_take, is_narrow = closer.takes(uid), self.room < ALL_FDS
+        brings = (is_narrow or not may_take) and brings_fds(self.sock)
+        if brings and not may_take:
             self.server.put_aside(self)
             return
         try:
-            payload, fds, cut = receive(self.sock, _DONTWAIT, self.room)
+            if brings and is_narrow:
+                payload, fds, cut = receive_whole(self.sock, self.room)
+            else:
+                payload, fds, cut = receive(self.sock, _DONTWAIT, self.room)
         except BlockingIOError:
             return
         except OSError:
@@ -172,11 +177,11 @@ class Connection:
         try:
             if payload:
                 self.server.handle(self, payload, fds, cut)
-            else:
+            if not payload or (cut and is_narrow):
                 self.close()
         finally:
             if fds:  # whoever takes them empties the list
-                closer.close_fds(fds, self.credentials.uid)
+                closer.close_fds(fds, uid)
 
     def resume(self) -> None:
         """Read from this peer."""
@@ -326,7 +331,7 @@ class Connection:
         self.pause()
         if self.parked is not None:
             self.server.turns.drop(self)
-            self.server.aside.pop(self, None)
+            self.server.no_longer_aside(self)
         self.not_writing()
         hang_up = hang_up and not self.server.closing
         if hang_up and self.in_flight and not self.has_read_all():

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 
 from ..errors import CapacityError
 from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
@@ -44,6 +45,8 @@ PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # connections of these for the keeper's own user, who looks, makes room, takes over
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
+_MANY = 16_384  # descriptors, with which there is room for what everybody may send at once
+_RESUMED = 16  # connections that were put aside and are read from again, before everybody else gets a turn
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
 
@@ -108,11 +111,10 @@ class KeeperServer:
                 f"a keeper needs {_LEAST} descriptors at least and may have {limit} (RLIMIT_NOFILE): "
                 f"ulimit -n {_LEAST}, better 1024 or more"
             )
-        spare = min(_SPARE, max(16, limit // 16))
-        # Kept back too, for what others sent and takes long to close. What a message has beyond that is closed by the
-        # kernel, here and however long it takes: so all of it has room, where a process may have 8,192 descriptors.
-        message = min(MAX_FDS, limit // 32)
-        slow = max(limit // 16, 3 * message)
+        spare = min(_SPARE, max(16, limit // 32))
+        # Kept back too, for what others sent and takes long to close: as much of each as one message brings.
+        message = MAX_FDS if limit >= _MANY else min(32, limit // 32)
+        slow = limit // 16 if limit >= _MANY else limit // 8
         self.ancillary = socket.CMSG_SPACE(message * 4)
         self.strangers_closer = StrangersCloser(slow, message, os.geteuid(), self._has_room_again)
         self._max_refused = spare // 2
@@ -132,7 +134,8 @@ class KeeperServer:
         self.lingering: dict[Connection, None] = {}  # closed, with descriptors in flight that may still be read
         self.by_user: dict[int, int] = {}  # connections, until their sockets are closed
         self.connected = 0  # all of them
-        self.aside: dict[Connection, None] = {}  # who sent descriptors before others of the same user were closed
+        # By user, who sent descriptors before others of the same user were closed.
+        self.aside: dict[int, dict[Connection, None]] = {}
         self._refused = 0  # sockets of connections that were refused, until they are closed
         self.paused = False
         self.closing = False
@@ -412,8 +415,16 @@ class KeeperServer:
     def put_aside(self, connection: Connection) -> None:
         """Read nothing more from a connection until descriptors that its user sent before are closed."""
         connection.park(self.now())
-        self.aside[connection] = None
+        self.aside.setdefault(connection.credentials.uid, {})[connection] = None
         self._resume_aside()  # they may be by now
+
+    def no_longer_aside(self, connection: Connection) -> None:
+        """It is read from again, or closed."""
+        uid = connection.credentials.uid
+        waiting = self.aside.get(uid, {})
+        waiting.pop(connection, None)
+        if not waiting:
+            self.aside.pop(uid, None)
 
     def _has_room_again(self) -> None:
         self._call(self._resume_aside)
@@ -421,11 +432,18 @@ class KeeperServer:
     def _resume_aside(self) -> None:
         if self.paused or not self.aside:
             return
-        self.strangers_closer.is_awaited = True
-        for connection in list(self.aside):
-            if self.strangers_closer.takes(connection.credentials.uid):
-                del self.aside[connection]
-                connection.unpark(self.now())
+        closer = self.strangers_closer
+        closer.is_awaited = True
+        for uid in list(self.aside):
+            if not closer.takes(uid):
+                continue
+            with self.turns.charged(uid):
+                waiting = self.aside[uid]
+                for connection in list(islice(waiting, _RESUMED)):
+                    self.no_longer_aside(connection)
+                    connection.unpark(self.now())
+            if waiting:
+                self.turns.later(uid, self._resume_aside)
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:

@@ -165,9 +165,11 @@ class Service:
             if not isinstance(effect, (Serve, Releasing, Generator)):
                 self._due.append((effect, uid))
             elif effect not in self._parts:
-                self._parts[effect] = uid
+                # Who publishes is not to pay for those who wait for it, whoever they are.
+                whose = NOBODY if isinstance(effect, Serve) else uid
+                self._parts[effect] = whose
                 if self.server.loop is not None:
-                    self.server.turns.later(uid, functools.partial(self._go_on, effect))
+                    self.server.turns.later(whose, functools.partial(self._go_on, effect))
 
     def _go_on(self, part: Part) -> None:
         """Decide the next part of something, once all that was decided before is done."""
@@ -255,7 +257,10 @@ class Service:
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
             raise errors.ProtocolError(f"a message is longer than {MAX_MESSAGE} bytes")
-        raise errors.CapacityError("the keeper has no room for more descriptors (RLIMIT_NOFILE); remove entries")
+        raise errors.CapacityError(
+            "the keeper has no room for so many descriptors in one message (RLIMIT_NOFILE): remove entries, or send "
+            "fewer at once"
+        )
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def _publish(self, connection: Connection, session: Session, request: m.Publish, fds: list[int]) -> None:

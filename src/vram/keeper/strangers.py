@@ -16,13 +16,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-__all__ = ["INLINE", "StrangersCloser", "brings_fds", "pass_rights"]
+from ..sharing.channel import receive
+
+__all__ = ["INLINE", "StrangersCloser", "brings_fds", "pass_rights", "receive_whole"]
 
 # Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
 # can name, some thousands, while everybody else waits: so it is little.
 INLINE = 1 << 16
 
-_MAX_THREADS = 64
+_MAX_THREADS = 64  # and one for the keeper's own user
+_STAYS = 0.5  # seconds
 _F_GET_SEALS = 1034  # <linux/fcntl.h>
 _PASSCRED = getattr(socket, "SO_PASSCRED", 16)
 _PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
@@ -60,10 +63,12 @@ class StrangersCloser:
     def __init__(self, room: int, message: int, own: int, on_room: Callable[[], None]) -> None:
         self.is_awaited = False
         self._few = message // 4
-        self._room = room - 2 * message - self._few  # where another message of anybody else still fits
+        self._room = room - 2 * message  # so much may be open where another message of anybody else still fits
         self._own = own
         self._on_room = on_room
         self._lock = threading.Lock()
+        self._ready = threading.Condition(self._lock)
+        self._idle = 0  # threads that wait for a lane
         self._lanes: dict[int, deque[int | tuple[socket.socket, Callable[[], None]]]] = {}
         self._waiting: dict[int, int] = {}  # descriptors by user, what is being closed included; sockets are not
         self._total = 0
@@ -121,10 +126,15 @@ class StrangersCloser:
             lane = self._lanes.get(uid)
             if lane is None:
                 lane = self._lanes[uid] = deque()
-                self._unserved.append(uid)
+                if uid == self._own:
+                    self._unserved.appendleft(uid)
+                else:
+                    self._unserved.append(uid)
             lane.extend(things)
             self._count(uid, fds)
-            start = bool(self._unserved) and self._threads < _MAX_THREADS
+            if self._idle:
+                self._ready.notify()
+            start = len(self._unserved) > self._idle and self._threads < _MAX_THREADS + (uid == self._own)
             self._threads += start
         if start:
             try:
@@ -144,6 +154,10 @@ class StrangersCloser:
     def _work(self) -> None:
         while True:
             with self._lock:
+                if not self._unserved:  # starting a thread makes the loop wait, so this one stays a moment
+                    self._idle += 1
+                    self._ready.wait(_STAYS)
+                    self._idle -= 1
                 if not self._unserved:
                     self._threads -= 1
                     return
@@ -189,6 +203,24 @@ def brings_fds(sock: socket.socket) -> bool:
     except OSError:
         return False
     return bool(said & _CTRUNC)
+
+
+def receive_whole(sock: socket.socket, room: int) -> tuple[bytes, list[int], bool]:
+    """Receive a message with all of its descriptors. One that has more than there is `room` for stays where it is.
+
+    What has no room in a message that is received is closed by the kernel, in this thread and however long it takes. So
+    it is looked at first, by which its descriptors are open here, and then thrown away, which closes none of them.
+
+    Returns
+    -------
+    payload, fds : bytes, list of int
+    cut : bool
+        Whether there is more to it, and it stays: nothing can be received here any more.
+    """
+    payload, fds, cut = receive(sock, _PEEK, room)
+    if not cut:
+        sock.recvmsg(1, 0, _DONTWAIT)
+    return payload, fds, cut
 
 
 def _abort(fd: int) -> None:
