@@ -23,7 +23,7 @@ import pytest
 from msgspec import Raw
 from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_hostile import PIECE, Peer, running
-from tests.keeper_here import serving
+from tests.keeper_here import later, serving
 from tests.processes.other_users import OTHER, as_user
 
 import vram
@@ -601,25 +601,16 @@ def test_what_does_not_close_does_not_keep_a_keeper_from_ending(monkeypatch: pyt
     def close() -> None:
         never.wait()
 
-    try:
+    def serve() -> None:
         with keeper_here() as server:
             server._work(close)
-    finally:
-        never.set()
 
-
-def test_entries_are_closed_elsewhere_by_what_was_counted() -> None:
-    with short_directory() as place:
-        server = KeeperServer(f"{place}/k", raises_limit=False)
-        server._closer_thread = threading.Thread()  # never started, so that what waits for it can be seen
-        with loaded(4096, MIB) as big, memfds(1) as (small,):
-            for fd in (big, small):
-                counted = admit(fd, 4096, kind=1, device="host", writable=False, what="it")
-                server.dispose([os.dup(fd)], counted)
-        assert server._closer.qsize() == 1
-        what = server._closer.get()
-        assert what is not None
-        what()
+    thread, came = later(serve)
+    thread.join(SOON / 2)
+    ended = list(came)
+    never.set()
+    thread.join(SOON)
+    assert ended == [None], "it waits for what does not close"
 
 
 def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
