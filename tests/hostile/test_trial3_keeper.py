@@ -1,7 +1,7 @@
 """What the third trial broke: each of these is something that one user without privileges does to all others.
 
-Each is marked as failing, strictly: whoever mends one takes its mark away. What hangs here ends with the daemon of the
-file system, or the time that a socket lingers.
+What is not mended is marked as failing, strictly: whoever mends one takes its mark away. What hangs here ends with the
+daemon of the file system, or the time that a socket lingers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def as_modest(keeper: KeeperProcess) -> Peer:
         return Peer(keeper.path)
 
 
-# -- trim() waits for the lock of an inode that another process may hold for ever -------------------------------------
+# -- the lock of an inode, which another process may hold for ever ---------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -121,7 +121,6 @@ def locked_for_ever(place: str, fd: int) -> Iterator[None]:
         os.waitpid(child, 0)
 
 
-@broken("HIGH: commit trims in the loop's thread, and ftruncate waits for the inode's lock")
 def test_a_file_whose_inode_is_locked_does_not_hang_the_keeper() -> None:
     fd = make_memfd(4096, seals=WRITABLE)
     try:
@@ -142,7 +141,6 @@ def test_a_file_whose_inode_is_locked_does_not_hang_the_keeper() -> None:
         os.close(fd)
 
 
-@broken("HIGH: the one thread that frees memory waits in ftruncate, and the keeper never ends")
 def test_a_big_file_whose_inode_is_locked_does_not_keep_the_keeper_from_ending() -> None:
     """Nor others' memory from being freed: it is the same thread."""
     size = 1 << 20
@@ -293,7 +291,6 @@ def test_a_keeper_that_is_killed_while_it_closes_something_is_gone() -> None:
 # -- closing memory is not always quick ------------------------------------------------------------------------------
 
 
-@broken("MEDIUM: each close of a memfd goes through its POSIX locks, in the loop's thread")
 def test_memory_with_thousands_of_locks_is_not_closed_while_everybody_waits() -> None:
     """By the keeper's own clock: between two answers to another user."""
     with open_to_all() as keeper:

@@ -18,7 +18,7 @@ from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 pytestmark = [needs_root, needs_fuse]
 
 
-@broken("MEDIUM: F_ADD_SEALS waits for the inode's lock, which whoever may write to the memory can hold for ever")
+@broken("docs/security.md, What nobody prevents: F_ADD_SEALS waits for the inode's lock, which whoever may write holds")
 def test_a_reader_that_may_write_does_not_hang_its_publisher() -> None:
     """It has a descriptor for writing, and writes from a page that never comes. No interrupt ends the wait."""
     with (

@@ -5,17 +5,15 @@ That is sealed memfds, and descriptors of NVIDIA's driver.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
 
 from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
-from ..spec import HandleKind, round_up
+from ..spec import HandleKind, format_size, round_up
 
-__all__ = ["InadmissibleError", "admit", "trim"]
+__all__ = ["InadmissibleError", "admit"]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -25,6 +23,19 @@ _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
 _BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_HUGE_SAYS = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
+
+
+def _largest_page() -> int:
+    """Return the size of the largest page that the kernel may put behind a memfd by itself."""
+    try:
+        with open(_HUGE_SAYS, "rb") as file:
+            return max(_PAGE, int(file.read()))
+    except (OSError, ValueError):  # a kernel without them
+        return _PAGE
+
+
+_LARGEST_PAGE = _largest_page()
 
 
 class InadmissibleError(ProtocolError):
@@ -51,8 +62,8 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     Raises
     ------
     InadmissibleError
-        If it is no memfd, could change its size under its readers, is too small, or could be written; for memory of a
-        GPU, if it is no descriptor of NVIDIA's driver.
+        If it is no memfd, could change its size under its readers, is too small, takes memory behind its end, or could
+        be written; for memory of a GPU, if it is no descriptor of NVIDIA's driver.
     UnsupportedError
         If it would not be reached by a descriptor.
 
@@ -60,9 +71,15 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     -----
     The size of a file says little about the memory that it takes: ``fallocate`` with ``FALLOC_FL_KEEP_SIZE`` puts pages
     behind its end, where nobody sees them. Its blocks say what it takes now, its size what it comes to take when
-    somebody touches its holes, which no seal prevents. Measured on Linux 6.18: once a memfd is sealed against growing,
-    nothing gets behind its end any more; what is there goes by :func:`trim`. So the larger of the two is what counts,
-    and their sum for a descriptor that the keeper cannot trim.
+    somebody touches its holes, which no seal prevents. The larger of the two is what counts. Measured on Linux 6.18:
+    once a memfd is sealed against growing, nothing more gets behind its end. More blocks than its size has room for are
+    refused, but for the rest of a huge page: where the kernel gives memfds huge pages, the last one is there whole.
+
+    Pages behind the end of a file with holes look like those that are missing before it, so such a file may come to
+    take twice what counts. The keeper does not look closer: to cut a file to its size, or to look for its holes
+    (``ftruncate``, ``SEEK_DATA``), takes the lock of its inode, as ``F_ADD_SEALS`` does, and whoever may write to it
+    can hold that for ever, in a ``write`` from a page that never comes. ``F_GET_SEALS`` and ``fstat`` of a memfd do not
+    take it.
 
     What a GPU's descriptor stands for only NVIDIA's driver could say, which the keeper does not load. Its size is the
     stated one (a reader that maps another size is refused by the driver), and nothing seals it: read-only memory of a
@@ -96,7 +113,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         raise InadmissibleError(f"{what} of a read-only version {_not_read_only(seals)}")
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
-    return _taken(found, mode)
+    return _taken(found, what)
 
 
 def _not_read_only(seals: int) -> str:
@@ -108,20 +125,16 @@ def _not_read_only(seals: int) -> str:
     return "is not sealed against writing (F_SEAL_WRITE)"
 
 
-def _taken(found: os.stat_result, mode: int) -> int:
+def _taken(found: os.stat_result, what: str) -> int:
+    """Return what a memfd that is sealed against growing counts, unless pages of it can only be behind its end."""
     size, blocks = round_up(found.st_size, _PAGE), found.st_blocks * _BLOCK
-    return size + blocks if mode == os.O_RDONLY else max(size, blocks)
-
-
-def trim(fds: Sequence[int]) -> None:
-    """Free what lies behind the end of memory that was admitted; takes as long as there is much of it.
-
-    Truncating to the size that it has does this, whatever it is sealed against.
-    """
-    for fd in fds:
-        with contextlib.suppress(OSError):  # a GPU's, or not open for writing: that one counts twice
-            fcntl.fcntl(fd, _F_GET_SEALS)
-            os.ftruncate(fd, os.fstat(fd).st_size)
+    if blocks > round_up(size, _LARGEST_PAGE):
+        raise InadmissibleError(
+            f"{what} takes {format_size(blocks)} for a file of {format_size(found.st_size)}: pages are behind its end, "
+            f"where no reader sees them. Give it its size with ftruncate, which also frees what is behind that, and "
+            f"allocate nothing there (fallocate with FALLOC_FL_KEEP_SIZE)"
+        )
+    return max(size, blocks)
 
 
 def _admit_gpu(fd: int, size: int, what: str) -> int:
@@ -137,7 +150,7 @@ def _admit_gpu(fd: int, size: int, what: str) -> int:
         found = os.fstat(fd)
         if found.st_size < size:
             raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
-        return _taken(found, fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
+        return _taken(found, what)
     try:
         found_gpu = is_gpu(fd)
     except OSError:  # a descriptor of a path only

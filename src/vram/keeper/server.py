@@ -26,7 +26,6 @@ from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials,
 from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
-from .admission import trim
 from .catalogue import CLAIM_TIMEOUT, PART, Catalogue
 from .connection import Connection
 from .failures import failure
@@ -35,7 +34,7 @@ from .listener import Listener, group_id
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .strangers import INLINE, StrangersCloser, pass_rights
+from .strangers import INLINE, MOMENT, StrangersCloser, pass_rights
 from .turns import Turns
 from .users import UserNames
 
@@ -49,6 +48,7 @@ _MANY = 16_384  # descriptors, with which there is room for what everybody may s
 _RESUMED = 16  # connections that were put aside and are read from again, before everybody else gets a turn
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
+_CLOSING = 5.0  # seconds for closing what is left at the end; the kernel closes the rest when the process is gone
 
 
 class KeeperServer:
@@ -250,7 +250,7 @@ class KeeperServer:
             os.close(self._spare_fd)
         self._closer.put(None)
         if self._closer_thread is not None:
-            self._closer_thread.join()
+            self._closer_thread.join(_CLOSING)
         self.loop.close()
 
     def _parent_gone(self, fd: int) -> None:
@@ -494,21 +494,31 @@ class KeeperServer:
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def dispose(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
-        """Close descriptors that are not used any more, big ones in another thread.
+        """Close descriptors that are not used any more: big ones, and what takes longer than a moment, elsewhere.
 
         Parameters
         ----------
         nbytes : int
-            What is behind them, as it was counted: never less than what there is to free.
+            What is behind them, as it was counted.
         uid : int, optional
             Whose it was: until it is freed, it is in :attr:`freeing`.
         """
+        if nbytes <= INLINE:
+            rest = iter(fds)
+            end = time.monotonic() + MOMENT
+            for fd in rest:
+                close_fds([fd])  # goes through the POSIX locks of the file, which may be thousands
+                if time.monotonic() > end:
+                    break
+            if left := list(rest):
+                self._work(partial(close_fds, left))
+            return
         close = partial(close_fds, fds)
-        if uid is None or nbytes <= INLINE:
-            self._work(close, nbytes)
+        if uid is None:
+            self._work(close)
             return
         self.freeing[uid] = self.freeing.get(uid, 0) + nbytes
-        self._work(partial(self._close_and_tell, close, uid, nbytes), nbytes)
+        self._work(partial(self._close_and_tell, close, uid, nbytes))
 
     def _close_and_tell(self, close: Callable[[], None], uid: int, nbytes: int) -> None:
         close()
@@ -534,15 +544,8 @@ class KeeperServer:
                     f"{format_size(most)} that it may have; try again when they are"
                 )
 
-    def trim(self, fds: list[int], nbytes: int) -> None:
-        """Free what lies behind the end of memory that was taken in; see :mod:`.admission`."""
-        self._work(partial(trim, tuple(fds)), nbytes)
-
-    def _work(self, what: Callable[[], None], nbytes: int) -> None:
-        """Do something that takes as long as there is memory to free: for much of it in one other thread, in order."""
-        if nbytes <= INLINE:
-            what()
-            return
+    def _work(self, what: Callable[[], None]) -> None:
+        """Do something that takes as long as there is memory to free: in one other thread, in order."""
         if self._closer_thread is None:
             self._closer_thread = threading.Thread(target=self._work_in_background, name="closer", daemon=True)
             self._closer_thread.start()

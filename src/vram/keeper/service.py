@@ -355,7 +355,6 @@ class Service:
         except BaseException:
             held.drop()
             raise
-        self.server.trim(held.fds, held.nbytes)
         notes: Any = msgspec.Raw(version.notes)
         version.settle(
             m.encode(

@@ -13,16 +13,18 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..sharing.channel import receive
 
-__all__ = ["INLINE", "StrangersCloser", "brings_fds", "pass_rights", "receive_whole"]
+__all__ = ["INLINE", "MOMENT", "StrangersCloser", "brings_fds", "pass_rights", "receive_whole"]
 
 # Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
 # can name, some thousands, while everybody else waits: so it is little.
 INLINE = 1 << 16
+MOMENT = 0.001  # seconds after which the rest is closed in another thread, however little memory it is
 
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
@@ -80,9 +82,14 @@ class StrangersCloser:
         return self._waiting.get(uid, 0) <= self._few and (uid == self._own or self._total <= self._room)
 
     def close_fds(self, fds: Sequence[int], uid: int) -> None:
-        """Close descriptors that came from a user. A little memory closes here, anything else elsewhere."""
+        """Close descriptors that came from a user. A little memory closes here, for a moment; anything else elsewhere.
+
+        Each close of a memfd goes through the POSIX locks of its file, which its sender may have made thousands of.
+        """
         slow: list[int] = []
-        for fd in fds:
+        rest = iter(fds)
+        end = time.monotonic() + MOMENT
+        for fd in rest:
             try:
                 fcntl.fcntl(fd, _F_GET_SEALS)  # asks no file system, as fstat would
                 taken = os.fstat(fd).st_blocks * 512  # of what can be sealed, which is no file of anybody's server
@@ -93,6 +100,9 @@ class StrangersCloser:
                 slow.append(fd)
             else:
                 os.close(fd)
+                if time.monotonic() > end:
+                    slow += rest
+                    break
         self._put(slow, uid, len(slow))
 
     def close_socket(self, sock: socket.socket, uid: int, closed: Callable[[], None], *, hang_up: bool = True) -> bool:
