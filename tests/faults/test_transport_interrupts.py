@@ -230,15 +230,16 @@ MOVING: dict[str, tuple[Step, Step, Step]] = {
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_an_interrupt_leaves_no_descriptor_path_lock_or_half_a_message_i12(scene: Scene, kind: str, what: str) -> None:
     scene.kind = EXCHANGES[kind]
-    assert check(scene, EXCHANGING[what]) >= 8
+    check(scene, EXCHANGING[what])
 
 
 @pytest.mark.parametrize("what", MOVING)
 def test_an_interrupt_costs_no_message_i12(scene: Scene, what: str) -> None:
-    assert check(scene, MOVING[what], 20 if what == "vmm recv parts" else MOST) >= 8
+    check(scene, MOVING[what], 20 if what == "vmm recv parts" else MOST)
 
 
-def check(s: Scene, steps: tuple[Step, Step, Step], most: int = MOST) -> int:
+def check(s: Scene, steps: tuple[Step, Step, Step], most: int = MOST) -> None:
+    """Interrupt the second step at `most` of its points, the different ones first, and look what is left."""
     prepare, act, go_on = steps
     for _ in range(2):
         once(s, steps, 1 << 30)
@@ -265,7 +266,8 @@ def check(s: Scene, steps: tuple[Step, Step, Step], most: int = MOST) -> int:
                 gc.collect()  # what an interrupt left in a cycle of frames
             left = {what: (before[what], now[what]) for what in now if now[what] != before[what]}
             assert time.monotonic() < deadline, f"left behind by an interrupt at {where}, point {nth}: {left}"
-    return came
+    # Where another thread takes part, it may go another way. A send over a socket has few points: all of them.
+    assert came >= min(8, len(set(found))) > 0
 
 
 def settled(s: Scene) -> dict[str, object]:

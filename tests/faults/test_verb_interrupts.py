@@ -163,6 +163,8 @@ def lendable(s: Scene) -> None:
         borrowed["a"].numpy()
     close_client(s.at)
     s.mine.close()
+    # One that was dropped, not closed, ends by itself, and when it does is not waited for.
+    until(lambda: not any(each.name == "lender" for each in threading.enumerate()), what="the end of every lender")
 
 
 def borrowed(s: Scene) -> None:

@@ -75,6 +75,10 @@ def on_region(verb: str) -> Callable[..., Any]:
     return act
 
 
+def mapped_for(*, users: Any = ()) -> Any:
+    return vram.Region.from_allocations(drivers.get(HOST), (), location=HOST, users=users)
+
+
 def on_lease(do: Callable[[vram.Lease], Any]) -> Any:
     with vram.attach("a") as lease:
         return do(lease)
@@ -136,6 +140,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "Location": (vram.Location, lambda d: (("cuda", 0), {})),
     "Location.parse": (vram.Location.parse, lambda d: (("cuda:0",), {})),
     "Region.create": (vram.Region.create, lambda d: ((drivers.get(HOST), HOST), {"capacity": G, "nbytes": G})),
+    "Region.from_allocations": (mapped_for, lambda d: ((), {})),
     "AddressReservation.reserve": (vram.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
     "PhysicalAllocation.create": (vram.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),
     "PhysicalAllocation.import_": (vram.PhysicalAllocation.import_, lambda d: ((drivers.get(HOST), 10**6, G), {})),

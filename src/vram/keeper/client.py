@@ -15,6 +15,7 @@ from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError,
 from ..sharing.channel import OwnedFds
 from . import messages as m
 from .conversation import CONNECT_SECONDS, Answer
+from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment
 from .listening import Listening, listen
 from .looking import Looking
@@ -84,12 +85,14 @@ class KeeperClient(Looking):
         UsageError
             For a name, meta or ttl that cannot be.
         AccessDeniedError
-            If the name belongs to another user.
+            If the name belongs to another user, or a lender is at the path.
         CapacityError
             If the keeper has no room for it.
         ProtocolError
             If the keeper finds the memory unfit to be shared.
         """
+        if self.lends:  # it would say so itself, but its socket takes no message with descriptors
+            raise no_keeper(self.path, self.server_pid)
         check_name(name)
         if not 1 <= len(segments) <= MAX_SEGMENTS or len(fds) != len(segments):
             raise UsageError(

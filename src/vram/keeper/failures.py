@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import errors
 from .messages import Error
 
-__all__ = ["failure", "raised"]
+__all__ = ["failure", "no_keeper", "raised"]
 
 _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
@@ -57,3 +57,11 @@ def raised(error: Error) -> errors.VramError:
         busy.holders = tuple(error.details)
         return busy
     return kind(error.text)
+
+
+def no_keeper(path: str, pid: int) -> errors.AccessDeniedError:
+    """Return what is said to whoever asks a lender for what only a keeper does."""
+    return errors.AccessDeniedError(
+        f"{path} is a lender, not a keeper: what it lends is its process's own. Borrow it, or look at it with "
+        f"`vram ls` and `vram show`; only pid {pid} can ask for it back (Lending.revoke)"
+    )

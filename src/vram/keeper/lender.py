@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ..errors import AccessDeniedError, ClosedError, NotFoundError, WaitTimeoutError
+from ..errors import ClosedError, NotFoundError, WaitTimeoutError
 from ..lifetime import Gate, begin, close_all
 from ..sharing.channel import close_fds
 from . import messages as m
@@ -29,6 +29,7 @@ from . import pages
 from .client import own_label
 from .connection import Connection, Held
 from .conversation import own_host
+from .failures import no_keeper
 from .leases import Segment
 from .records import Session
 from .reports import HolderInfo, holder_info
@@ -106,10 +107,7 @@ class LenderService(Service):
             self._handlers[request] = self._refuse
 
     def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:
-        raise AccessDeniedError(
-            f"{self.server.path} is a lender, not a keeper: what it lends is its process's own. Borrow it, or look at "
-            f"it with `vram ls` and `vram show`; only pid {self.server.pid} can ask for it back (Lending.revoke)"
-        )
+        raise no_keeper(self.server.path, self.server.pid)
 
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
         if request.claim:

@@ -105,7 +105,7 @@ class Region(MappedRegion):
             raise CapacityError(f"nbytes {first} is past the capacity of {ceiling} bytes; ask for more capacity")
         if populate is not False and checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
-        whose = chunks.users(driver, users) if users else ()
+        whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # an array has no truth
         where, claim = chunks.reserve(driver, ceiling, place, ())
         region = cls(
             claim,
@@ -193,7 +193,8 @@ class Region(MappedRegion):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        needed, whose = tuple(depends), chunks.users(driver, users) if users else ()
+        needed = tuple(depends)
+        whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
         mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
         region = cls(claim, mapped, right, granularity, imported=True, managed=managed)

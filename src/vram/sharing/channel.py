@@ -452,6 +452,8 @@ class Channel(lifetime.Owned):
             If the other side has closed.
         BusyError
             If too many descriptors of this user are on their way and unread (``ETOOMANYREFS``).
+        AccessDeniedError
+            If the other side takes no descriptors (``SO_PASSRIGHTS``). Nothing was sent, and messages without go on.
         """
         size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
         if not 0 < size <= MAX_MESSAGE or len(fds) > MAX_FDS:
@@ -485,6 +487,11 @@ class Channel(lifetime.Owned):
                 self._poll(select.POLLOUT, left)
             elif error.errno == errno.EBADF and self._handle.is_open:
                 raise UsageError(f"one of the descriptors {list(fds)[:8]} is not open") from None
+            elif error.errno == errno.EPERM and fds:
+                raise AccessDeniedError(
+                    f"the other side takes no descriptors: its socket is set to pass none (SO_PASSRIGHTS), and so a "
+                    f"message with {len(fds)} of them was not sent"
+                ) from None
             else:
                 raise self._translate(error) from None
             self.handle  # noqa: B018  (the check)
