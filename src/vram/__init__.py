@@ -13,6 +13,28 @@ if TYPE_CHECKING:
 
     from . import transports as transports
     from .arrays import Array as Array
+    from .arrays.create import asarray as asarray
+    from .arrays.create import empty as empty
+    from .arrays.create import zeros as zeros
+    from .arrays.route import Route as Route
+    from .arrays.share import copy_in as copy_in
+    from .arrays.share import explain as explain
+    from .arrays.share import share as share
+    from .entries.administration import holders as holders
+    from .entries.administration import list_entries as _list_entries
+    from .entries.administration import remove as remove
+    from .entries.administration import revoke as revoke
+    from .entries.administration import show as show
+    from .entries.administration import statistics as statistics
+    from .entries.attach import attach as attach
+    from .entries.attach import attach_or_publish as attach_or_publish
+    from .entries.borrow import borrow as borrow
+    from .entries.lease import Lease as Lease
+    from .entries.lend import Lending as Lending
+    from .entries.lend import lend as lend
+    from .entries.publish import Published as Published
+    from .entries.publish import publish as publish
+    from .entries.put import put as put
     from .errors import AccessDeniedError as AccessDeniedError
     from .errors import AddressSpaceError as AddressSpaceError
     from .errors import AlignmentError as AlignmentError
@@ -36,29 +58,7 @@ if TYPE_CHECKING:
     from .errors import UsageError as UsageError
     from .errors import VramError as VramError
     from .errors import WaitTimeoutError as WaitTimeoutError
-    from .exchange.array_channel import ArrayChannel as ArrayChannel
-    from .exchange.attach import attach as attach
-    from .exchange.attach import attach_or_publish as attach_or_publish
-    from .exchange.borrow import borrow as borrow
-    from .exchange.create import asarray as asarray
-    from .exchange.create import empty as empty
-    from .exchange.create import zeros as zeros
-    from .exchange.keepers import holders as holders
-    from .exchange.keepers import list_entries as _list_entries
-    from .exchange.keepers import remove as remove
-    from .exchange.keepers import revoke as revoke
-    from .exchange.keepers import show as show
-    from .exchange.keepers import statistics as statistics
-    from .exchange.lease import Lease as Lease
-    from .exchange.lend import Lending as Lending
-    from .exchange.lend import lend as lend
-    from .exchange.publish import Published as Published
-    from .exchange.publish import publish as publish
-    from .exchange.route import Route as Route
-    from .exchange.share import copy_in as copy_in
-    from .exchange.share import explain as explain
-    from .exchange.share import share as share
-    from .exchange.weights import put as put
+    from .handover.array_channel import ArrayChannel as ArrayChannel
     from .keeper import keeper as keeper
     from .keeper.reports import ArrayInfo as ArrayInfo
     from .keeper.reports import EntryInfo as EntryInfo
@@ -91,17 +91,17 @@ _HOMES = {
     "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError DeviceLostError"
     " DriverError ForkedError InternalError LeakWarning MismatchError NotFoundError OutOfMemoryError PeerError"
     " PeerGoneError ProtocolError RangeError ReleaseWarning UnsupportedError UsageError VramError WaitTimeoutError",
-    "exchange.attach": "attach attach_or_publish",
-    "exchange.create": "asarray empty zeros",
-    "exchange.array_channel": "ArrayChannel",
-    "exchange.keepers": "holders list=list_entries remove revoke show statistics",
-    "exchange.publish": "Published publish",
-    "exchange.weights": "put",
-    "exchange.lease": "Lease",
-    "exchange.borrow": "borrow",
-    "exchange.lend": "Lending lend",
-    "exchange.route": "Route",
-    "exchange.share": "copy_in explain share",
+    "entries.attach": "attach attach_or_publish",
+    "arrays.create": "asarray empty zeros",
+    "handover.array_channel": "ArrayChannel",
+    "entries.administration": "holders list=list_entries remove revoke show statistics",
+    "entries.publish": "Published publish",
+    "entries.put": "put",
+    "entries.lease": "Lease",
+    "entries.borrow": "borrow",
+    "entries.lend": "Lending lend",
+    "arrays.route": "Route",
+    "arrays.share": "copy_in explain share",
     "keeper": "keeper=",
     "keeper.reports": "ArrayInfo EntryInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo",
     "keeper.session": "Keeper",
@@ -127,6 +127,8 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
+        if home[0].startswith("arrays"):  # which see no hand-over: this teaches multiprocessing to pass arrays
+            import_module(".handover", __name__)
         module = import_module(f".{home[0]}", __name__)
         value = getattr(module, home[1]) if home[1] else module
         globals()[name] = value  # found without this function from now on

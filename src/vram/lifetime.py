@@ -156,7 +156,7 @@ class Handle:
         return claim
 
     def depend(self, other: Handle) -> None:
-        """Keep `other` until this handle's undo has returned (or :meth:`forgo`)."""
+        """Keep `other` until this handle's undo has returned (or :meth:`drop_dependency`)."""
         serial = next(_serials)
         try:
             with _lock:
@@ -188,12 +188,12 @@ class Handle:
             if _released:
                 _settle()
 
-    def forgo(self, other: Handle) -> None:
+    def drop_dependency(self, other: Handle) -> None:
         """Give up the newest claim that this handle has on `other`."""
         try:
             with _lock:
                 for serial, handle in reversed(tuple(self._depends.items())):
-                    # A finalizer may run here and forgo the same claim: whoever pops it has it, the other looks on.
+                    # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
                     if handle is other and uninterrupted(self._depends.pop, serial, None) is not None:
                         _released.append((other, serial))
                         break

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_LINES = 400
+MAX_LINES = 700
 VAGUE = frozenset({"utils", "util", "helpers", "helper", "common", "core", "base", "misc", "types"})
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])([IS]\d{1,2})(?![A-Za-z0-9])")
@@ -49,7 +49,8 @@ def undocumented(root: Path) -> list[str]:
     A method of a driver may leave its words to the contract it implements, of the same name.
     """
     promised = set()
-    for contract in (root / "src/vram/driver/protocol.py", root / "src/vram/driver/foreign.py"):
+    contracts = {root / "src/vram/driver/protocol.py", root / "src/vram/driver/foreign.py"}
+    for contract in contracts:
         if contract.exists():
             classes = [node for node in ast.parse(contract.read_text()).body if isinstance(node, ast.ClassDef)]
             promised |= {member.name for cls in classes for member in cls.body if isinstance(member, ast.FunctionDef)}
@@ -58,7 +59,7 @@ def undocumented(root: Path) -> list[str]:
         tree = ast.parse(path.read_text())
         if ast.get_docstring(tree) is None:
             found.append(f"{name}: the module")
-        inherited = promised if name.startswith("vram/driver/") and path != contract else set()
+        inherited = promised if name.startswith("vram/driver/") and path not in contracts else set()
         found += [f"{name}:{line}: {what}" for line, what in _bare(tree, "", inherited)]
     return found
 
@@ -98,6 +99,72 @@ def endings(root: Path) -> list[str]:
 _ENDINGS = frozenset(
     {"sys.exit", "os._exit", "os.abort", "os.kill", "os.killpg", "signal.raise_signal", "exit", "quit"}
 )
+
+
+def circles(root: Path) -> list[str]:
+    """Name the circles in which modules of one room import each other, in functions and for type checkers included.
+
+    One line a circle: the room, and its modules in the order of their names.
+    """
+    known = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for name, path in modules(root)}
+    graph = {name: _imported(name, path, known) for name, path in known.items()}
+    found = []
+    left = dict(graph)
+    while left:
+        name = next(iter(left))
+        around = _reached(graph, name)
+        circle = sorted(other for other in around if name in _reached(graph, other)) if name in around else []
+        for member in circle or [name]:
+            left.pop(member, None)
+        if len(circle) > 1:
+            found.append(f"{'.'.join(circle[0].split('.')[:2])}: {', '.join(circle)}")
+    return found
+
+
+def _imported(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
+    """Return the modules of the package that a module imports from: the package itself only where a name is its own."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        base = ".".join([*parts, *([node.module] if node.module else [])])
+        for alias in node.names:
+            target = f"{base}.{alias.name}"
+            found.add(target if target in known else base)
+    return found & known.keys() - {name}
+
+
+def _reached(graph: Mapping[str, set[str]], name: str) -> set[str]:
+    """Return all that can be reached from a module, itself only if it is on a circle."""
+    found: set[str] = set()
+    ahead = list(graph[name])
+    while ahead:
+        one = ahead.pop()
+        if one not in found:
+            found.add(one)
+            ahead += graph[one]
+    return found
+
+
+def driver_errors(root: Path, reasons: Mapping[str, str]) -> list[str]:
+    """Name what is no driver and makes an error of a driver, and the reasons that nothing needs any more."""
+    made = {
+        name
+        for name, path in modules(root)
+        if not name.startswith("vram/driver/")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _DRIVER_ERRORS
+    }
+    given = {name for name, reason in reasons.items() if reason.strip()}
+    return [
+        *(f"{name}: makes an error of a driver, and is none" for name in sorted(made - given)),
+        *(f"{name}: a reason to make errors of a driver, but it makes none" for name in sorted(given - made)),
+    ]
+
+
+_DRIVER_ERRORS = frozenset({"DriverError", "OutOfMemoryError", "AddressSpaceError", "DeviceLostError"})
 
 
 def invariants(text: str) -> dict[str, str]:

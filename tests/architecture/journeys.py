@@ -82,7 +82,7 @@ CEILINGS = {
     "queue: put and get, first time": Ceiling(253, 31, 2),
     "queue: put and get, again": Ceiling(44, 13, 0),
 }
-ATTACH_LOADS = 48  # modules of the package, by the first use of `vram.attach` in a process
+ATTACH_LOADS = 49  # modules of the package, by the first use of `vram.attach` in a process
 
 
 class Steps:
@@ -241,7 +241,7 @@ def _by_name(steps: Steps, path: str) -> dict[str, Counted]:
 
 def _by_queue(steps: Steps) -> dict[str, Counted]:
     """What both processes do, their threads included, until what was put has landed."""
-    from vram.exchange.endpoint import endpoint, shut_down
+    from vram.handover.pickling import endpoint, shut_down
 
     context = multiprocessing.get_context("spawn")
     queue: Any = context.Queue()
@@ -288,8 +288,7 @@ def _by_queue(steps: Steps) -> dict[str, Counted]:
 def _get_all(queue: Any, pipe: Connection) -> None:
     """The other end of the queue: gets what it is told to, and says what that took."""
     steps = start()
-    from vram.exchange.endpoint import shut_down
-    from vram.exchange.fetching import TELL_SECONDS
+    from vram.handover.pickling import TELL_SECONDS, shut_down
 
     held = None  # as somebody does who goes on to use it
     while pipe.recv() is not None:

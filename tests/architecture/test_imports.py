@@ -136,7 +136,7 @@ def test_the_first_use_of_a_verb_loads_what_it_needs_and_not_the_whole_house(
     assert slow_among(loaded, (*allowed, "ctypes", "numpy", "pickle", "vram.driver.host")) == ""
 
 
-@pytest.mark.parametrize("module", ["vram.arrays", "vram.exchange"])
+@pytest.mark.parametrize("module", ["vram.arrays", "vram.handover"])
 def test_torch_is_never_loaded_unasked(module: str) -> None:
     assert "torch" not in loaded_by(f"import {module}")
 

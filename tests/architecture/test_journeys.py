@@ -18,8 +18,8 @@ def test_no_journey_is_longer_than_its_ceiling() -> None:
 def test_the_first_attach_loads_what_attaching_needs() -> None:
     loaded = journeys.loaded_by("import vram; vram.attach")
     needless = {
-        *("vram.exchange.array_channel", "vram.exchange.endpoint", "vram.exchange.handover", "vram.exchange.publish"),
-        *("vram.exchange.placement", "vram.exchange.lend", "vram.keeper.server", "vram.keeper.catalogue"),
+        *("vram.handover.array_channel", "vram.handover.pickling", "vram.handover.exports", "vram.entries.publish"),
+        *("vram.entries.placement", "vram.entries.lend", "vram.keeper.server", "vram.keeper.catalogue"),
         *("vram.keeper.reports", "vram.driver.cuda", "vram.transports", "vram.arrays.torch", "vram.arrays.sources"),
     }
     assert not loaded & needless

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.shared_region"
+    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.region"
 )
 
 from vram import driver as drivers  # noqa: E402

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite(
-    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.shared_region"
+    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.region"
 )
 
 from vram.driver.host import HostDriver  # noqa: E402

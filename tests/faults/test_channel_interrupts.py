@@ -15,7 +15,7 @@ import pytest
 
 from interrupts import interrupt, interrupt_finalizers, room
 from vram import lifetime
-from vram.keeper.listener import Listener
+from vram.keeper.bind import Listener
 from vram.sharing.channel import Channel, accept, take_over
 
 ROOMS = room("sharing/", "lifetime.py", "open_files.py", "std:socket")
@@ -84,7 +84,7 @@ def test_a_path_that_was_taken_away_when_an_interrupt_came_is_not_taken_away_aga
     path = tmp_path / "k"
     for nth in itertools.count(1):
         listener = Listener(str(path))
-        came = interrupt(nth, listener.unlink, room("keeper/listener.py"), returns=False)
+        came = interrupt(nth, listener.unlink, room("keeper/bind.py"), returns=False)
         assert path.exists() or listener.inode is None, f"an interrupt at point {nth}"
         listener.unlink()
         assert not path.exists()

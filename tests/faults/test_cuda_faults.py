@@ -21,7 +21,8 @@ import pytest
 import standin
 from vram import lifetime
 from vram.arrays import Array
-from vram.arrays.cuda import copy_rows, of_array
+from vram.arrays.gpu import copy_rows
+from vram.arrays.sources import of_array
 from vram.driver.cuda import CudaDriver
 from vram.errors import DriverError, OutOfMemoryError, ProtocolError, ReleaseWarning, UnsupportedError, VramError
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region

@@ -175,7 +175,7 @@ def test_an_undo_that_is_always_interrupted_is_given_up_and_said_i12() -> None:
     (stuck,) = lifetime.stuck()
     assert base.handle.holders() == ("owner", "stubborn")  # what it stands on stays (I1)
     lifetime._stuck.remove(stuck)
-    stuck.forgo(base.handle)
+    stuck.drop_dependency(base.handle)
     base.release()
 
 

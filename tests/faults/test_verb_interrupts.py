@@ -23,8 +23,8 @@ import pytest
 import vram
 from interrupts import Point, chosen, interrupt, points, room
 from vram import driver, lifetime
-from vram.exchange.by_name import attach_array
-from vram.exchange.endpoint import Endpoint, endpoint, shut_down
+from vram.entries.lease import attach_array
+from vram.handover.pickling import Endpoint, endpoint, shut_down
 from vram.keeper.client import KeeperClient, PublishClaim, close_client
 from vram.keeper.private import private_keeper, short_directory
 from vram.sharing.channel import close_fds
@@ -33,7 +33,16 @@ from vram.testing.keeper import SOON, until
 
 # Memory and handles have a test of their own; the long form interrupts there, too, and in what the standard library
 # does on its behalf.
-ROOMS = room("exchange/", "keeper/", "sharing/", "open_files.py")
+ROOMS = room(
+    "entries/",
+    "handover/",
+    "arrays/create.py",
+    "arrays/share.py",
+    "arrays/route.py",
+    "keeper/",
+    "sharing/",
+    "open_files.py",
+)
 EVERYWHERE = room("", "std:threading", "std:concurrent/", "std:contextlib", "std:selectors", "std:socket")
 ROWS = (4, 1000)
 
@@ -258,7 +267,7 @@ def to_pickle_first(s: Scene) -> None:
 
 
 def write_down(s: Scene) -> None:
-    s.other = endpoint().write_down(s.mine)
+    s.other = endpoint().reduce(s.mine)
 
 
 def pickled(s: Scene) -> None:
@@ -295,12 +304,12 @@ def unpickled(s: Scene) -> None:
     if s.other is not None and not s.was_interrupted:
         read(s).close()
     s.other = None
-    locks = [part._lock for each in (here, s.ends) for part in (each, each.flights, *each._sources.values())]
+    locks = [part._lock for each in (here, s.ends) for part in (each, each.flights, *each._clients.values())]
     assert not any(lock.locked() for lock in locks), "a lock was left taken"
-    with s.ends.read(*here.write_down(s.mine)) as array:
+    with s.ends.read(*here.reduce(s.mine)) as array:
         assert array.shape == s.mine.shape
     until(lambda: not here.flights._flights, seconds=SOON / 4, what="the end of what is in flight")
-    sources = s.ends._sources.values()
+    sources = s.ends._clients.values()
     until(lambda: all(each._answers.empty() for each in sources), seconds=SOON / 4, what="the end of a late answer")
     s.ends.close()
     s.mine.close()

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from vram.entries.lease import Lease
 from vram.errors import ProtocolError, UnsupportedError, VramError
-from vram.exchange.lease import Lease
 from vram.keeper.client import Attachment, KeeperClient, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (

@@ -22,8 +22,8 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.keeper import conversation
 from vram.keeper import messages as m
+from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel, close_fds
@@ -135,8 +135,8 @@ BAD_ANSWERS: list[tuple[str, Any, Sequence[Any]]] = [
         [(m.encode(m.Attached(1, 1, 1, m.Entry("w", 1, 0, False, [m.Piece(1, 1, 9)], ["host"], b"", False, {}))), 1)],
     ),
     ("descriptors with what has none", "list", [(m.encode(m.Listing(1, [], False)), 5)]),
-    ("parts for ever", "publish", [m.encode(m.Continue(1, 1))]),
-    ("an end in the middle", "publish", [m.encode(m.Continue(1, 0))]),
+    ("parts for ever", "publish", [m.encode(m.NextPart(1, 1))]),
+    ("an end in the middle", "publish", [m.encode(m.NextPart(1, 0))]),
 ]
 
 
@@ -192,7 +192,7 @@ def test_answers_that_nobody_waits_for_are_given_back() -> None:
 
 
 def test_a_keeper_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation.Conversation, "grace", 0.1)
+    monkeypatch.setattr(rpc_connection.RpcConnection, "grace", 0.1)
     with impostor(says()) as path, KeeperClient.connect(path) as client:
         with pytest.raises(WaitTimeoutError, match="did not answer"):
             client.list()

@@ -23,10 +23,10 @@ from tests.processes.other_users import OTHER, keeper_of
 
 from vram.errors import CapacityError, ProtocolError, UsageError, VramError
 from vram.keeper import messages as m
+from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
-from vram.keeper.listener import Listener
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.strangers import StrangersCloser
+from vram.keeper.slow_close import SlowCloser
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import (
     FUTURE_WRITE,
@@ -265,7 +265,7 @@ def test_who_has_more_than_a_few_descriptors_to_be_closed_sends_no_more_and_all_
     """Planted: closing that never ends."""
     held, release, room = threading.Event(), threading.Event(), threading.Event()
     own, one, another = 0, 1, 2
-    closer = StrangersCloser(3 * 8, 8, own, room.set)
+    closer = SlowCloser(3 * 8, 8, own, room.set)
     closed: list[str] = []
 
     class Stuck(socket.socket):
@@ -308,7 +308,7 @@ def test_who_has_more_than_a_few_descriptors_to_be_closed_sends_no_more_and_all_
 
 @pytest.mark.parametrize("sent", [[], [b"x"], [b"x"] * 63, [b"", b"x", b""]])
 def test_a_socket_without_unread_descriptors_is_closed_at_once(sent: list[bytes]) -> None:
-    closer = StrangersCloser(24, 8, 0, lambda: None)
+    closer = SlowCloser(24, 8, 0, lambda: None)
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
         for payload in sent:
@@ -320,7 +320,7 @@ def test_a_socket_without_unread_descriptors_is_closed_at_once(sent: list[bytes]
 
 @pytest.mark.parametrize("before", [[], [b"x"], [b""], [b"x"] * 70])
 def test_a_socket_with_unread_descriptors_is_closed_elsewhere(before: list[bytes]) -> None:
-    closer, done = StrangersCloser(24, 8, 0, lambda: None), threading.Event()
+    closer, done = SlowCloser(24, 8, 0, lambda: None), threading.Event()
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with far:
         for payload in before:
@@ -368,7 +368,7 @@ def test_descriptors_where_none_belong(keeper: KeeperProcess) -> None:
 def test_wrong_parts(keeper: KeeperProcess) -> None:
     def begin(peer: Peer, fds: list[int]) -> None:
         reply = peer.ask(m.encode(m.Publish(1, "hostile", [PIECE] * 300, ["host"])), fds * 100)
-        assert reply == m.Continue(1, 100)
+        assert reply == m.NextPart(1, 100)
 
     with memfds(1) as fds:
         for wrong in (
@@ -407,7 +407,7 @@ def test_publications_that_are_never_finished_are_bounded(keeper: KeeperProcess,
             peer.ask(m.encode(m.Publish(call, f"hostile/{call}", [PIECE] * 300, ["host"])), fds * MAX_FDS)
             for call in range(1, 30)
         ]
-    begun = [reply for reply in replies if isinstance(reply, m.Continue)]
+    begun = [reply for reply in replies if isinstance(reply, m.NextPart)]
     assert 0 < len(begun) < len(replies)
     peer.close()
 

@@ -28,12 +28,7 @@ from tests.processes.other_users import OTHER, as_user
 
 import vram
 from vram.errors import CapacityError, ProtocolError, VramError
-from vram.keeper import (
-    admission,
-    pages,
-    reports,  # noqa: F401  (what becomes another user may not be able to read it then)
-    strangers,
-)
+from vram.keeper import admission, listing, reports, slow_close  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper import server as server_module
 from vram.keeper.accounts import Quotas
@@ -42,8 +37,8 @@ from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment, close_clients
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
+from vram.keeper.slow_close import SlowCloser
 from vram.keeper.snapshot import restore, save
-from vram.keeper.strangers import StrangersCloser
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
@@ -133,11 +128,11 @@ def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
     older.attach(older.sessions[session.id], "c", 0.0)
     server = SimpleNamespace(catalogue=older, pid=1, started=0.0, now=lambda: 1.0, connections=())
     said: list[m.Reply] = [
-        pages.entries(older, m.List(1), 1.0),
-        pages.versions(older, m.Versions(1, "c"), 1.0),
-        pages.holders(older, m.Holders(1, "a", 1), 1.0),
-        pages.leases(older, older.sessions[session.id], m.Leases(1), 1.0),
-        pages.statistics(server, m.Statistics(1)),  # type: ignore[arg-type]
+        listing.entries(older, m.List(1), 1.0),
+        listing.versions(older, m.Versions(1, "c"), 1.0),
+        listing.holders(older, m.Holders(1, "a", 1), 1.0),
+        listing.leases(older, older.sessions[session.id], m.Leases(1), 1.0),
+        listing.statistics(server, m.Statistics(1)),  # type: ignore[arg-type]
     ]
     heard: list[Any] = [m.decode_reply(m.encode(reply)) for reply in said]
     assert [row.held for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
@@ -372,7 +367,7 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
         said = told(lambda: send_half(keeper.path, 8 * MIB))
         assert len(said) == 4, said
         begun, counted, late, after = said
-        assert begun == m.Continue(1, 1)
+        assert begun == m.NextPart(1, 1)
         assert counted.nbytes == 8 * MIB
         assert (late.kind, "for 1 s" in late.text) == ("NotFoundError", True)
         assert (after.nbytes, after.descriptors, after.connections) == (0, 0, 1)
@@ -383,7 +378,7 @@ def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
         peer = Peer(keeper.path)
         reply = peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 4, ["host"])), fds[:1])
         for index in range(1, 4):
-            assert reply == m.Continue(max(1, index), index)
+            assert reply == m.NextPart(max(1, index), index)
             time.sleep(0.8)  # together longer than the keeper's patience
             reply = peer.ask(m.encode(m.Part(index + 1, 1, index)), fds[index : index + 1])
         assert reply == m.Published(4, 1)
@@ -393,7 +388,7 @@ def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
 def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
     with open_keeper("--patience", "1") as keeper, memfds(1, MIB) as fds:
         peer = Peer(keeper.path)
-        assert peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 2, ["host"])), fds) == m.Continue(1, 1)
+        assert peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 2, ["host"])), fds) == m.NextPart(1, 1)
         with running(keeper.path, "--mode", "0666", "--patience", "1", "--takeover"):
             with KeeperClient.connect(keeper.path) as good:
                 assert good.statistics().nbytes == MIB
@@ -482,7 +477,7 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
                 published = taken()
                 for number in range(16):  # half a publication, and one who waits, remember as much
                     half = m.Publish(2 * number + 1, f"h{number}", [PIECE] * 2, ["host"], meta=TALKATIVE)
-                    assert isinstance(peer.ask(m.encode(half), fds[:1]), m.Continue)
+                    assert isinstance(peer.ask(m.encode(half), fds[:1]), m.NextPart)
                     peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
                 until(lambda: client.statistics().waiting == 16)
                 until(lambda: taken() - published < 32 * 8_000, seconds=2, what="8,000 bytes for each that waits")
@@ -546,8 +541,8 @@ def test_s7_a_page_is_never_longer_than_a_message() -> None:
 
 def test_memory_is_closed_elsewhere_by_what_is_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freeing 512 MiB behind a file of 4 KiB takes 0.1 s, in which nobody else would be served."""
-    monkeypatch.setattr(strangers, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
-    closer = StrangersCloser(100, 25, 0, lambda: None)
+    monkeypatch.setattr(slow_close, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
+    closer = SlowCloser(100, 25, 0, lambda: None)
     with loaded(4096, MIB) as big, memfds(1) as (small,):
         numbers = [os.dup(big), os.dup(small)]
         closer.close_fds(numbers, OTHER)
@@ -560,9 +555,9 @@ def test_memory_is_closed_elsewhere_by_what_is_behind_it(monkeypatch: pytest.Mon
 
 def test_what_takes_longer_than_a_moment_to_close_is_closed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little memory it is: a file with thousands of locks."""
-    monkeypatch.setattr(strangers, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
-    monkeypatch.setattr(strangers, "MOMENT", -1.0)
-    closer = StrangersCloser(100, 25, 0, lambda: None)
+    monkeypatch.setattr(slow_close, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
+    monkeypatch.setattr(slow_close, "MOMENT", -1.0)
+    closer = SlowCloser(100, 25, 0, lambda: None)
     with memfds(1) as (small,):
         numbers = [os.dup(small) for _ in range(3)]
         closer.close_fds(numbers, OTHER)

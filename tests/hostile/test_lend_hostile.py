@@ -16,18 +16,18 @@ import standin
 import vram
 from strangers import Maker
 from vram import driver as drivers
+from vram.entries.lease import Lease
 from vram.errors import AddressSpaceError, DriverError, ProtocolError, UnsupportedError, VramError
-from vram.exchange.lease import Lease
-from vram.exchange.wire import (
-    Dropped,
+from vram.handover.messages import (
     EventIs,
-    Forget,
-    GoOn,
     MemoryPart,
+    NextPart,
     Part,
     Reference,
     Returned,
     Shared,
+    Unmap,
+    Unref,
     Value,
     encode,
 )
@@ -315,8 +315,8 @@ def conversation(theirs: Theirs) -> list[tuple[Any, bool]]:
         (Shared(Reference(2, 1, 64, "int64", (10,)), 2), False),
         (Shared(Reference(1, 1, 0, "uint8", (GRANULE,)), 3), False),
         (Value([1, "two"]), False),
-        (GoOn(), False),
-        (Forget((1,)), False),
+        (NextPart(), False),
+        (Unmap((1,)), False),
     ]
 
 
@@ -355,8 +355,8 @@ SAID: dict[str, Callable[[Theirs], list[tuple[Any, list[int]]]]] = {
     "event number 2**40": lambda t: [(EventIs(2**40, EventEntry(t.uuid, t.event)), [])],
     "an event twice": lambda t: [(EventIs(1, EventEntry(t.uuid, t.event)), [])] * 2,
     "an event of the host": lambda t: [(EventIs(1, EventEntry("host", t.event)), [])],
-    "given back what was never sent": lambda t: [(Dropped(((1, 1),)), [])],
-    "given back no times": lambda t: [(Dropped(((1, 0),)), [])],
+    "given back what was never sent": lambda t: [(Unref(((1, 1),)), [])],
+    "given back no times": lambda t: [(Unref(((1, 0),)), [])],
     "returned what was never sent": lambda t: [(Returned(Reference(1, 0, 0, "uint8", (1,))), [])],
     "a handle and two descriptors": lambda t: [
         (Part(MemoryPart(1, 0, True, True, t.memory(POOL), t.pointer, 0)), [t.pool_fd, t.pool_fd])

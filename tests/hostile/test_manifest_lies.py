@@ -12,10 +12,10 @@ import pytest
 from tests.hostile.test_descriptor_fuzz import _Nobody
 
 from vram.driver import libc
+from vram.entries import manifests
+from vram.entries.lease import Lease
+from vram.entries.manifests import read_sealed
 from vram.errors import ProtocolError
-from vram.exchange import mapping
-from vram.exchange.lease import Lease
-from vram.exchange.mapping import read_sealed
 from vram.keeper.client import Attachment, Segment
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
@@ -105,7 +105,7 @@ def test_s7_a_manifest_longer_than_its_memory_is_refused(said: int) -> None:
 
 
 def test_s7_a_manifest_longer_than_any_is_refused_also_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "MAX_MANIFEST", GRANULE)  # a smaller one, so that nobody reads 256 MiB
+    monkeypatch.setattr(manifests, "MAX_MANIFEST", GRANULE)  # a smaller one, so that nobody reads 256 MiB
     for said in (GRANULE, GRANULE + 1):
         fd = sealed(said, nbytes=3 * GRANULE)
         try:

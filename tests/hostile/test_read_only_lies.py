@@ -28,8 +28,8 @@ from tests.processes.other_users import OTHER, as_user
 import vram
 from vram import driver as drivers
 from vram.driver import seals
+from vram.entries.lease import Lease
 from vram.errors import BusyError, ProtocolError
-from vram.exchange.lease import Lease
 from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
 from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (

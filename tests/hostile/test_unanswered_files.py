@@ -28,8 +28,8 @@ import vram
 from vram import driver as drivers
 from vram import open_files
 from vram.driver import memfds as memfds_module
+from vram.entries import manifests
 from vram.errors import ProtocolError
-from vram.exchange import mapping
 from vram.keeper import admission
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment, close_client
@@ -124,7 +124,7 @@ def test_the_host_driver_refuses_it_in_time(files: Unanswered, name: str) -> Non
         lambda: driver.mem_import(fd, HandleKind.POSIX_FD, GRANULE),
         lambda: driver.mem_map_import(address, GRANULE, fd, HandleKind.POSIX_FD, Access.READ, private=False),
         lambda: driver.mem_identity(fd),
-        lambda: mapping.read_sealed(fd),
+        lambda: manifests.read_sealed(fd),
     ]
     try:
         with promptly(files):

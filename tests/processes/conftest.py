@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import vram
-from vram.exchange import endpoint
+from vram.handover import pickling
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_keeper
 from vram.testing.keeper import until
@@ -41,4 +41,4 @@ def kept(running_keeper: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[vram.
 def hand_over() -> Iterator[None]:
     """Arrays may travel in pickles of multiprocessing; afterwards nobody knows of it."""
     yield
-    endpoint.shut_down()
+    pickling.shut_down()

@@ -10,7 +10,7 @@ import numpy as np
 
 import vram
 from vram import driver as drivers
-from vram.exchange import endpoint
+from vram.handover import pickling
 from vram.spec import Location
 
 
@@ -70,7 +70,7 @@ def from_queue(incoming: Any, outgoing: Any) -> None:
     while (array := incoming.get()) is not None:
         outgoing.put(float(array.to_host().sum()))
         del array
-    endpoint.shut_down()
+    pickling.shut_down()
 
 
 def devices(pipe: Connection) -> None:

@@ -22,7 +22,7 @@ from strangers import CudaStranger
 from vram import driver as drivers
 from vram import lifetime
 from vram.errors import VramError
-from vram.exchange import endpoint
+from vram.handover import pickling
 from vram.keeper.client import close_clients
 from vram.spec import HandleKind, Location
 
@@ -223,7 +223,7 @@ class Hand:
                     said[name] = ("", "")
                 except VramError as error:
                     said[name] = (type(error).__name__, str(error))
-        endpoint.shut_down()
+        pickling.shut_down()
         with vram.copy_in(array) as copied:
             said["copy"] = (type(copied).__name__, str(vram.explain(copied)))
         return said

@@ -252,7 +252,7 @@ def test_what_is_shared_in_place_stays_the_loaders_own() -> None:
 def test_what_is_removed_at_once_is_loaded_again() -> None:
     """Between publishing and attaching there is a moment; who loses it tries again."""
     loads: list[int] = []
-    client = vram.exchange.keepers.connect(None)
+    client = vram.entries.keepers.connect(None)
     really = client.lease
 
     def lease(name: str, **options: Any) -> Any:

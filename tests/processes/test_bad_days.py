@@ -30,7 +30,7 @@ from vram.errors import (
     VramError,
     WaitTimeoutError,
 )
-from vram.keeper import conversation
+from vram.keeper import rpc_connection
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
@@ -308,7 +308,7 @@ def test_a_socket_of_another_kind_is_no_keeper(place: str) -> None:
 def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
     place: str, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = conversation.Conversation.connect.__func__
+    function = rpc_connection.RpcConnection.connect.__func__
     monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "timeout": 0.2})
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(place)

@@ -23,12 +23,12 @@ from tests.processes.other_users import OTHER, as_user
 
 import vram
 from vram.errors import BusyError, ClosedError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from vram.exchange import endpoint as module
-from vram.exchange import fetching, flights
-from vram.exchange.endpoint import endpoint
-from vram.exchange.handover import Lender
-from vram.exchange.reducers import _rebuild
-from vram.exchange.wire import Part, Reference, encode
+from vram.handover import pickling
+from vram.handover import pickling as module
+from vram.handover.exports import ExportTable
+from vram.handover.messages import Part, Reference, encode
+from vram.handover.pickling import endpoint
+from vram.handover.reducers import _rebuild
 from vram.sharing.channel import Channel
 from vram.testing.keeper import AT_ONCE, SOON, WRITABLE, make_memfd, until
 
@@ -328,7 +328,7 @@ def test_unpickling_twice_gives_two_arrays_on_one_memory(servant: Servant) -> No
 
 def test_flights_that_nobody_ends_end_in_time(monkeypatch: pytest.MonkeyPatch, servant: Servant) -> None:
     module.shut_down()
-    monkeypatch.setattr(flights, "FLIGHT_SECONDS", 0.3)
+    monkeypatch.setattr(pickling, "FLIGHT_SECONDS", 0.3)
     with rows() as kept_array:
         forgotten = dumps(kept_array)
         with rows() as a:
@@ -346,15 +346,15 @@ def test_flights_that_nobody_ends_end_in_time(monkeypatch: pytest.MonkeyPatch, s
 def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
     """Each word wakes a thread here. What is not said before the end would stay in flight for ten minutes."""
     words: list[int] = []
-    really = flights.Flights.land
+    really = pickling.Flights.land
 
-    def land(self: flights.Flights, memory: int, times: list[int], by: int) -> None:
+    def land(self: pickling.Flights, memory: int, times: list[int], by: int) -> None:
         words.extend(times)
         really(self, memory, times, by)
 
     incoming = SPAWN.SimpleQueue()
     with pytest.MonkeyPatch.context() as patch, rows() as a:
-        patch.setattr(flights.Flights, "land", land)
+        patch.setattr(pickling.Flights, "land", land)
         for _ in range(200):
             incoming.put(a)
         process = SPAWN.Process(target=workers.take, args=(incoming, 200))
@@ -370,13 +370,13 @@ def test_who_takes_much_says_so_in_few_words_and_before_it_ends() -> None:
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptors would stay open until the next fetch."""
-    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.01)
+    monkeypatch.setattr(pickling, "FETCH_SECONDS", 0.01)
     near, far = Channel.pair()
-    source = fetching.Source(near)
+    source = pickling.FetchClient(near)
     with rows() as a, far:
         with pytest.raises(WaitTimeoutError, match="memory 1 was not sent"):
             source.array(Reference(1, 1, 0, "uint8", (1,)))
-        ((part, fds),) = Lender(lambda number: None).lend(a).parts(0)
+        ((part, fds),) = ExportTable(lambda number: None).export(a).parts(0)
         far.send(encode(Part(part)), fds)
         before = len(os.listdir("/proc/self/fd"))
         source.hear()
@@ -414,7 +414,7 @@ def test_a_queue_that_is_still_in_use_keeps_its_flights() -> None:
     a = rows()
     dumps(a)
     (flight,) = endpoint().flights._flights.values()
-    flight.since -= 10 * flights.FLIGHT_SECONDS
+    flight.since -= 10 * pickling.FLIGHT_SECONDS
     pickled = dumps(a)
     del a
     gc.collect()
@@ -423,14 +423,14 @@ def test_a_queue_that_is_still_in_use_keeps_its_flights() -> None:
     assert found.numpy()[9, 3] == 39
     found.close()
     del found
-    flight.since -= 10 * flights.FLIGHT_SECONDS
+    flight.since -= 10 * pickling.FLIGHT_SECONDS
     endpoint().flights.end_stale()
     until(lambda: mappings() == 0)
 
 
 def test_a_worker_that_is_killed_costs_nothing_for_good(mortal: Servant, monkeypatch: pytest.MonkeyPatch) -> None:
     module.shut_down()
-    monkeypatch.setattr(flights, "FLIGHT_SECONDS", 0.3)
+    monkeypatch.setattr(pickling, "FLIGHT_SECONDS", 0.3)
     with rows() as a:
         mortal("keep", "a", a)
         until(landed)
@@ -451,7 +451,7 @@ def test_what_a_killed_process_was_to_take_can_be_shrunk_at_once(
     mortal: Servant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who holds it is named before; what others are to take stays as it was; a time nobody waits for is not awaited."""
-    monkeypatch.setattr(flights, "ORPHAN_SECONDS", 10 * SOON)
+    monkeypatch.setattr(pickling, "ORPHAN_SECONDS", 10 * SOON)
     module.shut_down()
     with rows(200_000, chunk="2MiB") as a, rows(200_000, chunk="2MiB") as b:
         dumps(a)
@@ -496,7 +496,7 @@ def test_what_a_killed_process_was_to_take_is_freed_soon(mortal: Servant, monkey
     assert loads(pickled.pop()).numpy()[9, 3] == 39, "whoever comes next finds it"
     assert len(endpoint().flights._orphans) == 2
     for flight in endpoint().flights._orphans:
-        endpoint().flights._orphans[flight] -= flights.ORPHAN_SECONDS
+        endpoint().flights._orphans[flight] -= pickling.ORPHAN_SECONDS
     endpoint()._poke()
     until(lambda: mappings() == before + 1, seconds=AT_ONCE)
     for one in pickled:
@@ -514,9 +514,9 @@ def test_what_others_may_take_is_not_given_up_with_one_of_them(mortal: Servant, 
         servant("keep", "a", a)
         until(landed)
         dumps(a)
-        (mine,) = (reader for reader in endpoint()._readers.values() if reader.pid == mortal.process.pid)
+        (mine,) = (reader for reader in endpoint()._servers.values() if reader.pid == mortal.process.pid)
         mortal.kill()
-        until(lambda: mine not in endpoint()._readers.values(), seconds=AT_ONCE)
+        until(lambda: mine not in endpoint()._servers.values(), seconds=AT_ONCE)
         assert not endpoint().flights._orphans
         with pytest.raises(BusyError, match=f"Have process {servant.process.pid} take it"):
             a.resize(8)
@@ -536,7 +536,7 @@ def test_who_ends_of_its_own_accord_leaves_the_rest_to_others() -> None:
     process.join(SOON)
     assert process.exitcode == 0
     process.close()
-    until(lambda: not endpoint()._readers, seconds=AT_ONCE)
+    until(lambda: not endpoint()._servers, seconds=AT_ONCE)
     assert not endpoint().flights._orphans
     assert incoming.get().numpy()[9, 3] == 39
     incoming.close()
@@ -550,13 +550,13 @@ def test_an_array_that_its_sender_has_can_be_shrunk_once_nobody_seems_to_wait() 
         (flight,) = endpoint().flights._flights.values()
         with pytest.raises(BusyError, match="in flight"):
             a.resize(8)
-        flight.since -= 2 * flights.FLIGHT_SECONDS
+        flight.since -= 2 * pickling.FLIGHT_SECONDS
         endpoint().flights.end_stale()
         assert loads(pickled) is a
         dumps(a)
-        a_again = endpoint().flights._flights[flight.lent.id, flight.by]
+        a_again = endpoint().flights._flights[flight.export.id, flight.by]
         assert a_again.pin is not None, "what is pickled anew is pinned anew"
-        a_again.since -= 2 * flights.FLIGHT_SECONDS
+        a_again.since -= 2 * pickling.FLIGHT_SECONDS
         endpoint().flights.end_stale()
         a.resize(8)
     module.shut_down()
@@ -588,7 +588,7 @@ def test_what_a_killed_process_made_stays_readable(mortal: Servant) -> None:
     more = mortal("make", "z", 7)
     late = mortal("write_down", "z")
     mortal.kill()
-    until(lambda: not endpoint()._sources, what="the news of its end")
+    until(lambda: not endpoint()._clients, what="the news of its end")
     assert a.numpy().sum() == 200
     with pytest.raises(PeerGoneError, match="publish arrays that must outlive"):
         loads(late)
@@ -873,7 +873,7 @@ ANSWERS: list[tuple[list[Any], type[Exception]]] = [
 
 
 def test_s7_an_address_that_answers_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.2)
+    monkeypatch.setattr(pickling, "FETCH_SECONDS", 0.2)
     for answers, error in ANSWERS:
         print(answers)
         with Impostor(*answers) as impostor, pytest.raises(error):
@@ -883,7 +883,7 @@ def test_s7_an_address_that_answers_nonsense_is_refused(monkeypatch: pytest.Monk
 def test_what_could_not_be_unpickled_is_not_kept_for_ever() -> None:
     """It is not in its queue any more: nobody would ever take it."""
     with rows() as a:
-        address, *rest = endpoint().write_down(a)
+        address, *rest = endpoint().reduce(a)
         rest[3] = "a type of tomorrow"
         with pytest.raises(ProtocolError, match="whose type this process does not know"):
             _rebuild(address, *rest)
@@ -901,7 +901,7 @@ def test_s7_an_address_may_not_describe_more_than_it_sends() -> None:
 
 def test_s7_a_late_answer_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one who asked has given up; the next who asks gets its own answer, and no descriptor is left."""
-    monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.3)
+    monkeypatch.setattr(pickling, "FETCH_SECONDS", 0.3)
     answers = threading.Event()
     address = f"\0late-{os.getpid()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -927,7 +927,7 @@ def test_s7_a_late_answer_is_not_taken_for_another(monkeypatch: pytest.MonkeyPat
     with pytest.raises(WaitTimeoutError):
         ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 1)))
     answers.set()
-    monkeypatch.setattr(fetching, "FETCH_SECONDS", SOON)
+    monkeypatch.setattr(pickling, "FETCH_SECONDS", SOON)
     with ForkingPickler.loads(ForkingPickler.dumps(_Reference(address, 2))) as found:
         assert found.numpy()[0] == 2
     del found
@@ -947,7 +947,7 @@ def test_after_the_end_there_is_a_new_beginning() -> None:
         module.shut_down()
         module.shut_down()
         with pytest.raises(ClosedError):
-            first.write_down(a)
+            first.reduce(a)
         assert endpoint() is not first
         with pytest.raises(PeerGoneError):
             loads(pickled)

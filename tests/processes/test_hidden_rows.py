@@ -18,7 +18,7 @@ import pytest
 import vram
 from vram.arrays import weights
 from vram.driver import get
-from vram.exchange import hidden
+from vram.entries import placement
 from vram.keeper.client import KeeperClient, close_client
 from vram.memory import Region
 from vram.spec import HOST
@@ -248,7 +248,7 @@ def test_what_is_between_arrays_is_looked_at_up_to_a_bound(monkeypatch: pytest.M
         a.fill(SHOWN)
         b.fill(SHOWN)
         with monkeypatch.context() as patch:
-            patch.setattr(hidden, "_MOST_READ", MIB)
+            patch.setattr(placement, "_MOST_READ", MIB)
             assert len(vram.publish("n", {"a": a, "b": b}, writable=True).copied) == 2
         assert vram.publish("n", {"a": a, "b": b}, writable=True).zero_copy
         driver.fill(region.address + 5 * MIB, SECRET, 1)

@@ -32,7 +32,7 @@ from vram.errors import (
     PeerGoneError,
     UsageError,
 )
-from vram.keeper import catalogue, listening
+from vram.keeper import catalogue, notices
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.testing.keeper import AT_ONCE, SOON, until
@@ -316,7 +316,7 @@ def test_a_reader_is_told_once_in_a_thread_of_the_library(kept: vram.Keeper) -> 
         until(lambda: len(heard) == 2)
         assert heard == [(lease, THREAD), (other, "")]
         until(lambda: not listens(), what="the end of the thread")
-    assert not listening._thread._left, "those who were told have nothing to leave"
+    assert not notices._thread._left, "those who were told have nothing to leave"
 
 
 def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
@@ -325,7 +325,7 @@ def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
         asked = threading.Event()
         heard: list[bool] = []
         lease.on_revoke(lambda _: heard.append(asked.is_set()))
-        (line,) = listening._thread._lines
+        (line,) = notices._thread._lines
         publish()
         vram.remove("n")
         # The answer to this comes behind the news of both, on the same connection.
@@ -347,7 +347,7 @@ def test_who_stopped_listening_is_not_called(kept: vram.Keeper) -> None:
             os.close(fd)
         heard: list[str] = []
         owner = threading.Event()  # anything that lives
-        listenings: list[listening.Listening] = []
+        listenings: list[notices.Subscription] = []
 
         def tell(_: threading.Event) -> None:
             heard.append("told")
@@ -542,7 +542,7 @@ def test_i7_a_forked_child_does_not_listen_and_leaves_its_parent_listening(kept:
                         own.on_revoke(lambda one: one.close())
                         left = vram.revoke("n", timeout=0.2)
                         until(lambda: own.is_closed)
-                    status = 0 if not listening._thread._left and len(left.holders) <= 2 and not heard else 2
+                    status = 0 if not notices._thread._left and len(left.holders) <= 2 and not heard else 2
             finally:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
@@ -555,19 +555,19 @@ def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatc
     assert catalogue.MAX_WATCHES == 1_024
     publish()
     publish("other")
-    watch = listening._Line.watch
+    watch = notices._Line.watch
 
-    def limited(self: listening._Line, wanted: listening.Listening) -> None:
+    def limited(self: notices._Line, wanted: notices.Subscription) -> None:
         if self.listeners:
             raise vram.CapacityError("full")
         watch(self, wanted)
 
-    monkeypatch.setattr(listening._Line, "watch", limited)
+    monkeypatch.setattr(notices._Line, "watch", limited)
     with vram.attach("n") as lease, vram.attach("other") as other:
         heard: list[vram.Lease] = []
         for one in (lease, other):
             one.on_revoke(heard.append)
-        assert len(listening._thread._lines) == 2
+        assert len(notices._thread._lines) == 2
         assert sum(thread.name == THREAD for thread in threading.enumerate()) == 1
         for name in ("n", "other"):
             vram.revoke(name, timeout=0)
@@ -601,8 +601,8 @@ def test_listening_and_closing_in_many_threads_leaves_nothing(kept: vram.Keeper)
         assert not thread.is_alive()
     assert [came for _, came in running] == [[None]] * 4
     until(lambda: not listens(), what="the end of the thread")
-    assert not listening._thread._lines
-    assert not listening._thread._left
+    assert not notices._thread._lines
+    assert not notices._thread._left
 
 
 # -- who holds what -------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from msgspec import Struct
 from tests.processes.other_users import OTHER, as_user
 
 from vram.errors import CapacityError, NotFoundError, PeerGoneError, WaitTimeoutError
-from vram.keeper import conversation, takeover
 from vram.keeper import messages as m
+from vram.keeper import rpc_connection, takeover
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Watch
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import Books
@@ -180,7 +180,7 @@ def scene(path: str) -> Iterator[Scene]:
             partial.send(
                 m.encode(m.Publish(7, "partial", [m.Piece(4096, 1, 0)] * 300, ["host"])), fds[:253], timeout=SOON
             )
-            assert m.decode_reply(partial.recv(timeout=SOON)[0]) == m.Continue(7, 253)
+            assert m.decode_reply(partial.recv(timeout=SOON)[0]) == m.NextPart(7, 253)
         claim = publisher.attach_or_claim("claimed")
         assert isinstance(claim, PublishClaim)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -273,7 +273,7 @@ def test_successors_in_a_row_say_whom_they_took_over_from(place: str) -> None:
         first = KeeperProcess(path)
         stack.callback(first.stop)
         waits = stack.enter_context(Channel.connect(path, SOON))  # as the second successor does, in its turn
-        conversation.greet(waits, path, "successor", SOON)
+        rpc_connection.greet(waits, path, "successor", SOON)
         second = KeeperProcess(path, ["--takeover"])
         stack.callback(second.stop)
         first.process.wait(SOON)
@@ -386,8 +386,8 @@ def test_after_a_successor_died_clients_see_who_really_serves(place: str) -> Non
 def test_a_keeper_killed_before_any_message_is_survived_by_what_its_successor_has(place: str) -> None:
     """Without its Commit the successor ends and says so; once it has sent it, it serves.
 
-    It need not wait for anything between its last Taken and its Commit, so which of them the old keeper's death meets
-    is chance: the successor says whether its Commit was sent.
+    It need not wait for anything between its last Received and its Commit, so which of them the old keeper's death
+    meets is chance: the successor says whether its Commit was sent.
     """
     survived = []
     for step in range(100):
@@ -440,7 +440,7 @@ def test_a_successor_that_talks_nonsense_is_abandoned(place: str) -> None:
     path = f"{place}/k"
     keeper = KeeperProcess(path)
     with scene(path) as life:
-        for nonsense in (b"garbage", m.encode(m.Taken(5)), m.encode(m.Commit()), m.encode(m.Attach(1, "w"))):
+        for nonsense in (b"garbage", m.encode(m.Received(5)), m.encode(m.Commit()), m.encode(m.Attach(1, "w"))):
             with Channel.connect(path, SOON) as channel:
                 channel.send(m.encode(m.Hello(1, 1)), timeout=SOON)
                 channel.recv(timeout=SOON)

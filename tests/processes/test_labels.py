@@ -14,7 +14,7 @@ from vram.errors import BusyError, UsageError
 from vram.keeper import messages as m
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, close_client, own_label
-from vram.keeper.pages import holders, versions
+from vram.keeper.listing import holders, versions
 from vram.sharing.channel import MAX_MESSAGE, Channel
 
 pytestmark = pytest.mark.usefixtures("kept")

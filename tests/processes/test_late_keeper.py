@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import vram
+from vram.entries import keepers
 from vram.errors import PeerGoneError, WaitTimeoutError
-from vram.exchange import keepers
-from vram.keeper import conversation
+from vram.keeper import rpc_connection
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
@@ -142,7 +142,7 @@ def test_a_keeper_that_dies_while_it_is_asked_is_gone_at_once(how: str, place: s
 def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str, timeout: float, place: str) -> None:
     """It had 5 s. Where nobody waits, 2: a keeper may be busy."""
     said: list[float] = []
-    real = conversation.greet
+    real = rpc_connection.greet
 
     def greet(channel: Channel, path: str, label: str, seconds: float) -> Any:
         said.append(seconds)
@@ -154,7 +154,7 @@ def test_who_listens_and_says_nothing_has_no_more_time_than_its_caller(verb: str
         "borrow": lambda: vram.borrow(place, timeout=timeout),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversation, "greet", greet)
+        patch.setattr(rpc_connection, "greet", greet)
         listener.bind(place)
         listener.listen()
         with pytest.raises(WaitTimeoutError, match="hangs, or no keeper"):

@@ -41,7 +41,7 @@ from vram.errors import (
 )
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment, client, close_clients
-from vram.keeper.lender import LENT
+from vram.keeper.lend_server import LENT
 from vram.keeper.private import short_directory
 from vram.spec import Location
 from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, make_memfd, until
@@ -397,7 +397,7 @@ def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
             lambda: connection.attach_or_claim("n", timeout=0),
             lambda: connection.attach_or_claim(LENT, timeout=0),
             lambda: connection.abandon(1),
-            lambda: connection._be(m.Done, connection._ask(m.Takeover(77), 77)),
+            lambda: connection._expect(m.Done, connection._ask(m.Takeover(77), 77)),
         ):
             with pytest.raises(AccessDeniedError, match="lender"):
                 act()

@@ -264,7 +264,7 @@ def test_a_channel_that_is_no_socket_leaves_no_descriptor() -> None:
         def detach(self) -> int:
             return self.fd
 
-    from vram.exchange.reducers import _rebuild_channel
+    from vram.handover.reducers import _rebuild_channel
 
     kept: list[BaseException] = []
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -41,9 +41,9 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.exchange.endpoint import shut_down
+from vram.handover.pickling import shut_down
 from vram.keeper.client import KeeperClient
-from vram.keeper.conversation import GRACE
+from vram.keeper.rpc_connection import GRACE
 from vram.sharing.channel import Channel
 from vram.spec import HOST
 from vram.testing.keeper import SOON, until

@@ -26,11 +26,11 @@ from tests.processes.other_users import OTHER, as_user, keeper_of
 
 import vram
 from vram.errors import BusyError, UsageError, VramError
-from vram.keeper import listener
+from vram.keeper import bind
+from vram.keeper.bind import Listener, Permissions
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.conversation import open_channel
-from vram.keeper.listener import Listener, Permissions
 from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.rpc_connection import open_channel
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
 from vram.sharing.channel import connect
@@ -58,7 +58,7 @@ def at_every_line(act: Callable[[int], None]) -> Iterator[None]:
         return line
 
     def call(frame: FrameType, event: str, argument: object) -> Any:
-        return line if frame.f_code.co_filename == listener.__file__ else None
+        return line if frame.f_code.co_filename == bind.__file__ else None
 
     before = sys.gettrace()
     sys.settrace(call)

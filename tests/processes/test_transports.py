@@ -420,7 +420,7 @@ def test_no_driver_at_all() -> None:
 
 def test_other_machines_words_are_not_believed() -> None:
     """S7: what is no message, comes too early, or names what was never described."""
-    from vram.transports.wire import Allocation, Forgotten, Hello, Sent, Taken, encode
+    from vram.transports.wire import Allocation, Hello, Received, Sent, Unmap, encode
 
     hello = encode(Hello(1, "vmm"))
     cases = {
@@ -431,7 +431,7 @@ def test_other_machines_words_are_not_believed() -> None:
         "never described": [hello, encode(Sent(1, 0, 1, "uint8", (1,)))],
         "64 bytes": [hello, encode(Allocation(1, "host", bytes(64), 4096))],
         "nothing to go on with": [hello, encode(["g"])],
-        "too many received": [hello, encode(Taken(5))],
+        "too many received": [hello, encode(Received(5))],
         "negative": [hello, encode(["t", -1])],
         "a handle too short": [hello, encode(["a", 1, "host", bytes(63), 4096])],
         "too many at once": [hello, encode(["x", list(range(1, 300))])],
@@ -448,14 +448,14 @@ def test_other_machines_words_are_not_believed() -> None:
     one, other = SocketExchange.pair()
     with one, VmmTransport("host", "host", other) as transport:
         one.send(hello)
-        one.send(encode(Forgotten((7,))))  # what was never known may well be forgotten
+        one.send(encode(Unmap((7,))))  # what was never known may well be forgotten
         with pytest.raises(WaitTimeoutError):
             transport.recv(timeout=0.01)
 
 
 def test_descriptors_that_are_not_what_is_said_are_refused_and_closed() -> None:
     """S7: too few, too many, too small, of another place, out of order; nothing of them stays open."""
-    from vram.exchange.wire import MemoryPart, Part
+    from vram.handover.messages import MemoryPart, Part
     from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
     from vram.transports.wire import Hello, Sent, encode
 

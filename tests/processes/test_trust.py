@@ -26,6 +26,7 @@ from tests.keeper_here import later
 from tests.processes.other_users import OTHER, as_user
 
 import vram
+from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
 from vram.errors import (
     AccessDeniedError,
     BusyError,
@@ -36,7 +37,6 @@ from vram.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from vram.exchange import attach, keepers, publish  # noqa: F401  (what becomes another user may not be able to read it)
 from vram.keeper import messages as m
 from vram.keeper import reports, users, watch  # noqa: F401
 from vram.keeper.__main__ import parse_seconds
@@ -250,7 +250,7 @@ def test_nobody_else_ends_leases_by_force_not_even_the_owner(place: str) -> None
                 assert f"only uid 0, who runs the keeper at {place}, may end leases by force, not uid {uid}" in said
             # and if the client does not look:
             with of(OTHER, place) as owner, pytest.raises(AccessDeniedError, match="only uid 0, who runs this keeper"):
-                owner._be(m.Done, owner._ask(m.Remove(7, "n", 0, True, True), 7))
+                owner._expect(m.Done, owner._ask(m.Remove(7, "n", 0, True, True), 7))
             assert (reader.ask("stale"), reader.ask("revoked")) == (False, False)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import vram
-from vram.exchange import endpoint
+from vram.handover import pickling
 from vram.keeper.client import close_clients
 
 _held: dict[str, Any] = {}
@@ -26,7 +26,7 @@ def serve(pipe: Connection) -> None:
             answer = error
         pipe.send(answer)
         del order, arguments, answer
-    endpoint.shut_down()
+    pickling.shut_down()
 
 
 def keep(key: str, array: vram.Array) -> tuple[int, tuple[int, ...], bool]:
@@ -107,7 +107,7 @@ def from_queue(incoming: Any, outgoing: Any) -> None:
     outgoing.close()
     outgoing.join_thread()
     incoming.get()  # until what was put has been taken
-    endpoint.shut_down()
+    pickling.shut_down()
 
 
 def take(incoming: Any, count: int) -> None:

@@ -44,6 +44,7 @@ def test_the_clean_tree_passes(tree: Path) -> None:
         house.unkept,
         house.broken_links,
         house.unknown_verbs,
+        house.circles,
     )
     assert [check(tree) for check in checks] == [[]] * len(checks)
     assert house.too_long(tree, {}) == []
@@ -56,7 +57,7 @@ def test_a_vague_name_is_caught(tree: Path, name: str) -> None:
 
 
 def test_a_long_module_is_caught_until_it_has_a_reason(tree: Path) -> None:
-    write(tree, "src/vram/memory/region.py", CLEAN + "x = 1\n" * 400)
+    write(tree, "src/vram/memory/region.py", CLEAN + "x = 1\n" * house.MAX_LINES)
     assert len(house.too_long(tree, {})) == 1
     assert len(house.too_long(tree, {"vram/memory/region.py": " "})) == 1
     assert house.too_long(tree, {"vram/memory/region.py": "one algorithm"}) == []
@@ -152,3 +153,40 @@ def test_a_link_to_nowhere_is_caught(tree: Path) -> None:
 def test_a_verb_that_make_lacks_is_caught(tree: Path) -> None:
     change(tree, "README.md", "`make demo`", "`make coffee`")
     assert house.unknown_verbs(tree) == ["README.md: make coffee"]
+
+
+def test_a_docstring_that_a_contract_lacks_is_caught(tree: Path) -> None:
+    for name in ("protocol", "foreign"):
+        write(tree, f"src/vram/driver/{name}.py", CLEAN + 'class Driver:\n    """It."""\n    def mem_map(self): ...\n')
+    write(tree, "src/vram/driver/__init__.py", CLEAN)
+    assert [line.rpartition(": ")[0].split(":")[0] for line in house.undocumented(tree)] == [
+        "vram/driver/foreign.py",
+        "vram/driver/protocol.py",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from .region import Region\n",
+        "from . import region\n",
+        "from vram.memory.region import Region\n",
+        "def f():\n    from .region import Region\n",
+        "if TYPE_CHECKING:\n    from .region import Region\n",
+    ],
+)
+def test_a_circle_is_caught(tree: Path, line: str) -> None:
+    write(tree, "src/vram/memory/region.py", CLEAN + "from .pin import Pin\n")
+    write(tree, "src/vram/memory/pin.py", CLEAN)
+    assert house.circles(tree) == []
+    write(tree, "src/vram/memory/pin.py", CLEAN + line)
+    assert house.circles(tree) == ["vram.memory: vram.memory.pin, vram.memory.region"]
+
+
+def test_an_error_of_a_driver_that_is_made_elsewhere_is_caught(tree: Path) -> None:
+    write(tree, "src/vram/driver/host.py", CLEAN + "raise DriverError('open', 2, 'ENOENT')\n")
+    assert house.driver_errors(tree, {}) == []
+    write(tree, "src/vram/keeper/paths.py", CLEAN + "raise errors.DriverError('open', 2, 'ENOENT')\n")
+    assert len(house.driver_errors(tree, {})) == 1
+    assert house.driver_errors(tree, {"vram/keeper/paths.py": "a directory"}) == []
+    assert len(house.driver_errors(tree, {"vram/keeper/paths.py": "x", "vram/memory/region.py": "y"})) == 1

@@ -53,8 +53,11 @@ def plant(tree: Path, module: str, imported: str) -> None:
 def forbidden(contract: dict[str, Any]) -> list[tuple[str, str]]:
     """Return every import that a contract rules out: importer, imported."""
     if contract["type"] == "layers":
-        layers = contract["layers"]
-        return [(low, high) for i, high in enumerate(layers) for low in layers[i + 1 :]]
+        layers = [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
+        above = [
+            (low, high) for i, row in enumerate(layers) for high in row for under in layers[i + 1 :] for low in under
+        ]
+        return above + [(one, other) for row in layers for one in row for other in row if one != other]
     assert contract["type"] == "forbidden", "teach this test the new kind of contract"
     return [(source, target) for source in contract["source_modules"] for target in contract["forbidden_modules"]]
 

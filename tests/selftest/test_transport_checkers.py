@@ -63,15 +63,15 @@ local.check_fits = check
     ),
     "another end's memory mapped for every message": (
         """
-right = vmm.Lender.lend
+right = vmm.ExportTable.export
 def lend(self, array):
     region = array.region
     known = self._by_region.get(region.handle)
     if known is not None:
-        region.handle.forgo(known.handle)
+        region.handle.drop_dependency(known.handle)
     self._retired = None
     return right(self, array)
-vmm.Lender.lend = lend
+vmm.ExportTable.export = lend
 """,
         CONTRACT, "OnTheHost and again", 'assert len(imported) == 1',
     ),

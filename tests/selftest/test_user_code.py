@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
     [
         ("    list = _list_entries", "    _unused = _list_entries", "list"),
         (
-            "    from .exchange.publish import publish as publish",
-            "    from .exchange.publish import publish",
+            "    from .entries.publish import publish as publish",
+            "    from .entries.publish import publish",
             "publish",
         ),
         ("    from .keeper.session import Keeper as Keeper\n", "", "Keeper"),

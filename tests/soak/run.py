@@ -21,7 +21,7 @@ import numpy as np
 from judge import Sample, grown, look_at, table
 
 import vram
-from vram.exchange.endpoint import endpoint
+from vram.handover.pickling import endpoint
 from vram.keeper.private import PrivateKeeper
 from vram.testing.keeper import SOON, until
 

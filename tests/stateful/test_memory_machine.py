@@ -418,8 +418,8 @@ class MemoryMachine(RuleBasedStateMachine):
         pin, last = area.pins[data.draw(st.integers(0, len(area.pins) - 1))]  # Hypothesis keeps what is drawn
         start = data.draw(st.integers(pin.start, last))
         stop = data.draw(st.integers(start, last))
-        self.expect(RangeError, pin.again, start, last + 1)
-        area.pins.append((pin.again(start, stop, "again"), stop))
+        self.expect(RangeError, pin.subpin, start, last + 1)
+        area.pins.append((pin.subpin(start, stop, "again"), stop))
 
     @precondition(lambda self: any(a.pins for a in self.regions))
     @rule(data=st.data(), how=st.sampled_from(["release", "forget", "cycle"]))

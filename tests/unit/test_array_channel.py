@@ -18,9 +18,9 @@ import standin
 import vram
 from strangers import CudaStranger
 from vram import driver as drivers
-from vram.exchange.array_channel import _Failure
-from vram.exchange.keeping import Kept, Token
-from vram.exchange.wire import Dropped, Reference, Returned, Value, encode
+from vram.handover.array_channel import _Failure
+from vram.handover.messages import Reference, Returned, Unref, Value, encode
+from vram.handover.remote_refs import RefToken, RemoteRefs
 from vram.sharing.channel import Channel
 from vram.spec import Location
 
@@ -134,9 +134,9 @@ def test_what_was_dropped_here_is_known_until_the_other_end_has_let_go(
     sender, receiver = ends
     array, there = lent(ends, device=device)
     array.close()
-    assert len(sender._lender.remembered) == 1
+    assert len(sender._exports.remembered) == 1
     ask(ends)
-    assert len(sender._lender.remembered) == 0, "memory is held for an end that has no more use for it"
+    assert len(sender._exports.remembered) == 0, "memory is held for an end that has no more use for it"
     receiver.send(there)
     home = sender.recv(timeout=5.0)
     home[...] = 7
@@ -152,7 +152,7 @@ def test_who_only_sends_holds_nothing_that_the_other_end_let_go_of(
         array, there = lent(ends)
         array.close()
         there.close()
-        assert len(sender._lender.remembered) <= 2
+        assert len(sender._exports.remembered) <= 2
     assert len(os.listdir("/proc/self/fd")) <= fds + 10
     ask(ends)
 
@@ -167,10 +167,10 @@ def test_what_was_dropped_here_is_held_no_longer_than_the_other_end_is_there() -
         other.close()
         home = one.recv(timeout=5.0)
         assert home.to_host().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert len(one._lender.remembered) == 1
+        assert len(one._exports.remembered) == 1
         with pytest.raises(vram.PeerGoneError):
             one.recv(timeout=5.0)
-        assert len(one._lender.remembered) == 0, "memory is held for an end that is gone"
+        assert len(one._exports.remembered) == 0, "memory is held for an end that is gone"
         assert (home.to_host() == there.to_host()).all()
 
 
@@ -336,82 +336,82 @@ def pooled() -> Iterator[vram.Array]:
 @pytest.mark.standin
 class TestKept:
     def test_a_part_has_one_number_while_it_is_out(self, pooled: vram.Array) -> None:
-        kept = Kept()
-        number = kept.keep(pooled, 7)
-        assert kept.keep(pooled, 7) == number
-        assert kept.again(number)
+        refs = RemoteRefs()
+        number = refs.keep(pooled, 7)
+        assert refs.keep(pooled, 7) == number
+        assert refs.incref(number)
         with pooled[10:20] as part:
-            other = kept.keep(part, 7)
+            other = refs.keep(part, 7)
         assert other != number
-        assert len(kept) == 2
-        kept.dropped(number, 2)
-        kept.dropped(number, 1)
-        assert len(kept) == 1
-        assert not kept.again(number), "what it meant is over"
-        assert kept.keep(pooled, 7) not in (number, other), "no number is used again"
-        kept.close()
-        assert len(kept) == 0
+        assert len(refs) == 2
+        refs.decref(number, 2)
+        refs.decref(number, 1)
+        assert len(refs) == 1
+        assert not refs.incref(number), "what it meant is over"
+        assert refs.keep(pooled, 7) not in (number, other), "no number is used again"
+        refs.close()
+        assert len(refs) == 0
 
     def test_the_owner_is_let_go_once_the_memory_is_closed_there(self, pooled: vram.Array) -> None:
         """To free what is open elsewhere is undefined, whether anybody looks at it there or not."""
         assert pooled.pin is not None
         gone = weakref.ref(pooled.pin.keeps)
-        kept = Kept()
-        number = kept.keep(pooled, 7)
-        assert kept.keep(pooled, 7) == number
+        refs = RemoteRefs()
+        number = refs.keep(pooled, 7)
+        assert refs.keep(pooled, 7) == number
         pooled.close()
-        assert kept.dropped(number, 1) is None
-        assert not kept.is_idle(7)
-        assert kept.dropped(number, 1) == 7
-        assert kept.is_idle(7)
-        assert len(kept) == 0, "nobody uses it"
+        assert refs.decref(number, 1) is None
+        assert not refs.is_idle(7)
+        assert refs.decref(number, 1) == 7
+        assert refs.is_idle(7)
+        assert len(refs) == 0, "nobody uses it"
         gc.collect()
         assert gone() is not None
-        kept.closed(8)
-        kept.closed(7)
+        refs.closed(8)
+        refs.closed(7)
         gc.collect()
         assert gone() is None
-        kept.closed(7)  # of a memory that is not known nothing is to be done
+        refs.closed(7)  # of a memory that is not known nothing is to be done
 
     def test_what_is_sent_again_while_it_is_idle_is_in_use(self, pooled: vram.Array) -> None:
-        kept = Kept()
+        refs = RemoteRefs()
         with pooled[:10] as part:
-            assert kept.dropped(kept.keep(part, 7), 1) == 7
-        number = kept.keep(pooled, 7)
-        assert not kept.is_idle(7)
-        assert kept.dropped(number, 1) == 7
-        kept.close()
-        assert not kept.is_idle(7)
+            assert refs.decref(refs.keep(part, 7), 1) == 7
+        number = refs.keep(pooled, 7)
+        assert not refs.is_idle(7)
+        assert refs.decref(number, 1) == 7
+        refs.close()
+        assert not refs.is_idle(7)
 
     @pytest.mark.parametrize("times", [0, 3, 2**62])
     def test_s7_more_than_were_sent_are_not_given_back(self, times: int, pooled: vram.Array) -> None:
-        kept = Kept()
-        number = kept.keep(pooled, 7)
-        assert kept.again(number)
+        refs = RemoteRefs()
+        number = refs.keep(pooled, 7)
+        assert refs.incref(number)
         for wrong in ((number, times), (number + 1, 1), (0, 1)):
             with pytest.raises(vram.ProtocolError):
-                kept.dropped(*wrong)
-        assert len(kept) == 1
-        kept.dropped(number, 2)
-        assert len(kept) == 0
-        kept.close()
+                refs.decref(*wrong)
+        assert len(refs) == 1
+        refs.decref(number, 2)
+        assert len(refs) == 0
+        refs.close()
 
     def test_what_comes_back_is_kept_on_its_own(self, pooled: vram.Array) -> None:
         assert pooled.pin is not None
         gone = weakref.ref(pooled.pin.keeps)
-        kept = Kept()
-        number = kept.keep(pooled, 7)
+        refs = RemoteRefs()
+        number = refs.keep(pooled, 7)
         pooled.close()
-        back = kept.find(7, 64 + 40, 40)
+        back = refs.find(7, 64 + 40, 40)
         assert back is not None
         assert (back.start, back.stop) == (104, 144)
         for wrong in ((8, 64, 4), (7, 60, 8), (7, 64, 401)):
-            assert kept.find(*wrong) is None
-        kept.dropped(number, 1)
+            assert refs.find(*wrong) is None
+        refs.decref(number, 1)
         gc.collect()
         assert gone() is not None
-        assert kept.find(7, 64, 4) is None
-        kept.closed(7)
+        assert refs.find(7, 64, 4) is None
+        refs.closed(7)
         gc.collect()
         assert gone() is not None
         back.release()
@@ -421,7 +421,7 @@ class TestKept:
 
     def test_i3_a_token_tells_once_and_how_often(self) -> None:
         told: list[tuple[int, int]] = []
-        token = Token(5, lambda number, times: told.append((number, times)))
+        token = RefToken(5, lambda number, times: told.append((number, times)))
         token.times += 2
         cycle: list[Any] = [token]
         cycle.append(cycle)
@@ -433,17 +433,17 @@ class TestKept:
         raw, end = Channel.pair()
         with raw, vram.ArrayChannel(end) as channel:
             channel.send(pooled)
-            assert len(channel._kept) == 1
-            raw.send(encode(Dropped(((1, 5),))))
+            assert len(channel._remote_refs) == 1
+            raw.send(encode(Unref(((1, 5),))))
             raw.send(encode(Value("after")))
             with pytest.raises(vram.ProtocolError, match="given back"):
                 channel.recv(timeout=120.0)
             assert channel.recv(timeout=120.0) == "after"
-            assert len(channel._kept) == 1
-            raw.send(encode(Dropped(((1, 1),))))
+            assert len(channel._remote_refs) == 1
+            raw.send(encode(Unref(((1, 1),))))
             raw.send(encode(Value("kept for recv")))
             channel.send(0)  # hears that much, and no more
-            assert len(channel._kept) == 0
+            assert len(channel._remote_refs) == 0
             assert channel.recv(timeout=120.0) == "kept for recv"
 
     def test_what_could_not_be_sent_is_not_counted(
@@ -456,11 +456,11 @@ class TestKept:
             while True:
                 sender.send(pooled, timeout=0)
                 sent += 1
-        assert list(sender._kept._counts.values()) == [sent]
+        assert list(sender._remote_refs._counts.values()) == [sent]
         receiver.close()
         with pytest.raises(vram.PeerGoneError):
             sender.send(pooled)
-        assert not sender._kept, "nor kept for an end that is gone"
+        assert not sender._remote_refs, "nor kept for an end that is gone"
 
     def test_what_is_done_with_is_told_once_the_other_end_reads_again(self) -> None:
         """Also by who only receives."""
@@ -471,12 +471,12 @@ class TestKept:
                 while True:
                     channel.send(0, timeout=0)
                     count += 1
-            channel._drop(7, 2)  # as the last view of a received array does
+            channel._note_unref(7, 2)  # as the last view of a received array does
             for _ in range(count):
                 raw.recv(timeout=120.0)
             with pytest.raises(vram.WaitTimeoutError):
                 channel.recv(timeout=0)
-            assert raw.recv(timeout=0) == (encode(Dropped(((7, 2),))), [])
+            assert raw.recv(timeout=0) == (encode(Unref(((7, 2),))), [])
 
     def test_an_event_that_could_not_be_told_is_told_the_next_time(
         self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]
@@ -545,7 +545,7 @@ class TestKept:
                 gc.collect()
                 sender.send("next")
                 assert receiver.recv(timeout=120.0) == "next"
-                assert len(sender._kept) == 0
+                assert len(sender._remote_refs) == 0
 
 
 def test_i2_a_failure_keeps_nothing_that_its_callers_held(

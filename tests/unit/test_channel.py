@@ -26,7 +26,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper.private import short_directory
-from vram.keeper.strangers import _PASSRIGHTS, pass_rights
+from vram.keeper.slow_close import _PASSRIGHTS, pass_rights
 from vram.sharing import channel as module
 from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, Credentials, DescriptorsLostError, close_fds
 from vram.testing.keeper import SOON, memfds

@@ -114,7 +114,7 @@ def test_rows_are_written_from_the_host_and_read_back(array: Array) -> None:
 
 
 def test_large_values_are_written_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vram.arrays.cuda._AT_ONCE", 1000)
+    monkeypatch.setattr("vram.arrays.gpu._AT_ONCE", 1000)
     with made((1000, 3), "float64") as a:
         a.fill(2.5)
         assert (a.to_host() == 2.5).all()

@@ -777,7 +777,8 @@ def test_one_call_gives_a_mapping_to_two_gpus(cuda: CudaDriver, control: standin
 
 
 def test_copies_between_gpus(cuda: CudaDriver) -> None:
-    from vram.arrays.cuda import copy_rows, of_array
+    from vram.arrays.gpu import copy_rows
+    from vram.arrays.sources import of_array
 
     with Array.create(cuda, GPU, 64, "int8") as here, Array.create(cuda, OTHER, 64, "int8") as there:
         here.fill(4)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from vram.errors import BusyError, UsageError
-from vram.keeper import listener as module
-from vram.keeper.listener import Listener
+from vram.keeper import bind as module
+from vram.keeper.bind import Listener
 from vram.keeper.private import short_directory
 
 

@@ -159,7 +159,7 @@ def test_whose_descriptors_do_not_close_sends_no_more_of_them(path: str) -> None
     with serving(make(path)) as server, contextlib.ExitStack() as stack, memfds(1) as fds:
         one, other = connect(stack, path), connect(stack, path)
         one.publish("w", [Segment(4096)], fds)
-        closer, uid = server.strangers_closer, os.geteuid()
+        closer, uid = server.slow_closer, os.geteuid()
         owed = closer._waiting
         owed[uid] = closer._few + 1
         published: list[int] = []
@@ -187,8 +187,8 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
     server = make(path, connections=2)
     server._max_refused = 1
     elsewhere: list[object] = []
-    put = server.strangers_closer._put
-    monkeypatch.setattr(server.strangers_closer, "_put", lambda *what: elsewhere.append(what) or put(*what))
+    put = server.slow_closer._put
+    monkeypatch.setattr(server.slow_closer, "_put", lambda *what: elsewhere.append(what) or put(*what))
     with serving(server), contextlib.ExitStack() as stack:
         one = connect(stack, path)
         late = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -260,7 +260,7 @@ def test_a_publication_that_is_half_there_has_its_real_size_after_a_takeover(pat
         raw.recv(timeout=SOON)
         with memfds(3, 8192) as fds:  # larger than was stated: what is counted is what is there
             raw.send(m.encode(m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 3, ["host"])), fds[:2], timeout=SOON)
-            assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.Continue(7, 2)
+            assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.NextPart(7, 2)
             assert take_over(second)
             stack.enter_context(serving(second))
             raw.send(m.encode(m.Part(8, 7, 2)), fds[2:], timeout=SOON)
@@ -274,7 +274,7 @@ def test_a_publication_that_is_half_there_has_its_real_size_after_a_takeover(pat
         (m.HandOver(1, FORMAT + 1, 0, 0), UnsupportedError, f"format {FORMAT}.*format {FORMAT + 1}.*older keeper"),
         (m.Abandoned("it has no time"), BusyError, "serves on: it has no time"),
         (m.Error(1, "AccessDeniedError", "not by you"), AccessDeniedError, "not by you"),
-        (m.Taken(0), ProtocolError, "Taken was said where HandOver was due"),
+        (m.Received(0), ProtocolError, "Received was said where HandOver was due"),
     ],
 )
 def test_a_keeper_that_is_not_handed_over_says_why(

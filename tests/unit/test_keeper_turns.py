@@ -130,7 +130,7 @@ def test_a_peer_is_not_cut_off_for_what_the_keeper_did_not_read(path: str) -> No
     with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(3) as fds:
         publisher, stranger = raw(stack, path), raw(stack, path, greet=False)
         say(publisher, m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 3, ["host"]), fds[:1])
-        assert hear(publisher) == m.Continue(7, 1)
+        assert hear(publisher) == m.NextPart(7, 1)
         gate.shut = True
         say(publisher, m.Part(8, 7, 1), fds[1:2])
         say(stranger, m.Hello(1, 1))
@@ -142,7 +142,7 @@ def test_a_peer_is_not_cut_off_for_what_the_keeper_did_not_read(path: str) -> No
         assert gate.waits == 2, "who was kept waiting was cut off"
         reopen(server, gate)
         assert isinstance(hear(stranger), m.Welcome)
-        assert hear(publisher) == m.Continue(8, 2)
+        assert hear(publisher) == m.NextPart(8, 2)
         ahead *= 2  # and from here on it is theirs again
         within(server, server._tick)
         say(publisher, m.Part(9, 7, 2), fds[2:])
@@ -156,7 +156,7 @@ def test_between_two_turns_time_does_not_run_out_either(path: str) -> None:
     with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(2) as fds:
         publisher = raw(stack, path)
         say(publisher, m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 2, ["host"]), fds[:1])
-        assert hear(publisher) == m.Continue(7, 1)
+        assert hear(publisher) == m.NextPart(7, 1)
         (connection,) = server.connections.values()
         (partial,) = connection.partials.values()
         since = partial.since

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import vram
+from vram.entries.lend import Lending
 from vram.errors import WaitTimeoutError
-from vram.exchange.lend import Lending
-from vram.keeper import lender
+from vram.keeper import lend_server
 from vram.keeper.client import close_client
 from vram.lifetime import Gate, Owned
 from vram.testing.keeper import SOON, until
@@ -21,8 +21,8 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the thread's when the caller gives up: it closes them with its end, and does not use them before."""
-    wanted = lender.Wanted()
-    server = lender.LenderServer(str(tmp_path / "lent"), wanted)
+    wanted = lend_server.Wanted()
+    server = lend_server.LendServer(str(tmp_path / "lent"), wanted)
     server.start()
     go_on, busy = threading.Event(), threading.Event()
 
@@ -33,17 +33,17 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
     try:
         server.loop.call_soon_threadsafe(block)
         assert busy.wait(SOON)
-        monkeypatch.setattr(lender, "_ANSWER", 0.05)
+        monkeypatch.setattr(lend_server, "_ANSWER", 0.05)
         with vram.zeros(4, "uint8", device="host") as array:
             (allocation,), _ = array.region.segments(0, 4)
             with pytest.raises(WaitTimeoutError, match="did not answer"):
                 server.lend(
-                    [lender.Segment(allocation.nbytes)], [allocation.export()], b"", None,
+                    [lend_server.Segment(allocation.nbytes)], [allocation.export()], b"", None,
                     nbytes=4, writable=True, meta={}, keeps=None,
                 )  # fmt: skip
             allocation.close()
         ours = [os.open(os.devnull, os.O_RDONLY) for _ in range(16)]  # numbers that are free
-        monkeypatch.setattr(lender, "_ANSWER", 30.0)
+        monkeypatch.setattr(lend_server, "_ANSWER", 30.0)
         go_on.set()
         assert server.holders() == []  # behind what came too late
         assert server._version is None
@@ -58,8 +58,8 @@ def test_i9_descriptors_of_a_call_that_nobody_waits_for_are_closed_once(
 
 def test_the_thread_may_be_asked_by_itself(tmp_path: Path) -> None:
     """By the finalizer of an owner that it lets go of, say: it would wait for its own answer."""
-    wanted = lender.Wanted()
-    server = lender.LenderServer(str(tmp_path / "lent"), wanted)
+    wanted = lend_server.Wanted()
+    server = lend_server.LendServer(str(tmp_path / "lent"), wanted)
     server.start()
     found: list[object] = []
     asked = threading.Event()
@@ -79,8 +79,8 @@ def test_an_interrupted_call_is_an_interrupt_and_done_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where what was asked for was done meanwhile."""
-    wanted = lender.Wanted()
-    server = lender.LenderServer(str(tmp_path / "lent"), wanted)
+    wanted = lend_server.Wanted()
+    server = lend_server.LendServer(str(tmp_path / "lent"), wanted)
     server.start()
     asked = 0
 
@@ -105,8 +105,8 @@ def test_an_interrupted_call_is_an_interrupt_and_done_or_not_at_all(
 
 def test_a_lender_that_nobody_wants_ends_without_being_told_i12(tmp_path: Path) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
-    wanted = lender.Wanted()
-    server = lender.LenderServer(str(tmp_path / "lent"), wanted)
+    wanted = lend_server.Wanted()
+    server = lend_server.LendServer(str(tmp_path / "lent"), wanted)
     server.start()
     assert os.listdir(tmp_path) == ["lent"]
     del wanted
@@ -132,8 +132,8 @@ def test_a_lender_ends_where_every_step_to_its_end_is_interrupted_i12(
         for _ in range(20):
             lending = vram.lend(array, at=path) if when == "closed" else None
             with monkeypatch.context() as patch:
-                patch.setattr(lender.LenderServer, "end", interrupted)
-                patch.setattr(lender.LenderServer, "join", interrupted)
+                patch.setattr(lend_server.LendServer, "end", interrupted)
+                patch.setattr(lend_server.LendServer, "join", interrupted)
                 patch.setattr(Owned, "close", interrupted)
                 if lending is None:
                     patch.setattr(Lending, "__init__", interrupted)

@@ -189,11 +189,11 @@ def test_i1_forgo_gives_one_dependency_up(log):
     above = Thing(log, "above", below.handle, below.handle)
     handle = below.handle
     below.close()
-    above.handle.forgo(handle)
+    above.handle.drop_dependency(handle)
     assert log == []
-    above.handle.forgo(handle)
+    above.handle.drop_dependency(handle)
     assert log == ["below"]
-    above.handle.forgo(handle)  # nothing left: no harm
+    above.handle.drop_dependency(handle)  # nothing left: no harm
     above.close()
     assert log == ["below", "above"]
 
@@ -332,7 +332,7 @@ def test_i2_a_dropped_claim_is_a_released_one(log):
 # -- finalizers and interrupts (I3) ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("action", ["close", "strict", "claim", "own", "depend", "forgo", "live"])
+@pytest.mark.parametrize("action", ["close", "strict", "claim", "own", "depend", "drop_dependency", "live"])
 def test_i3_any_finalizer_may_run_in_the_middle_of_any_call(action):
     """The collector runs foreign finalizers while this thread is inside a guarded section. None may wait there."""
     script = f"""
@@ -355,7 +355,7 @@ def test_i3_any_finalizer_may_run_in_the_middle_of_any_call(action):
                 if "{action}" == "claim": base.handle.claim("finalizer")
                 if "{action}" == "own": own("late", lambda: None, depends=(base.handle,))
                 if "{action}" == "depend": a[0].handle.depend(base.handle)
-                if "{action}" == "forgo": top.handle.forgo(base.handle)
+                if "{action}" == "drop_dependency": top.handle.drop_dependency(base.handle)
                 if "{action}" == "live": live()
             except VramError:
                 pass
@@ -369,14 +369,14 @@ def test_i3_any_finalizer_may_run_in_the_middle_of_any_call(action):
             del theirs
             other = base.handle.claim("holder", tag=n)
             mine.handle.depend(top.handle)
-            mine.handle.forgo(top.handle)
+            mine.handle.drop_dependency(top.handle)
             try:
                 other.release(strict=True)
             except VramError:
                 pass
             top.handle.depend(base.handle)
             top.handle.holders(), top.handle.tags()
-            top.handle.forgo(base.handle)
+            top.handle.drop_dependency(base.handle)
 
     gc.set_threshold(1, 1, 1)
     sys.setswitchinterval(1e-5)
@@ -398,26 +398,26 @@ def test_i3_any_finalizer_may_run_in_the_middle_of_any_call(action):
 
 @pytest.mark.parametrize("line", range(12))
 def test_i3_a_finalizer_that_forgoes_the_same_claim_takes_another(line):
-    """At whichever line of `forgo` it runs, each of the two calls gives up one claim, and none is given up twice."""
+    """At whichever line of `drop_dependency` it runs, each call gives up one claim, and none twice."""
     base = own("base", None)
     top = own("top", None, depends=[base.handle] * 3)
     lines = 0
 
     def trace(frame, event, arg):
         nonlocal lines
-        if frame.f_code is not Handle.forgo.__code__:
+        if frame.f_code is not Handle.drop_dependency.__code__:
             return None
         if event == "line":
             lines += 1
             if lines == line + 1:
                 sys.settrace(None)
-                top.handle.forgo(base.handle)
+                top.handle.drop_dependency(base.handle)
         return trace
 
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        top.handle.forgo(base.handle)
+        top.handle.drop_dependency(base.handle)
     finally:
         sys.settrace(previous)
     done = 2 if line < lines else 1
@@ -538,7 +538,7 @@ GUARDED: dict[str, Callable[[Claim, Claim, Claim], object]] = {
     "a claim": lambda one, two, spare: one.handle.claim("another"),
     "a dependency": lambda one, two, spare: one.handle.depend(two.handle),
     "an adoption": lambda one, two, spare: one.handle.adopt(two.handle.claim("for it")),
-    "a dependency given up": lambda one, two, spare: one.handle.forgo(two.handle),
+    "a dependency given up": lambda one, two, spare: one.handle.drop_dependency(two.handle),
     "a strict release": lambda one, two, spare: spare.release(strict=True),
     "a strict release that is refused": lambda one, two, spare: refused(two),
     "the release of one of several": lambda one, two, spare: two.release(),

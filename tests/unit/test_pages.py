@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from vram.errors import NotFoundError
+from vram.keeper import listing
 from vram.keeper import messages as m
-from vram.keeper import pages
 from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.records import Lease, Session, Version
@@ -83,13 +83,13 @@ def test_a_page_costs_what_it_holds_and_not_how_much_there_is() -> None:
         assert newest is not None
         last = next(reversed(books.leases))
         pages_of = {
-            "entries": lambda: pages.entries(books, m.List(1, "many/"), 1.0),
-            "the name with most": lambda: pages.entries(books, m.List(1, "one"), 1.0),
-            "versions": lambda: pages.versions(books, m.Versions(1, "one", newest.number - 5), 1.0),
-            "holders": lambda: pages.holders(books, m.Holders(1, "one", newest.number, last - 10), 1.0),
-            "leases": lambda: pages.leases(books, reader, m.Leases(1, "many/", middle), 1.0),
-            "the last leases": lambda: pages.leases(books, reader, m.Leases(1, "", last - 10), 1.0),
-            "those under one name": lambda: pages.leases(books, reader, m.Leases(1, "one"), 1.0),
+            "entries": lambda: listing.entries(books, m.List(1, "many/"), 1.0),
+            "the name with most": lambda: listing.entries(books, m.List(1, "one"), 1.0),
+            "versions": lambda: listing.versions(books, m.Versions(1, "one", newest.number - 5), 1.0),
+            "holders": lambda: listing.holders(books, m.Holders(1, "one", newest.number, last - 10), 1.0),
+            "leases": lambda: listing.leases(books, reader, m.Leases(1, "many/", middle), 1.0),
+            "the last leases": lambda: listing.leases(books, reader, m.Leases(1, "", last - 10), 1.0),
+            "those under one name": lambda: listing.leases(books, reader, m.Leases(1, "one"), 1.0),
         }
         return {what: calls_of(page) for what, page in pages_of.items()}
 
@@ -103,7 +103,7 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
     books: Catalogue, ann: Session, bob: Session, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that are there from the first page to the last come once, whatever ends in between."""
-    monkeypatch.setattr(pages, "_PAGE", 150)  # some rows
+    monkeypatch.setattr(listing, "_PAGE", 150)  # some rows
     for name in ("a", "a/b", "b", "a/b", "ab", "a/b/c"):
         publish(books, ann, name)
         for _ in range(7):
@@ -115,7 +115,7 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
     found: list[int] = []
     after, more = 0, True
     while more:
-        page = pages.leases(books, bob, m.Leases(1, prefix, after), 1.0)
+        page = listing.leases(books, bob, m.Leases(1, prefix, after), 1.0)
         found += [row.lease for row in page.rows]
         more = page.more
         assert page.rows or not there
@@ -130,10 +130,10 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
 def test_a_page_of_leases_behind_one_that_nobody_knows_is_refused(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann, "w")
     first, second = lease(books, bob), lease(books, bob)
-    assert [row.lease for row in pages.leases(books, ann, m.Leases(1, "", first.id), 1.0).rows] == [second.id]
+    assert [row.lease for row in listing.leases(books, ann, m.Leases(1, "", first.id), 1.0).rows] == [second.id]
     books.release(bob, first.id)
     with pytest.raises(NotFoundError, match=f"lease {first.id}, behind which the list was to go on, is over: list"):
-        pages.leases(books, ann, m.Leases(1, "", first.id), 1.0)
+        listing.leases(books, ann, m.Leases(1, "", first.id), 1.0)
 
 
 def test_leases_are_found_by_name_and_version_over_a_takeover(books: Catalogue, ann: Session, bob: Session) -> None:

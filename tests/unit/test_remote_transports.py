@@ -11,7 +11,7 @@ from tests.processes.transport_children import WAYS
 
 import vram
 from vram.errors import ProtocolError
-from vram.exchange.wire import MemoryPart, Part
+from vram.handover.messages import MemoryPart, Part
 from vram.keeper.private import short_directory
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.testing.keeper import SOON

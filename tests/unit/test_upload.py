@@ -15,7 +15,7 @@ import standin
 import vram
 from vram import driver as drivers
 from vram.arrays import upload, weights
-from vram.arrays.stream import changed, copy_file
+from vram.arrays.file_copy import changed, copy_file
 from vram.arrays.upload import Ring, close_rings, ring_of
 from vram.bench.files import write_weights
 from vram.errors import ClosedError, DriverError, UsageError

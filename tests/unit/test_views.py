@@ -16,7 +16,7 @@ import pytest
 
 from vram import driver, lifetime
 from vram.arrays import Array
-from vram.arrays.views import Home, find, let_go
+from vram.arrays.views import RegionViews, close_when_unused, find
 from vram.driver.protocol import Driver
 from vram.errors import BusyError, ClosedError
 from vram.memory import Region
@@ -45,7 +45,7 @@ def read_only(array: Array) -> Array:
     for allocation in allocations:
         allocation.close()
     made = Array(region, array.dtype, array.shape)
-    let_go(region)
+    close_when_unused(region)
     return made
 
 
@@ -243,7 +243,7 @@ def test_freezing_switches_views_to_read_only(array: Array) -> None:
     gone = array.numpy()
     del gone
     array.region.freeze()
-    Home.of(array.region).freeze_views()
+    RegionViews.of(array.region).freeze_views()
     for view in (*views, array.numpy(), np.asarray(array)):
         assert not view.flags.writeable  # looked at first: were it not so, the write below would kill this process
         with pytest.raises(ValueError, match="read-only"):
@@ -259,7 +259,7 @@ def test_freezing_switches_views_to_read_only(array: Array) -> None:
 def test_freezing_reaches_the_views_of_dropped_arrays(array: Array) -> None:
     view = array[2:].numpy()
     array.region.freeze()
-    Home.of(array.region).freeze_views()
+    RegionViews.of(array.region).freeze_views()
     assert not view.flags.writeable
 
 
@@ -468,11 +468,11 @@ def test_many_regions_are_told_apart(host: Driver) -> None:
 def test_let_go_closes_with_the_last_array(host: Driver) -> None:
     region = Region.create(host, HOST, capacity="2MiB", nbytes=8)
     first, last = Array(region, "int8", 4), Array(region, "int8", 4, offset=4)
-    let_go(region)
+    close_when_unused(region)
     first.close()
     assert not region.is_closed
     last.close()
     assert region.is_closed
     alone = Region.create(host, HOST, capacity="2MiB")
-    let_go(alone)
+    close_when_unused(alone)
     assert alone.is_closed

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vram import driver, lifetime
-from vram.arrays import Array, stream, weights
+from vram.arrays import Array, file_copy, weights
 from vram.driver.protocol import Driver
 from vram.errors import AccessDeniedError, NotFoundError, OutOfMemoryError, RangeError, UsageError, VramError
 from vram.memory import Region
@@ -242,11 +242,11 @@ def test_through_the_mapping_where_the_kernel_gives_no_descriptor(host: Driver, 
 def test_through_a_small_pipe(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user gets it who has many of them."""
     size = os.sysconf("SC_PAGE_SIZE")
-    monkeypatch.setattr(stream, "_PIPE", size)
+    monkeypatch.setattr(file_copy, "_PIPE", size)
     arrays = weights.load(large, host, HOST)
     assert _same(arrays, large)
     close(arrays)
-    monkeypatch.setattr(stream, "_PIPE", (1 << 32) - 1)  # refused: it stays as it was made
+    monkeypatch.setattr(file_copy, "_PIPE", (1 << 32) - 1)  # refused: it stays as it was made
     arrays = weights.load(large, host, HOST)
     assert _same(arrays, large)
     close(arrays)
@@ -281,7 +281,7 @@ class _Elsewhere:
 
 
 def test_into_memory_that_the_cpu_cannot_address(host: Driver, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_BOUNCE", 1 * MIB + 7)
+    monkeypatch.setattr(file_copy, "_BOUNCE", 1 * MIB + 7)
     far: Driver = _Elsewhere(host)  # type: ignore[assignment]
     arrays = weights.load(large, far, HOST)
     with safe_open(large, framework="np") as file:

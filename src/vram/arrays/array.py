@@ -11,13 +11,12 @@ from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
 from ..lifetime import unwinding
 from ..memory import Pin, Region
-from ..memory.mapped import MappedRegion
 from ..spec import Location, format_size
-from . import cuda
+from . import streams
 from .dtypes import as_dtype
 from .protocols import Viewable
 from .shapes import as_length, as_shape, capacity_rows, nbytes_of, part_of
-from .views import Home, NDArray
+from .views import NDArray, RegionViews
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,7 +29,7 @@ __all__ = ["Array"]
 
 
 class Reducer(Protocol):
-    """Where an array can be had again. Set by :mod:`vram.exchange` on what was published or attached."""
+    """Where an array can be had again. Set by :mod:`vram.entries` on what was published or attached."""
 
     def reduce(self, array: Array, /) -> tuple[Any, ...] | None:
         """Return what pickle should store, or None if the array is not what was published any more."""
@@ -77,16 +76,16 @@ class Array(Viewable):
         "__weakref__",
         "_capacity",
         "_dtype",
-        "_home",
         "_offset",
         "_pin",
         "_row_nbytes",
         "_shape",
         "_size_lock",
+        "_views",
         "provenance",
     )
 
-    _home: Home | None
+    _views: RegionViews | None
 
     def __init__(
         self,
@@ -100,9 +99,9 @@ class Array(Viewable):
         provenance: Reducer | None = None,
         keeps: object = None,
     ) -> None:
-        self._home = None  # so that an array whose construction failed owns nothing
+        self._views = None  # so that an array whose construction failed owns nothing
         self._shown = self._stream = None
-        if not isinstance(region, MappedRegion):
+        if not isinstance(region, Region):
             raise UsageError(f"an array lies on a vram.Region, not on {region!r:.80}")
         if not isinstance(owns_growth, bool):
             raise UsageError(f"owns_growth must be True or False, not {owns_growth!r:.40}")
@@ -130,11 +129,11 @@ class Array(Viewable):
                 f"capacity of {capacity} rows: at least {rows} are there, and the region has room for "
                 f"{region.capacity - self._offset} bytes of {self._row_nbytes} a row"
             )
-        home = Home.of(region)
-        home.arrays.add(id(self))
+        views = RegionViews.of(region)
+        views.arrays.add(id(self))
         if owns_growth:
-            home.is_grown = home.is_owned = True
-        self._home = home
+            views.is_grown = views.is_owned = True
+        self._views = views
 
     @classmethod
     def create(
@@ -192,8 +191,8 @@ class Array(Viewable):
             with unwinding(error):
                 region.close()
             raise
-        if array._home is not None:
-            array._home.is_owned = True  # one without dimensions owns no growth, but the region as well
+        if array._views is not None:
+            array._views.is_owned = True  # one without dimensions owns no growth, but the region as well
         return array
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -205,7 +204,7 @@ class Array(Viewable):
     @property
     def region(self) -> Region:
         """The region it lies on. Raises ClosedError once this array was closed."""
-        return (self._home or self._here()).region
+        return (self._views or self._open_views()).region
 
     @property
     def offset(self) -> int:
@@ -215,7 +214,7 @@ class Array(Viewable):
     @property
     def address(self) -> int:
         """Where in this process it begins; the same for as long as anything looks at it (invariant I5)."""
-        return self._here().region.address + self._offset
+        return self._open_views().region.address + self._offset
 
     @property
     def pin(self) -> Pin | None:
@@ -225,7 +224,7 @@ class Array(Viewable):
     @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._home is None
+        return self._views is None
 
     def __len__(self) -> int:
         if not self._shape:
@@ -233,10 +232,10 @@ class Array(Viewable):
         return self._shape[0]
 
     def __repr__(self) -> str:
-        home = self._home
-        if home is None:
+        views = self._views
+        if views is None:
             return f"<Array {self._dtype} {self._shape} closed>"
-        region = home.region
+        region = views.region
         rights = region.access.letters + (", private" if region.is_private else "")
         place = f"{region.location} {region.address + self._offset:#x}"
         return f"<Array {self._dtype} {self._shape} {place} {format_size(self.nbytes)} {rights}>"
@@ -267,7 +266,7 @@ class Array(Viewable):
         OutOfMemoryError
             If there is not enough; nothing has changed then.
         """
-        region = self._here().region
+        region = self._open_views().region
         lock = self._size_lock
         if lock is None:
             what = "no dimension to resize" if not self._shape else "memory of others: resize the array that made it"
@@ -286,7 +285,7 @@ class Array(Viewable):
                 self._shape = shape  # first, so that no other thread takes a view of what goes
             nbytes = self._offset + count * self._row_nbytes
             try:
-                event = None if after is None else cuda.as_event(after)
+                event = None if after is None else streams.as_event(after)
                 if event is not None and nbytes <= region.nbytes:
                     region.shrink(nbytes, after=event)
                 else:
@@ -298,24 +297,24 @@ class Array(Viewable):
             self._shape = shape
 
     # -- views, which protocols.py gives out ---------------------------------------------------------------------
-    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, shell: bool = False) -> NDArray:
-        """Return a root view with a pin of its own. `dtype` has the array's item size; for `shell` see Home.shell."""
-        home, pin, shape, start = self._home or self._here(), self._pin, self._shape, self._offset
+    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, device_view: bool = False) -> NDArray:
+        """Return a root view with a pin of its own. `dtype` has its item size; see RegionViews.device_view."""
+        views, pin, shape, start = self._views or self._open_views(), self._pin, self._shape, self._offset
         if full and shape:
             shape = (self._capacity, *shape[1:])
-            kept = home.region.pin(start, start + self._capacity * self._row_nbytes, holder, full=True)
+            kept = views.region.pin(start, start + self._capacity * self._row_nbytes, holder, full=True)
         else:
             stop = start + (shape[0] if shape else 1) * self._row_nbytes
             if pin is not None:
-                kept = pin.again(start, stop, holder)
+                kept = pin.subpin(start, stop, holder)
             else:
                 try:
-                    kept = home.region.pin(start, stop, holder)
+                    kept = views.region.pin(start, stop, holder)
                 except RangeError:
                     if self._shape is shape:
                         raise
-                    return self._view(holder, dtype, shell=shell)  # another thread shrank it meanwhile
-        return (home.shell if shell else home.view)(kept, start, shape, dtype)
+                    return self._view(holder, dtype, device_view=device_view)  # another thread shrank it meanwhile
+        return (views.device_view if device_view else views.view)(kept, start, shape, dtype)
 
     # -- parts --------------------------------------------------------------------------------------------------
     def __getitem__(self, key: int | slice) -> Array:
@@ -324,19 +323,19 @@ class Array(Viewable):
         return self._part(self._offset + row * self._row_nbytes, shape)
 
     def _part(self, offset: int, shape: tuple[int, ...]) -> Array:
-        home, pin = self._here(), self._pin
+        views, pin = self._open_views(), self._pin
         stop = offset + nbytes_of(shape, self._dtype)
         array = Array.__new__(Array)
-        array._home = array._shown = None
+        array._views = array._shown = None
         array._stream = self._stream
         array._dtype, array._shape, array._offset = self._dtype, shape, offset
         array._row_nbytes = nbytes_of(shape[1:], self._dtype)
         array._capacity = shape[0] if shape else 1
         array._size_lock, array.provenance = None, self.provenance
         # From this array's own pin, which works after the region object was closed, too.
-        array._pin = home.region.pin(offset, stop, "slice") if pin is None else pin.again(offset, stop, "slice")
-        home.arrays.add(id(array))
-        array._home = home
+        array._pin = views.region.pin(offset, stop, "slice") if pin is None else pin.subpin(offset, stop, "slice")
+        views.arrays.add(id(array))
+        array._views = views
         return array
 
     def __iter__(self) -> Iterator[Array]:
@@ -356,29 +355,29 @@ class Array(Viewable):
         BusyError
             Only if `strict`, naming the views.
         """
-        home, pin = self._home, self._pin
-        if home is None:
+        views, pin = self._views, self._pin
+        if views is None:
             return
         if strict:
             if pin is None:
-                home.region.close(strict=True)
+                views.region.close(strict=True)
             else:
                 others = pin.others()
                 if others:
                     raise BusyError(f"{self!r} is still in use", others)
-        self._home = None
+        self._views = None
         if pin is not None:
             pin.release()
-        home.leave(id(self))
+        views.leave(id(self))
 
-    def _here(self) -> Home:
-        home = self._home
-        if home is None:
+    def _open_views(self) -> RegionViews:
+        views = self._views
+        if views is None:
             raise ClosedError(f"the array of {self._dtype} {self._shape} was closed")
-        return home
+        return views
 
     def __enter__(self) -> Self:
-        self._here()
+        self._open_views()
         return self
 
     def __exit__(
@@ -392,9 +391,9 @@ class Array(Viewable):
 
     def __del__(self) -> None:
         # The pin and the region let go on their own; an id, though, may be given to another object.
-        home = getattr(self, "_home", None)  # an interrupt may have come before it was set
-        if home is not None:
-            home.arrays.discard(id(self))
+        views = getattr(self, "_views", None)  # an interrupt may have come before it was set
+        if views is not None:
+            views.arrays.discard(id(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = self.provenance.reduce(self) if self.provenance is not None else None

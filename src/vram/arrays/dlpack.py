@@ -85,7 +85,8 @@ def capsule(
     Parameters
     ----------
     gpu : int, optional
-        The view is a shell (see :meth:`Home.shell`) over memory of this GPU, and the capsule says so.
+        The view is a device view (see :meth:`RegionViews.device_view`) over memory of this GPU, and the capsule says
+        so.
 
     Raises
     ------

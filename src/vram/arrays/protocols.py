@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import AccessDeniedError, UsageError, VramError
 from ..spec import Access, Location
-from . import cuda
+from . import streams
 from .dtypes import DLPACK_CPU, DLPACK_CUDA, carrier, is_plain
+from .gpu import copy_host_rows, to_host
 from .numpy_on_use import np
-from .views import Home, NDArray, buffer, bytes_of
+from .shapes import part_of
+from .streams import stream_synchronize
+from .views import NDArray, RegionViews, buffer, bytes_of
 
 if TYPE_CHECKING:
-    from types import EllipsisType
-
     import torch
 
-__all__ = ["Viewable"]
+
+__all__ = ["Viewable", "assign", "to_host"]
 
 Buffer: TypeAlias = memoryview  # which in the class is a method
 
@@ -36,10 +39,10 @@ class Viewable:
     _shown: NDArray | None
     _stream: int | None
 
-    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, shell: bool = False) -> NDArray:
+    def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, device_view: bool = False) -> NDArray:
         raise NotImplementedError
 
-    def _here(self) -> Home:
+    def _open_views(self) -> RegionViews:
         raise NotImplementedError
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -77,12 +80,12 @@ class Viewable:
     @property
     def device(self) -> Location:
         """Where the memory is."""
-        return self._here().region.location
+        return self._open_views().region.location
 
     @property
     def readonly(self) -> bool:
         """Whether it cannot be written to here."""
-        return self._here().region.access is not Access.READ_WRITE
+        return self._open_views().region.access is not Access.READ_WRITE
 
     # -- views --------------------------------------------------------------------------------------------------
     def numpy(self, *, full: bool = False) -> NDArray:
@@ -125,10 +128,10 @@ class Viewable:
         """
         from .torch import tensor
 
-        home = self._here()
-        if home.gpu is None:
+        views = self._open_views()
+        if views.gpu is None:
             return tensor(self._view, self._dtype, full=full)
-        return tensor(partial(self._view, shell=True), self._dtype, full=full, gpu=home.gpu, ready=self._wait_on)
+        return tensor(partial(self._view, device_view=True), self._dtype, full=full, gpu=views.gpu, ready=self._wait_on)
 
     def memoryview(self) -> Buffer:
         """Return a memoryview of the same shape over the same memory, which it keeps alive.
@@ -195,7 +198,7 @@ class Viewable:
         here = self.__dlpack_device__()
         if dl_device is not None and dl_device != here:
             raise BufferError(f"cannot export to device {dl_device!r:.80}; this memory is on {here}: see .to_host()")
-        gpu = self._here().gpu
+        gpu = self._open_views().gpu
         if gpu is None:
             if stream is not None:
                 raise BufferError("memory of the host has no streams: stream must be None")
@@ -204,17 +207,17 @@ class Viewable:
         if copy:
             raise BufferError("no copies are made on the GPU here; take .to_host(), or copy what you get")
         if stream != -1:
-            self._wait_on(cuda.as_stream(1 if stream is None else stream))
-        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype), shell=True)
+            self._wait_on(streams.as_stream(1 if stream is None else stream))
+        view = self._view("DLPack capsule", dlpack.shown_as(self._dtype), device_view=True)
         return dlpack.capsule(view, self._dtype, max_version=max_version, gpu=gpu)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's (device type, device id)."""
-        home = self._here()
-        if home.gpu is not None:
-            return (DLPACK_CUDA, home.gpu)
-        if not home.addressable:
-            raise BufferError(f"memory on {home.region.location} is not exported by DLPack")
+        views = self._open_views()
+        if views.gpu is not None:
+            return (DLPACK_CUDA, views.gpu)
+        if not views.addressable:
+            raise BufferError(f"memory on {views.region.location} is not exported by DLPack")
         return (DLPACK_CPU, 0)
 
     @property
@@ -228,12 +231,12 @@ class Viewable:
         ----------
         Numba documentation, "CUDA Array Interface (Version 3)".
         """
-        home = self._here()
-        if home.gpu is None or not is_plain(self._dtype):  # it has no word for bfloat16 and the 8-bit floats
-            raise AttributeError(f"no CUDA array interface for {self._dtype} on {home.region.location}; use DLPack")
+        views = self._open_views()
+        if views.gpu is None or not is_plain(self._dtype):  # it has no word for bfloat16 and the 8-bit floats
+            raise AttributeError(f"no CUDA array interface for {self._dtype} on {views.region.location}; use DLPack")
         shown = self._shown
         if shown is None or shown.shape != self._shape:
-            shown = self._shown = self._view("CUDA array interface", self._dtype, shell=True)
+            shown = self._shown = self._view("CUDA array interface", self._dtype, device_view=True)
         address = shown.__array_interface__["data"][0] if shown.size else 0
         return {
             "version": 3,
@@ -255,54 +258,54 @@ class Viewable:
 
     @stream.setter
     def stream(self, stream: object) -> None:
-        home = self._here()
-        if stream is not None and home.gpu is None:
-            raise UsageError(f"memory on {home.region.location} has no streams")
-        self._stream = None if stream is None else cuda.as_stream(stream)
+        views = self._open_views()
+        if stream is not None and views.gpu is None:
+            raise UsageError(f"memory on {views.region.location} has no streams")
+        self._stream = None if stream is None else streams.as_stream(stream)
 
     def _wait_on(self, stream: int) -> None:
         """Have a consumer's stream wait for the work that fills this array."""
         if self._stream is not None and self._stream != stream:
-            cuda.order(self._here().region, self._stream, stream)
+            streams.stream_wait(self._open_views().region, self._stream, stream)
 
     # -- values -------------------------------------------------------------------------------------------------
     def __setitem__(self, key: int | slice | tuple[Any, ...] | EllipsisType, value: object) -> None:
         """Write through numpy, with all its indexing. On a GPU: whole rows, by a row's number or a slice of them."""
         self._check_writable()
-        home = self._here()
+        views = self._open_views()
         try:
-            if home.addressable:
+            if views.addressable:
                 self.numpy()[key] = value
             else:
-                cuda.assign(self, key, value)
+                assign(self, key, value)
         except OverflowError as error:
             raise _unfit(value, self, error) from None
 
     def fill(self, value: object) -> None:
         """Set every element to `value`, as numpy would convert it."""
         self._check_writable()
-        home = self._here()
+        views = self._open_views()
         try:
-            if home.addressable:
+            if views.addressable:
                 self.numpy().fill(value)
             else:
-                cuda.assign(self, slice(None) if self._shape else ..., value)
+                assign(self, slice(None) if self._shape else ..., value)
         except (OverflowError, ValueError) as error:
             raise _unfit(value, self, error) from None
 
     def copy(self) -> NDArray:
         """Return a copy as a numpy array of the host."""
-        home = self._here()
-        if home.addressable:
+        views = self._open_views()
+        if views.addressable:
             return self.numpy().copy()
         shape = self._shape
         made = np.empty(shape, self._dtype)
         if made.nbytes:
             if self._stream is not None:
-                cuda.settle(home.region, self._stream)
-            kept = home.region.pin(self._offset, self._offset + made.nbytes, "copy")
+                streams.stream_synchronize(views.region, self._stream)
+            kept = views.region.pin(self._offset, self._offset + made.nbytes, "copy")
             try:
-                home.region.driver.copy_out(bytes_of(made), home.region.address + self._offset)
+                views.region.driver.copy_out(bytes_of(made), views.region.address + self._offset)
             finally:
                 kept.release()
         return made
@@ -310,7 +313,7 @@ class Viewable:
     to_host = copy
 
     def _check_writable(self) -> None:
-        if self.readonly and not self._here().addressable:
+        if self.readonly and not self._open_views().addressable:
             raise AccessDeniedError(
                 'the array is read-only here; attach with access="rw" if it was published writable, or copy it with '
                 "vram.asarray(array.to_host(), device=...)"
@@ -330,3 +333,35 @@ def _unfit(value: object, array: Viewable, error: Exception) -> Exception:
     if isinstance(error, VramError):
         return error
     return UsageError(f"{value!r:.40} cannot be put into an array of {array._dtype}: {error}")
+
+
+def assign(array: Viewable, key: object, value: object) -> None:
+    """Copy a value of the host, converted and broadcast as numpy does, over whole rows of an array on a GPU.
+
+    Raises
+    ------
+    UsageError
+        For other indices than a row or a run of rows, and for a value that does not fit.
+    """
+    if isinstance(key, EllipsisType):
+        row, shape = 0, array.shape
+    elif isinstance(key, (int, slice)):
+        row, shape = part_of(key, array.shape)
+    else:
+        raise UsageError(f"on a GPU whole rows are written: index with a row or a slice of rows, not {key!r:.80}")
+    try:
+        given: NDArray = np.asarray(value, array.dtype)
+        given = np.broadcast_to(given, shape)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"the value does not fit {array.dtype} {shape}: {error}") from None
+    if not given.size:
+        return
+    start = row * array._row_nbytes
+    views = array._open_views()
+    if array._stream is not None:
+        stream_synchronize(views.region, array._stream)  # what it still writes comes first
+    kept = views.region.pin(array._offset + start, array._offset + start + given.nbytes, "copy")
+    try:
+        copy_host_rows(views.region, array._offset + start, given)
+    finally:
+        kept.release()

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
-from . import cuda
+from . import gpu
 from . import torch as torch_views
 from .array import Array
-from .cuda import CudaSource
 from .dtypes import DLPACK_CUDA, as_dtype
+from .gpu import CudaSource
 from .numpy_on_use import np
 from .tables import columns_of, each_column, is_table
 from .views import NDArray, find
 
-__all__ = ["CudaSource", "Source", "as_source", "find"]
+__all__ = ["CudaSource", "Source", "as_source", "find", "of_array"]
 
 _CPU = (1, 3, 11, 13)  # DLPack device types whose memory the CPU reads: CPU, CUDA host, ROCm host, CUDA managed
 
@@ -75,17 +75,17 @@ def as_source(value: object) -> Source | CudaSource:
         If it is no array, is on a device of another kind, or is of a type that cannot be shared.
     """
     if isinstance(value, Array):
-        return Source(value.numpy()) if value._here().addressable else cuda.of_array(value)
+        return Source(value.numpy()) if value._open_views().addressable else of_array(value)
     if isinstance(value, np.ndarray):
         view = _of_numpy(value)
     elif torch_views.is_tensor(value):
         if getattr(value, "is_cuda", False):
-            return cuda.of_tensor(value)
+            return gpu.of_tensor(value)
         view = torch_views.array_of(value)
     elif (place := _place_of(value)) not in _CPU and hasattr(value, "__cuda_array_interface__"):
-        return cuda.of_interface(value, _name_of(value))
+        return gpu.of_interface(value, _name_of(value))
     elif place == DLPACK_CUDA:
-        return cuda.of_dlpack(value, _name_of(value))
+        return gpu.of_dlpack(value, _name_of(value))
     else:
         view = _of_any(value, place)
     if view.dtype.hasobject and is_table(value):
@@ -137,3 +137,11 @@ def _of_any(value: object, place: int | None) -> NDArray:
         f"a {name} is no array: give vram arrays, numpy arrays, torch tensors, or objects with DLPack, "
         f"__array_interface__ or the buffer protocol (numpy.asarray makes one of lists and numbers)"
     )
+
+
+def of_array(array: Array) -> CudaSource:
+    """Return one of our own arrays as a source. A pin of its own keeps the memory, whatever becomes of the array."""
+    views = array._open_views()
+    kept = array._view("source", array.dtype, device_view=True)
+    address: int = kept.__array_interface__["data"][0]
+    return CudaSource(address, kept.nbytes, array.dtype, array.shape, True, views.gpu or 0, kept, True)

@@ -35,7 +35,7 @@ def tensor(
     Parameters
     ----------
     view : callable
-        Makes a numpy view of the array for (holder, dtype, full); of memory on a GPU, a shell.
+        Makes a numpy view of the array for (holder, dtype, full); of memory on a GPU, a device view.
     gpu : int, optional
         The GPU that the memory is on.
     ready : callable, optional

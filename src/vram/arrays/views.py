@@ -3,8 +3,8 @@
 A view's chain of bases ends at an :class:`Exporter`, which holds the pin; so a slice of a view, a tensor made of it,
 or a memoryview keeps the memory exactly as long as it lives, whatever happens to the array it came from.
 
-What the arrays of one region have in common is their :class:`Home`: it knows the views that numpy was given, so that
-freezing can take their writable flag away, and it is how memory that comes back to us as somebody else's array is
+What the arrays of one region have in common is their :class:`RegionViews`: it knows the views that numpy was given, so
+that freezing can take their writable flag away, and it is how memory that comes back to us as somebody else's array is
 recognized (:func:`find`).
 """
 
@@ -25,12 +25,12 @@ from ..spec import Access
 from .dtypes import is_plain
 from .numpy_on_use import np
 
-__all__ = ["Exporter", "Home", "buffer", "bytes_of", "claimed_writable", "find", "let_go"]
+__all__ = ["Exporter", "RegionViews", "buffer", "bytes_of", "claimed_writable", "close_when_unused", "find"]
 
 NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
 
-class Home:
+class RegionViews:
     """One region as its arrays see it. Made by :meth:`of`: there is one for each region.
 
     Attributes
@@ -49,7 +49,7 @@ class Home:
         The ordinal of the GPU that works on it.
     """
 
-    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_grown", "is_owned", "region", "views")
+    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views", "region")
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -59,18 +59,18 @@ class Home:
         self.arrays: set[int] = set()
         self.is_grown = False
         self.is_owned = False
-        self.views: set[_ViewRef] = set()
+        self.numpy_views: set[_ViewRef] = set()
 
     @classmethod
-    def of(cls, region: Region) -> Home:
-        """Return the home of a region."""
-        homes, address = _homes, region.address
+    def of(cls, region: Region) -> RegionViews:
+        """Return what the arrays of a region have in common."""
+        homes, address = _all_views, region.address
         if isinstance(region, ForeignRegion):
             return homes.of_foreign(region)
         with homes.lock:
             ref = homes.by_address.get(address)
-            home = None if ref is None else ref()
-            return home if home is not None and home.region is region else homes.add(region)
+            views = None if ref is None else ref()
+            return views if views is not None and views.region is region else homes.add(region)
 
     def leave(self, array: int) -> None:
         """An array was closed; the last one out closes a region that belongs to the arrays."""
@@ -98,12 +98,12 @@ class Home:
             self._check_readable()
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
         if not readonly:
-            self.views.add(_ViewRef(view, self.views.discard))
+            self.numpy_views.add(_ViewRef(view, self.numpy_views.discard))
             if region.access is not Access.READ_WRITE:  # frozen meanwhile, by a thread that did not see this view
                 view.flags.writeable = False
         return view
 
-    def shell(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
+    def device_view(self, pin: Pin, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray:
         """Return what looks like a numpy view, over memory that the CPU may not touch. It takes the pin over.
 
         It is never given to users: numpy makes a capsule of it, which says where the memory really is.
@@ -122,7 +122,7 @@ class Home:
         numpy then refuses what the kernel would answer with SIGSEGV. Arrays derived from a view (slices taken before)
         have flags of their own, which nobody can find.
         """
-        for ref in self.views.copy():
+        for ref in self.numpy_views.copy():
             view = ref()
             if view is not None:
                 view.flags.writeable = False
@@ -140,12 +140,12 @@ class Exporter:
     of read-only memory on again.
     """
 
-    __slots__ = ("__array_interface__", "home", "pin")
+    __slots__ = ("__array_interface__", "pin", "views")
 
     __array_interface__: dict[str, object]
 
-    def __init__(self, home: Home, pin: Pin) -> None:
-        self.home = home
+    def __init__(self, views: RegionViews, pin: Pin) -> None:
+        self.views = views
         self.pin = pin
 
 
@@ -184,7 +184,7 @@ def claimed_writable(view: NDArray) -> NDArray:
     if view.flags.writeable or not isinstance(exporter, Exporter):
         return view
     address = view.__array_interface__["data"][0]
-    return _show(Exporter(exporter.home, exporter.pin), address, view.shape, view.dtype, False)
+    return _show(Exporter(exporter.views, exporter.pin), address, view.shape, view.dtype, False)
 
 
 class _ViewRef(weakref.ref[NDArray]):
@@ -195,66 +195,66 @@ class _ViewRef(weakref.ref[NDArray]):
     __eq__ = object.__eq__
 
 
-class _Homes:
-    """The homes of all regions of this process that arrays look at, weakly, by address."""
+class _AllRegionViews:
+    """The :class:`RegionViews` of all regions of this process that arrays look at, weakly, by address."""
 
     # Regions that are alive cannot overlap, and an entry that died is replaced by the next region at its address or
     # dropped when the table has doubled. Nothing here is reached from a finalizer.
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.by_address: dict[int, weakref.ref[Home]] = {}
-        self._foreign: dict[int, weakref.ref[Home]] = {}
+        self.by_address: dict[int, weakref.ref[RegionViews]] = {}
+        self._foreign: dict[int, weakref.ref[RegionViews]] = {}
         self._sorted: list[int] | None = None
         self._limit = self._foreign_limit = 64
 
-    def add(self, region: Region) -> Home:
+    def add(self, region: Region) -> RegionViews:
         """Make the home of a region that has none. Called with the lock."""
         if len(self.by_address) >= self._limit:
             self.by_address = {at: ref for at, ref in self.by_address.items() if ref() is not None}
             self._limit = 2 * len(self.by_address) + 64
-        home = Home(region)
+        views = RegionViews(region)
         if region.address not in self.by_address:
             self._sorted = None
-        self.by_address[region.address] = weakref.ref(home)
-        return home
+        self.by_address[region.address] = weakref.ref(views)
+        return views
 
-    def of_foreign(self, region: Region) -> Home:
+    def of_foreign(self, region: Region) -> RegionViews:
         # Its memory is not ours to find, and several regions may begin at one address: known by the object alone.
         with self.lock:
             ref = self._foreign.get(id(region))
-            home = None if ref is None else ref()
-            if home is None or home.region is not region:
-                home = Home(region)
+            views = None if ref is None else ref()
+            if views is None or views.region is not region:
+                views = RegionViews(region)
                 if len(self._foreign) >= self._foreign_limit:
                     self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
                     self._foreign_limit = 2 * len(self._foreign) + 64
-                self._foreign[id(region)] = weakref.ref(home)
-            return home
+                self._foreign[id(region)] = weakref.ref(views)
+            return views
 
     def find(self, address: int, nbytes: int) -> tuple[Region, int] | None:
         with self.lock:
             if self._sorted is None:
                 self._sorted = sorted(self.by_address)
             at = bisect_right(self._sorted, address) - 1
-            home = self._alive(self._sorted[at]) if at >= 0 else None
-        if home is None or home.region.is_closed:
+            views = self._alive(self._sorted[at]) if at >= 0 else None
+        if views is None or views.region.is_closed:
             return None
-        offset = address - home.region.address
-        return (home.region, offset) if offset + nbytes <= home.region.nbytes else None
+        offset = address - views.region.address
+        return (views.region, offset) if offset + nbytes <= views.region.nbytes else None
 
-    def _alive(self, address: int) -> Home | None:
+    def _alive(self, address: int) -> RegionViews | None:
         ref = self.by_address.get(address)
         return None if ref is None else ref()
 
 
-_homes = _Homes()
+_all_views = _AllRegionViews()
 
 
 def _after_fork_in_child() -> None:
     """Start anew: the lock may have been held by a thread that does not exist here, and the regions are inert."""
-    global _homes
-    _homes = _Homes()
+    global _all_views
+    _all_views = _AllRegionViews()
 
 
 if hasattr(os, "register_at_fork"):
@@ -274,12 +274,12 @@ def find(address: int, nbytes: int) -> tuple[Region, int] | None:
     (Region, int) or None
         The region, which is open, and the offset in it in bytes. Hold on to what `address` came from meanwhile.
     """
-    return _homes.find(address, nbytes)
+    return _all_views.find(address, nbytes)
 
 
-def let_go(region: Region) -> None:
+def close_when_unused(region: Region) -> None:
     """Close a region now if no array is on it, else together with its last array."""
-    home = Home.of(region)
-    home.is_owned = True
-    if not home.arrays:
+    views = RegionViews.of(region)
+    views.is_owned = True
+    if not views.arrays:
         region.close()

@@ -26,8 +26,8 @@ from ..memory import Region
 from ..spec import Access, Location, round_up
 from .array import Array
 from .dtypes import dtype_of
-from .stream import changed, copy_file
-from .views import let_go
+from .file_copy import changed, copy_file
+from .views import close_when_unused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -189,7 +189,7 @@ def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: L
         with unwinding(error):
             region.close()
         raise
-    let_go(region)
+    close_when_unused(region)
     return arrays
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import vram
 
 from ..errors import InternalError
-from ..exchange.endpoint import shut_down
+from ..handover.pickling import shut_down
 from .children import DEADLINE, child
 from .measure import Figure, Place, Result, Row, in_turns, places, timed
 

@@ -133,11 +133,9 @@ def put(
     as_json: AsJson = False,
 ) -> None:
     """Publish a safetensors file's tensors under a name."""
-    from ..exchange import weights
+    from ..entries import put
 
-    published = weights.put(
-        name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket
-    )
+    published = put.put(name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket)
     _print(
         published,
         as_json,
@@ -155,10 +153,10 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List what is published, and how much of it is held: leases / memory."""
-    from ..exchange import keepers
+    from ..entries import administration
 
     if holders:
-        held = keepers.holders(prefix, keeper=socket)
+        held = administration.holders(prefix, keeper=socket)
         if as_json:
             _print(held, True, "")
             return
@@ -167,11 +165,11 @@ def list_(
         show_table(holder_table(held))
         return
     if as_json:
-        _print(keepers.list_entries(prefix, keeper=socket), True, "")
+        _print(administration.list_entries(prefix, keeper=socket), True, "")
         return
     from .tables import MOST_META, entry_table, show_table
 
-    show_table(entry_table(keepers.list_entries(prefix, keeper=socket, most_meta=MOST_META)))
+    show_table(entry_table(administration.list_entries(prefix, keeper=socket, most_meta=MOST_META)))
 
 
 @app.command()
@@ -179,9 +177,9 @@ def show(
     name: Annotated[str, typer.Argument(help="An entry.")], socket: Socket = None, as_json: AsJson = False
 ) -> None:
     """Show an entry: its versions, what was said about it, who holds it, and the arrays in it."""
-    from ..exchange import keepers
+    from ..entries import administration
 
-    details = keepers.show(name, keeper=socket)
+    details = administration.show(name, keeper=socket)
     if as_json:
         _print(details, True, "")
         return
@@ -199,9 +197,9 @@ def rm(
     as_json: AsJson = False,
 ) -> None:
     """Retire an entry. Its memory is freed with the last lease."""
-    from ..exchange import keepers
+    from ..entries import administration
 
-    keepers.remove(name, version=version, keeper=socket)
+    administration.remove(name, version=version, keeper=socket)
     which = "" if version is None else f" version {version}"
     _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
 
@@ -219,9 +217,9 @@ def revoke(
     as_json: AsJson = False,
 ) -> None:
     """Retire an entry, ask its readers to let go, and wait. Exit status 1 if some still hold it: it says who."""
-    from ..exchange import keepers
+    from ..entries import administration
 
-    left = keepers.revoke(name, version=version, timeout=timeout, force=force, keeper=socket)
+    left = administration.revoke(name, version=version, timeout=timeout, force=force, keeper=socket)
     which = name if version is None else f"{name} version {version}"
     if left.forced and not as_json:
         from .tables import holder_table, show_table

@@ -9,15 +9,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, UsageError
-from ..spec import Location
+from ..spec import HOST, Location
+from .protocol import Driver
 
-if TYPE_CHECKING:
-    from .protocol import Driver
-
-__all__ = ["get", "register"]
+__all__ = ["get", "register", "visible"]
 
 _drivers: dict[str, Driver] = {}
 _makers: dict[str, Callable[[], Driver]] = {}
@@ -100,3 +97,21 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def visible(location: Location) -> Location:
+    """Return what a place is called in this process: a GPU's UUID becomes its ordinal.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is a GPU that this process does not see, or there is no driver for it.
+    """
+    if location == HOST:
+        return HOST
+    try:
+        return get(location).canonical(location)
+    except UsageError as error:
+        raise UnsupportedError(
+            f"memory on {location}", "that GPU", str(error), "Make it visible: see CUDA_VISIBLE_DEVICES"
+        ) from None

@@ -269,7 +269,7 @@ class Driver(Protocol):
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
-        """Count what is out in this process."""
+        """Count the objects of this process that were not released."""
 
 
 @runtime_checkable

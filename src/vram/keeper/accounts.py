@@ -173,7 +173,7 @@ class Accounts:
         self._old.setdefault(uid, {})[version] = None
         self._book(uid, version.charge, 0, version.handles)
 
-    def let_go(self, uid: int, version: Version) -> None:
+    def release_version(self, uid: int, version: Version) -> None:
         """The last lease of a user on what is not current any more is over."""
         old = self._old[uid]
         del old[version]

@@ -907,7 +907,7 @@ class Catalogue:
         if not version.holders[uid]:
             del version.holders[uid]
             if known.current is not version:
-                self.accounts.let_go(uid, version)
+                self.accounts.release_version(uid, version)
         if version.leases:
             return []
         known.held -= version.nbytes

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
 from ..sharing.channel import OwnedFds
 from . import messages as m
-from .conversation import CONNECT_SECONDS, Answer
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment
-from .listening import Listening, listen
-from .looking import Looking
+from .notices import Subscription, listen
 from .paths import find_path
+from .queries import Queries
+from .rpc_connection import CONNECT_SECONDS, Answer
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_label
 from .watch import Watch
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Attachment",
     "KeeperClient",
-    "Listening",
     "PublishClaim",
     "Segment",
+    "Subscription",
     "Watch",
     "client",
     "own_label",
@@ -43,7 +43,7 @@ _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two looks at who still holds what was revoked
 
 
-class KeeperClient(Looking):
+class KeeperClient(Queries):
     """What can be said to a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
 
     # -- publishing -----------------------------------------------------------------------------------------------
@@ -121,13 +121,13 @@ class KeeperClient(Looking):
             0 if claim is None else _number(claim),
         )
         reply = self._ask(request, call, everything[:_PART])
-        while isinstance(reply, m.Continue):
+        while isinstance(reply, m.NextPart):
             sent = reply.received
             if not 0 < sent < len(everything):
-                raise self._confused(reply)
+                raise self._protocol_error(reply)
             part = next(self._calls)
             reply = self._ask(m.Part(part, call, sent), part, everything[sent : sent + _PART])
-        return self._be(m.Published, reply).version
+        return self._expect(m.Published, reply).version
 
     def offer(
         self,
@@ -156,12 +156,12 @@ class KeeperClient(Looking):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
         )
-        self._be(m.Done, self._ask(request, call))
+        self._expect(m.Done, self._ask(request, call))
 
     def abandon(self, claim: PublishClaim | int) -> None:
         """Give up a claim, so that the next in line gets it. One that is over already is no mistake."""
         call = next(self._calls)
-        self._be(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
+        self._expect(m.Done, self._ask(m.Abandon(call, _number(claim)), call))
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(
@@ -224,7 +224,7 @@ class KeeperClient(Looking):
         if not isinstance(found, Attachment):
             reply = found.reply
             found.give_back()
-            raise self._confused(reply)
+            raise self._protocol_error(reply)
         return found
 
     def attach_or_claim(
@@ -270,7 +270,7 @@ class KeeperClient(Looking):
             return found
         reply = found.reply
         if not isinstance(reply, m.Claimed):
-            raise self._confused(reply)
+            raise self._protocol_error(reply)
         return PublishClaim(reply.claim, name, reply.seconds, found)
 
     def release(self, lease_ids: Sequence[int]) -> None:
@@ -279,7 +279,7 @@ class KeeperClient(Looking):
             self._leases.pop(lease_id, None)
         for start in range(0, len(lease_ids), 4096):
             call = next(self._calls)
-            self._be(m.Done, self._ask(m.Release(call, list(lease_ids[start : start + 4096])), call))
+            self._expect(m.Done, self._ask(m.Release(call, list(lease_ids[start : start + 4096])), call))
 
     # -- watching -------------------------------------------------------------------------------------------------
     def is_stale(self, lease_id: int) -> bool:
@@ -287,7 +287,7 @@ class KeeperClient(Looking):
         if self._leases.get(lease_id) in self.taken_back:
             return True
         call = next(self._calls)
-        return self._be(m.IsStale, self._ask(m.Stale(call, lease_id), call)).stale
+        return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call)).stale
 
     def is_revoked(self, lease_id: int) -> bool:
         """Return whether the readers of the leased version were asked to let go."""
@@ -299,7 +299,7 @@ class KeeperClient(Looking):
                 return row.version == version and bool(row.revoked)
         return False
 
-    def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Listening:
+    def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Subscription:
         """Have ``tell(owner)`` called, once and in this process's listening thread, when the version is revoked.
 
         Parameters
@@ -360,7 +360,7 @@ class KeeperClient(Looking):
         """
         check_name(name)
         call = next(self._calls)
-        self._be(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
+        self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
 
     def revoke(
         self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False
@@ -385,7 +385,7 @@ class KeeperClient(Looking):
             As :meth:`remove`, except that what was removed before and is still held may be revoked. With `force` for
             everybody but the user who runs the keeper.
         UnsupportedError
-            If the keeper is of before, and does not know `force`.
+            If the keeper is older, and does not know `force`.
         PeerGoneError
             If the keeper goes meanwhile.
         """
@@ -425,7 +425,7 @@ class KeeperClient(Looking):
         for version in versions:
             call = next(self._calls)
             with contextlib.suppress(NotFoundError):  # the last of its readers let go just now
-                self._be(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
+                self._expect(m.Done, self._ask(m.Remove(call, name, version, True, True), call))
             self.taken_back.add((name, version))  # if this process has one of the leases
         if any(row.version in versions for row in self._left(name)):
             raise UnsupportedError(
@@ -469,18 +469,18 @@ class KeeperClient(Looking):
         try:
             reply = answer.reply
             if not isinstance(reply, m.Attached):
-                self._be(m.Claimed, reply)
+                self._expect(m.Claimed, reply)
                 return answer
             fds = answer.fds
             while len(fds) < reply.total:
                 part = next(self._calls)
                 more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
-                if self._be(m.Descriptors, more.reply).offset != len(fds) or not more.fds:
-                    raise self._confused(more.reply)
+                if self._expect(m.Descriptors, more.reply).offset != len(fds) or not more.fds:
+                    raise self._protocol_error(more.reply)
                 fds += more.fds  # two steps, and no interrupt comes in between
                 del more.fds[:]
             leased = attachment(reply, answer)
-            if owner not in (None, leased.owner):  # a keeper of before does not look
+            if owner not in (None, leased.owner):  # an older keeper does not look
                 raise MismatchError(
                     f"{name!r} version {leased.version} belongs to uid {leased.owner}, and not to uid {owner} as "
                     f"was expected"

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..sharing.channel import ALL_FDS, Credentials, receive, transmit
-from .strangers import brings_fds, receive_whole
+from .slow_close import brings_fds, receive_whole
 
 if TYPE_CHECKING:
     from .records import Publication, Session
@@ -97,7 +97,7 @@ class Connection:
         Since when the peer has owed us something: its greeting, or reading what is queued or in flight.
     parked : float or None
         Since when something of the peer waits to be read until it is its user's turn (see :mod:`.turns`), or until what
-        the user sent before is closed (see :mod:`.strangers`).
+        the user sent before is closed (see :mod:`.slow_close`).
     is_open : bool
         Whether this process has its socket.
     in_flight : int
@@ -158,7 +158,7 @@ class Connection:
 
     def read(self) -> None:
         """Take one message off the socket and have it answered. One at a time: the others get their turn."""
-        closer, uid = self.server.strangers_closer, self.credentials.uid
+        closer, uid = self.server.slow_closer, self.credentials.uid
         may_take, is_narrow = closer.takes(uid), self.room < ALL_FDS
         brings = (is_narrow or not may_take) and brings_fds(self.sock)
         if brings and not may_take:
@@ -351,7 +351,7 @@ class Connection:
         self.server.gone(self)
 
     def _close_socket(self, *, hang_up: bool) -> None:
-        closer, closed = self.server.strangers_closer, partial(self.server.socket_closed, self)
+        closer, closed = self.server.slow_closer, partial(self.server.socket_closed, self)
         self.is_open = not closer.close_socket(self.sock, self.credentials.uid, closed, hang_up=hang_up)
 
     def stop_lingering(self, *, at_once: bool = False) -> bool:

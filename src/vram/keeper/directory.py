@@ -15,7 +15,7 @@ import shutil
 import stat
 
 from ..errors import VramError
-from .listener import clear_path, lock_directory
+from .bind import clear_path, lock_directory
 from .paths import make_directory
 
 __all__ = ["SOCKET", "make_locked", "sweep"]

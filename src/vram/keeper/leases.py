@@ -10,7 +10,7 @@ from ..spec import HandleKind
 from . import messages as m
 
 if TYPE_CHECKING:
-    from .conversation import Answer
+    from .rpc_connection import Answer
 
 __all__ = ["Attachment", "PublishClaim", "Segment", "attachment"]
 

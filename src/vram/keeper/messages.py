@@ -135,7 +135,7 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     """Lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
 
     With `claim`: where there is none, or none as expected, be the one who makes it. With `owner` it has to belong to
-    that uid; a keeper of before does not look, so that who gets the lease has to.
+    that uid; an older keeper does not look, so that who gets the lease has to.
     """
 
     call: Number
@@ -236,7 +236,7 @@ class Leases(Struct, frozen=True, array_like=True, tag="leases"):
 class Remove(Struct, frozen=True, array_like=True, tag="remove"):
     """Take a name, or one version of it (0: all), out of the catalogue. `revoke` asks its readers to let go.
 
-    `force` ends their leases, and disconnects them; a keeper of before does not know it, and only asks.
+    `force` ends their leases, and disconnects them; an older keeper does not know it, and only asks.
     """
 
     call: Number
@@ -305,7 +305,7 @@ class Published(Struct, frozen=True, array_like=True, tag="published"):
     version: Number
 
 
-class Continue(Struct, frozen=True, array_like=True, tag="continue"):
+class NextPart(Struct, frozen=True, array_like=True, tag="continue"):
     """`received` descriptors are here; send the next part."""
 
     call: Number
@@ -340,7 +340,7 @@ class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
 class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
     """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``.
 
-    After `seconds` it passes to who waits for it; None from a keeper of before, where it never does.
+    After `seconds` it passes to who waits for it; None from an older keeper, where it never does.
     """
 
     call: Number
@@ -502,7 +502,7 @@ class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
     total: Number
 
 
-class Taken(Struct, frozen=True, array_like=True, tag="taken"):
+class Received(Struct, frozen=True, array_like=True, tag="taken"):
     """`received` descriptors have arrived so far."""
 
     received: Number
@@ -529,7 +529,7 @@ class Abandoned(Struct, frozen=True, array_like=True, tag="abandoned"):
 Reply = (
     Welcome
     | Published
-    | Continue
+    | NextPart
     | Attached
     | Descriptors
     | Claimed
@@ -543,7 +543,7 @@ Reply = (
     | Error
 )
 
-Succession = HandOver | Descriptors | Taken | Commit | LetGo | Serving | Abandoned | Error
+Succession = HandOver | Descriptors | Received | Commit | LetGo | Serving | Abandoned | Error
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

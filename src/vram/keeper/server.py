@@ -1,7 +1,7 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
 One thread does everything but closing: of memory, which takes a second for 8 GiB, in a second thread, and of what
-strangers sent, which takes as long as they please, in threads of :mod:`.strangers`.
+strangers sent, which takes as long as they please, in threads of :mod:`.slow_close`.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 
@@ -26,15 +26,15 @@ from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials,
 from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
+from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT, PART, Catalogue
 from .connection import Connection
 from .failures import failure
 from .in_flight import InFlight
-from .listener import Listener, group_id
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .strangers import INLINE, MOMENT, StrangersCloser, pass_rights
+from .slow_close import INLINE, MOMENT, SlowCloser, pass_rights
 from .turns import Turns
 from .users import UserNames
 
@@ -116,7 +116,7 @@ class KeeperServer:
         message = MAX_FDS if limit >= _MANY else min(32, limit // 32)
         slow = limit // 16 if limit >= _MANY else limit // 8
         self.ancillary = socket.CMSG_SPACE(message * 4)
-        self.strangers_closer = StrangersCloser(slow, message, os.geteuid(), self._has_room_again)
+        self.slow_closer = SlowCloser(slow, message, os.geteuid(), self._has_room_again)
         self._max_refused = spare // 2
         handles = limit - self.max_connections - spare - slow
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
@@ -130,7 +130,7 @@ class KeeperServer:
             why_not=UserNames().why_not,
         )
         self.connections: dict[int, Connection] = {}
-        self.strangers: dict[Connection, None] = {}  # connected, and have not said hello
+        self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.lingering: dict[Connection, None] = {}  # closed, with descriptors in flight that may still be read
         self.by_user: dict[int, int] = {}  # connections, until their sockets are closed
         self.connected = 0  # all of them
@@ -211,7 +211,7 @@ class KeeperServer:
         self._accepting()
         for connection in self.lingering:
             self.watch_over(connection)
-        for connection in [*self.strangers, *self.connections.values()]:
+        for connection in [*self.pending, *self.connections.values()]:
             if connection.queue:
                 connection.writable()
             else:
@@ -235,7 +235,7 @@ class KeeperServer:
         """Close every connection and all memory, and tell nobody."""
         # Nobody is told anything any more: a successor may be talking on these very sockets.
         self.paused = self.closing = True
-        for connection in [*self.strangers, *self.connections.values()]:
+        for connection in [*self.pending, *self.connections.values()]:
             connection.close()
         for connection in list(self.lingering):
             self._stop_lingering(connection, at_once=True)
@@ -326,7 +326,7 @@ class KeeperServer:
             return
         connection = Connection(self, sock, credentials)
         self.add(connection)
-        self.strangers[connection] = None
+        self.pending[connection] = None
         connection.owes()
         connection.resume()
 
@@ -352,7 +352,7 @@ class KeeperServer:
             with contextlib.suppress(OSError):
                 transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
         finally:
-            if not self.strangers_closer.close_socket(sock, peer_credentials(sock).uid, self._refused_closed):
+            if not self.slow_closer.close_socket(sock, peer_credentials(sock).uid, self._refused_closed):
                 self._refused += 1
 
     def _refused_closed(self) -> None:
@@ -368,7 +368,7 @@ class KeeperServer:
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
-        del self.strangers[connection]
+        del self.pending[connection]
         if self.service.takes_descriptors:
             pass_rights(connection.sock, True)
         connection.session = session
@@ -376,7 +376,7 @@ class KeeperServer:
 
     def gone(self, connection: Connection) -> None:
         """A connection was closed: undo what it had done."""
-        self.strangers.pop(connection, None)
+        self.pending.pop(connection, None)
         self._watched.pop(connection, None)
         if connection.in_flight:
             self.linger(connection)
@@ -432,7 +432,7 @@ class KeeperServer:
     def _resume_aside(self) -> None:
         if self.paused or not self.aside:
             return
-        closer = self.strangers_closer
+        closer = self.slow_closer
         closer.is_awaited = True
         for uid in list(self.aside):
             if not closer.takes(uid):

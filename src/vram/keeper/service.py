@@ -13,8 +13,8 @@ import msgspec
 
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
+from . import listing
 from . import messages as m
-from . import pages
 from .admission import InadmissibleError, admit
 from .catalogue import PART
 from .connection import Connection, Held, Partial
@@ -50,7 +50,7 @@ _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, w
 class Service:
     """Answers requests on behalf of a server."""
 
-    lends = ""  # a lender has a word for itself
+    lends = ""  # of a lender, its random id
     takes_descriptors = True
 
     def __init__(self, server: KeeperServer) -> None:
@@ -346,7 +346,7 @@ class Service:
                 partial.request = msgspec.structs.replace(request, meta={})
             partial.since = self.server.now()
             self.server.watch_over(connection)
-            connection.send(m.encode(m.Continue(call, len(partial.fds))))
+            connection.send(m.encode(m.NextPart(call, len(partial.fds))))
             return
         del connection.partials[request.call]
         held = Held(partial.fds, partial.nbytes, functools.partial(self.server.dispose, uid=publication.session.uid))
@@ -461,19 +461,19 @@ class Service:
         self.carry_out(effects, session.uid)
 
     def _list(self, connection: Connection, session: Session, request: m.List, fds: list[int]) -> None:
-        connection.send(m.encode(pages.entries(self.catalogue, request, self.server.now())))
+        connection.send(m.encode(listing.entries(self.catalogue, request, self.server.now())))
 
     def _versions(self, connection: Connection, session: Session, request: m.Versions, fds: list[int]) -> None:
-        connection.send(m.encode(pages.versions(self.catalogue, request, self.server.now())))
+        connection.send(m.encode(listing.versions(self.catalogue, request, self.server.now())))
 
     def _holders(self, connection: Connection, session: Session, request: m.Holders, fds: list[int]) -> None:
-        connection.send(m.encode(pages.holders(self.catalogue, request, self.server.now())))
+        connection.send(m.encode(listing.holders(self.catalogue, request, self.server.now())))
 
     def _leases(self, connection: Connection, session: Session, request: m.Leases, fds: list[int]) -> None:
-        connection.send(m.encode(pages.leases(self.catalogue, session, request, self.server.now())))
+        connection.send(m.encode(listing.leases(self.catalogue, session, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
-        connection.send(m.encode(pages.statistics(self.server, request)))
+        connection.send(m.encode(listing.statistics(self.server, request)))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(

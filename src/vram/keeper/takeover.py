@@ -11,9 +11,9 @@ leases, waiters, claims, half-finished publications. Descriptors go in parts, ea
        |        <--------------- Takeover ----------------    |
     handing over: nothing is read or written for anybody   receiving
        |        ----- HandOver + state (one memfd) ------>    |
-       |        <---------------- Taken ------------------    |
+       |        <-------------- Received -----------------    |
        |        ----- Descriptors + up to 253 fds ------->    |
-       |        <---------------- Taken ------------------    |   (as often as it takes)
+       |        <-------------- Received -----------------    |   (as often as it takes)
        |        <---------------- Commit -----------------  has everything, and it is consistent
     letting go                                             committed: must not give up any more
        |        ---------------- LetGo ------------------>    |
@@ -60,12 +60,12 @@ from ..errors import (
 from ..sharing.channel import MAX_FDS, Channel, close_fds, peer_credentials
 from . import messages as m
 from .accounts import Quotas
+from .bind import Listener, Permissions
 from .connection import Connection, Held, Partial
-from .conversation import greet, open_channel
 from .failures import raised
-from .listener import Listener, Permissions
+from .rpc_connection import greet, open_channel
+from .slow_close import pass_rights
 from .snapshot import Books, restore, save
-from .strangers import pass_rights
 
 if TYPE_CHECKING:
     from .server import KeeperServer
@@ -197,7 +197,7 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
     # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
     server.service.finish(for_successor=request.goes_on)
     if not request.goes_on:
-        for sock in [server.listener.sock, *(stranger.sock for stranger in server.strangers)]:
+        for sock in [server.listener.sock, *(stranger.sock for stranger in server.pending)]:
             pass_rights(sock, True)  # it would not do that itself
     payload, fds = _collect(server)
     memory = os.memfd_create("vram-takeover", os.MFD_CLOEXEC)
@@ -209,7 +209,7 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
         os.close(memory)
     sent = 0
     while True:
-        taken = _hear(channel, m.Taken)
+        taken = _hear(channel, m.Received)
         if taken.received != sent:
             raise ProtocolError(f"the successor has {taken.received} descriptors of {sent}")
         if sent == len(fds):
@@ -234,7 +234,7 @@ def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
         return numbers.setdefault(held, len(numbers))
 
     books = save(server.catalogue, number)
-    connections = [*server.strangers, *server.connections.values(), *server.lingering]
+    connections = [*server.pending, *server.connections.values(), *server.lingering]
     rows = [
         ConnectionRow(
             0 if one.session is None or one.closed else one.session.id,
@@ -356,14 +356,14 @@ def _receive(channel: Channel) -> tuple[State, list[int]]:
             state = _state.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
-        channel.send(m.encode(m.Taken(0)), timeout=PATIENCE)
+        channel.send(m.encode(m.Received(0)), timeout=PATIENCE)
         while len(fds) < offer.total:
             part, came = _hear_with_fds(channel, m.Descriptors)
             at = len(fds)
             fds += came
             if part.offset != at or not came or len(fds) > offer.total:
                 raise ProtocolError("descriptors out of order")
-            channel.send(m.encode(m.Taken(len(fds))), timeout=PATIENCE)
+            channel.send(m.encode(m.Received(len(fds))), timeout=PATIENCE)
     except BaseException:
         close_fds(fds)
         raise
@@ -430,7 +430,7 @@ def _unpack(
             connection.session = catalogue.sessions[row.session]
             server.connections[row.session] = connection
         else:
-            server.strangers[connection] = None
+            server.pending[connection] = None
     server.replace_catalogue(catalogue)
     server.left_over = left_over
     fds.clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from ..sharing.channel import DescriptorsLostError, close_fds
 from . import messages as m
-from .conversation import Conversation
+from .rpc_connection import RpcConnection
 
 if TYPE_CHECKING:
     from typing import Self
@@ -29,7 +29,7 @@ class Watch:
         The version that attaching by name gave when the news came; 0 is none.
     """
 
-    def __init__(self, connection: Conversation, name: str, version: int) -> None:
+    def __init__(self, connection: RpcConnection, name: str, version: int) -> None:
         self.name = name
         self.version = version
         self.reason: str | None = None
@@ -38,7 +38,7 @@ class Watch:
         self._channel = connection._channel
         try:
             # News follows the answer; nobody but pump() reads from then on.
-            connection._be(m.Done, connection._ask(m.Watch(1, name, version), 1))
+            connection._expect(m.Done, connection._ask(m.Watch(1, name, version), 1))
         except BaseException:
             connection.close()
             raise

@@ -12,7 +12,7 @@ from ..driver.protocol import Driver, Identity, MemoryProperties, Sealing
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, Owned, close_all, own, unwinding
 from ..spec import AllocationFlags, AllocationSpec, HandleKind, Location, format_size
-from . import abilities, checks
+from . import capabilities, checks
 
 if TYPE_CHECKING:
     from typing import Self
@@ -209,7 +209,7 @@ class PhysicalAllocation(Owned):
         UnsupportedError
             If the driver knows no such handles (before CUDA 12.3), or this process may not use the IMEX channel.
         """
-        calls = abilities.fabric(checks.driver_of(driver))
+        calls = capabilities.fabric(checks.driver_of(driver))
         place = checks.place(driver, location)
         wanted = checks.handle_bytes(data)
         size = checks.positive(nbytes, "nbytes", driver.mem_granularity(place, HandleKind.NONE).minimum)
@@ -282,7 +282,7 @@ class PhysicalAllocation(Owned):
         """
         self.handle  # noqa: B018  (the check)
         memory = self._memory
-        found = abilities.native(memory.driver).mem_native_handle(memory.driver_handle)
+        found = capabilities.native(memory.driver).mem_native_handle(memory.driver_handle)
         memory.is_lent = True
         return found
 
@@ -320,7 +320,7 @@ class PhysicalAllocation(Owned):
                             handle.depend(owner)
                             memory.exported[kind] = fd
                         except BaseException:  # an interrupt: it is kept and known, or neither
-                            handle.forgo(owner)
+                            handle.drop_dependency(owner)
                             raise
                 finally:
                     using.release()
@@ -340,7 +340,7 @@ class PhysicalAllocation(Owned):
             If the driver has no such handles.
         """
         handle, memory = self.handle, self._memory
-        calls = abilities.fabric(memory.driver)
+        calls = capabilities.fabric(memory.driver)
         if HandleKind.FABRIC not in memory.handle_kinds:
             raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
         if not memory.fabric:

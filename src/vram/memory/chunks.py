@@ -186,7 +186,7 @@ class Chunks:
         except BaseException as error:
             with unwinding(error):
                 for claim in reversed(made):
-                    handle.forgo(claim.handle)
+                    handle.drop_dependency(claim.handle)
                     claim.release()
             raise
 
@@ -207,7 +207,7 @@ class Chunks:
         if chunks:
             self.row = tuple(chunk for chunk in self.row if chunk.start < chunks[0].start)
         for chunk in reversed(chunks):
-            self.handle.forgo(chunk.mapping)
+            self.handle.drop_dependency(chunk.mapping)
         for chunk in chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
 

@@ -17,7 +17,7 @@ from ..errors import OutOfMemoryError, UsageError
 from ..lifetime import Claim, Owned, own, unwinding
 from ..spec import Location
 from . import checks
-from .abilities import events, interprocess
+from .capabilities import events, interprocess
 
 if TYPE_CHECKING:
     from typing import Self

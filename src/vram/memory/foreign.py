@@ -20,8 +20,8 @@ from ..driver.protocol import Driver
 from ..errors import ClosedError, DeviceLostError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, HandleKind, Location, format_size
-from .abilities import foreign, legacy, pools
 from .allocation import Memory, adopt_memory
+from .capabilities import foreign, legacy, pools
 from .chunks import Chunk, Chunks
 from .region import Region
 from .reservation import AddressRange, Unmap

@@ -20,10 +20,10 @@ from ..driver.protocol import Driver, Granularity
 from ..errors import BusyError, RangeError, UsageError, VramError
 from ..lifetime import Claim, Owned, unwinding
 from ..spec import Access, HandleKind, Location, format_size
-from . import abilities, checks
+from . import capabilities, checks
 from .allocation import PhysicalAllocation
+from .multicast_state import MulticastState, Unbind, address_of, multicast, opened, retained, sized, team_of
 from .reservation import AddressReservation, Unmap
-from .team import Team, Unbind, address_of, multicast, opened, retained, sized, team_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,7 +41,7 @@ class MulticastObject(Owned):
 
     __slots__ = ("_bindings", "_team")
 
-    def __init__(self, team: Team, claim: Claim) -> None:
+    def __init__(self, team: MulticastState, claim: Claim) -> None:
         self._team = team
         self._bindings: dict[tuple[str, int], Claim] = {}
         self._claim = claim
@@ -188,7 +188,7 @@ class MulticastObject(Owned):
         """
         self.handle  # noqa: B018  (the check)
         team = self._team
-        found = abilities.native(team.driver).mem_native_handle(team.driver_handle)
+        found = capabilities.native(team.driver).mem_native_handle(team.driver_handle)
         team.is_lent = True
         return found
 
@@ -387,7 +387,7 @@ class MulticastObject(Owned):
             raise checks.not_of_the_fabric(f"the {handle.label}", team.kinds)
         using = handle.claim("export")  # another thread may close this object while the driver works
         try:
-            team.fabric = team.fabric or abilities.fabric(team.driver).mem_export_fabric(team.driver_handle)
+            team.fabric = team.fabric or capabilities.fabric(team.driver).mem_export_fabric(team.driver_handle)
             return team.fabric
         finally:
             using.release()
@@ -427,7 +427,7 @@ class MulticastMapping(Owned):
 
     __slots__ = ("_access", "_team", "_undo")
 
-    def __init__(self, team: Team, undo: Unmap, access: Access, claim: Claim) -> None:
+    def __init__(self, team: MulticastState, undo: Unmap, access: Access, claim: Claim) -> None:
         self._team = team
         self._undo = undo
         self._access = access

@@ -66,7 +66,7 @@ class Pin:
         """Offset in the region where it ends, in bytes."""
         return self._span.stop
 
-    def again(self, start: int, stop: int, holder: str = "pin") -> Pin:
+    def subpin(self, start: int, stop: int, holder: str = "pin") -> Pin:
         """Take another pin within this one's span; it works after the region object was closed too.
 
         Parameters

@@ -18,7 +18,7 @@ from ..errors import BusyError, ClosedError, ProtocolError, UsageError
 from ..lifetime import Claim, Handle, Owned, close_all, own, uninterrupted, unwinding
 from ..spec import Access, HandleKind, Location
 from . import checks
-from .abilities import pools
+from .capabilities import pools
 from .event import LEGACY_STREAM, stream_number
 from .foreign import ForeignRegion, Opened, allocate_pointer, open_pointer
 
@@ -228,7 +228,7 @@ class Pool(Owned):
                         handle.depend(owner.handle)
                         self._exported = fds[0]
                     except BaseException:  # an interrupt: it is kept and known, or neither
-                        handle.forgo(owner.handle)
+                        handle.drop_dependency(owner.handle)
                         raise
                 finally:
                     owner.release()

@@ -19,7 +19,7 @@ from .. import driver as drivers
 from ..driver.foreign import HANDLE_BYTES, PointerInfo
 from ..errors import ClosedError, ProtocolError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, own, unwinding
-from ..memory.abilities import foreign, legacy
+from ..memory.capabilities import foreign, legacy
 from ..memory.foreign import ForeignRegion, open_legacy
 from ..spec import Location, format_size, parse_size
 

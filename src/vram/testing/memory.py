@@ -16,7 +16,7 @@ Inherit, and supply two fixtures::
 Bytes go through ``copy_in`` and ``copy_out``, so that memory the CPU cannot reach passes too. Every test ends with the
 driver's books and the handles of :mod:`vram.lifetime` where they were before. Where a capability is not in `offers`,
 its refusal is tested instead; a test that has nothing left to see is reported as skipped. The parts about regions are
-in :mod:`vram.testing.region` and :mod:`vram.testing.shared_region`, those about what memory is asked to be in
+in :mod:`vram.testing.region` and :mod:`vram.testing.region`, those about what memory is asked to be in
 :mod:`vram.testing.memory_kinds`.
 """
 

@@ -8,13 +8,13 @@ from ..driver.protocol import Driver
 from ..errors import AlignmentError, ClosedError, UnsupportedError, UsageError
 from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
 from ..spec import Access, AllocationFlags, AllocationSpec, HandleKind, Location
+from .region import RegionContract
 from .scene import FD, remedied
-from .shared_region import SharedRegionContract
 
 __all__ = ["MemoryKindsContract"]
 
 
-class MemoryKindsContract(SharedRegionContract):
+class MemoryKindsContract(RegionContract):
     """Specifications, flags and properties, handles of the driver, and rights as it tells them."""
 
     def test_a_specification_says_all_that_is_asked_for(self, driver: Driver, location: Location, granule: int) -> None:

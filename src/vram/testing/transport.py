@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 from ..arrays import Array
+from ..arrays.create import empty
 from ..errors import ClosedError, RangeError, UsageError, WaitTimeoutError
-from ..exchange.create import empty
 from ..spec import Access, Location
 from ..transports import Estimate, ExportedBuffer, Transport, Yes
 from .keeper import SOON

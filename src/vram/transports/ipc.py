@@ -19,13 +19,13 @@ from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
 from ..errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
-from ..exchange.mapping import device_name
-from ..exchange.wire import Part
+from ..handover.messages import Part
 from ..lifetime import Claim, Handle, own
 from ..memory import Region
-from ..memory.abilities import legacy
+from ..memory.capabilities import legacy
 from ..memory.foreign import ForeignRegion
 from ..sharing.legacy_ipc import IpcMemHandle, open_counted
+from ..sharing.mapping import device_name
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer, No, Yes
 from .exchanges import Exchange, SocketExchange, wait_until
@@ -193,7 +193,7 @@ class IpcTransport(RemoteTransport):
         super().close(strict=strict)
         if was_open:
             for handle, (_, token) in tuple(self._told.items()):
-                handle.forgo(token)
+                handle.drop_dependency(token)
 
 
 class _Retire:

@@ -103,7 +103,7 @@ class _Aliases:
                 alias, token, layout = known
                 if layout == region.layout and alias.access is region.access:
                     return alias
-                handle.forgo(token)  # it has grown or shrunk since, or was frozen
+                handle.drop_dependency(token)  # it has grown or shrunk since, or was frozen
             allocations, _ = region.segments(0, region.nbytes)
             alias = Region.from_allocations(
                 region.driver, allocations, access=region.access, users=[self._user], managed=True
@@ -118,7 +118,7 @@ class _Aliases:
 
     def close(self) -> None:
         for handle, (_, token, _) in tuple(self.by_region.items()):
-            handle.forgo(token)
+            handle.drop_dependency(token)
 
 
 class _Drop:

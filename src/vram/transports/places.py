@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.cuda import as_stream, settle
+from ..arrays.share import share
+from ..arrays.streams import as_stream, stream_synchronize
+from ..driver import visible
 from ..driver.protocol import Driver
 from ..errors import DriverError, RangeError, UnsupportedError, UsageError
-from ..exchange.mapping import visible
-from ..exchange.share import share
 from ..spec import HOST, Location
 from .contract import No, Yes
 
@@ -120,7 +120,7 @@ def ready(array: Array, stream: object) -> None:
     elif region.users[0].kind == "host":
         raise UsageError(f"{array!r} is on the host, where no stream works on it: leave `stream` out")
     else:
-        settle(region, as_stream(stream))
+        stream_synchronize(region, as_stream(stream))
 
 
 def shown_on(buffer: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

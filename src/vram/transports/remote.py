@@ -26,7 +26,7 @@ from ..arrays import Array
 from ..arrays.dtypes import dtype_name, dtype_of
 from ..arrays.shapes import nbytes_of
 from ..errors import PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
-from ..exchange.wire import Part
+from ..handover.messages import Part
 from ..lifetime import uninterrupted, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
@@ -34,7 +34,7 @@ from ..spec import Location
 from .endpoint import Endpoint
 from .exchanges import Exchange
 from .places import as_array, check_fits, check_place, ready, shown_on
-from .wire import MAX_FORGOTTEN, VERSION, WINDOW, Allocation, Forgotten, GoOn, Hello, Sent, Taken, decode, encode
+from .wire import MAX_UNMAPPED, VERSION, WINDOW, Allocation, Hello, NextPart, Received, Sent, Unmap, decode, encode
 
 __all__ = ["RemoteTransport"]
 
@@ -60,7 +60,7 @@ class RemoteTransport(Endpoint):
     src, dst : Location or str
         From where to where, the same at both ends; as this process names them.
     exchange : Exchange
-        What leads to the other end. Taken over: it is closed with this end. The caller's still if this fails.
+        What leads to the other end. Received over: it is closed with this end. The caller's still if this fails.
     timeout : float, optional
         Seconds to wait for the other end in :meth:`send`; for ever by default.
 
@@ -187,7 +187,7 @@ class RemoteTransport(Endpoint):
                 self._received_count += 1
                 is_counted = True
                 with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
-                    self._exchange.send(encode(Taken(self._received_count)), timeout=self.timeout)
+                    self._exchange.send(encode(Received(self._received_count)), timeout=self.timeout)
                 self._is_back = False
         except BaseException:
             if is_counted:  # told of it or not, the other end is told of the same number again, which does no harm
@@ -228,10 +228,10 @@ class RemoteTransport(Endpoint):
             numbers: list[int] = []
             try:
                 with contextlib.suppress(IndexError):
-                    while len(numbers) < MAX_FORGOTTEN:
+                    while len(numbers) < MAX_UNMAPPED:
                         (_,) = map(numbers.append, map(deque.popleft, (self._retired,)))  # in one step (I12)
                 if numbers:
-                    self._say(Forgotten(tuple(numbers)))
+                    self._say(Unmap(tuple(numbers)))
                     del numbers[:]
             finally:
                 self._retired.extend(numbers)  # twice does no harm
@@ -298,17 +298,17 @@ class RemoteTransport(Endpoint):
             self._inbox += (array,)
             del self._came[:]
             return
-        elif isinstance(message, Taken):
+        elif isinstance(message, Received):
             if not self._taken <= message.count <= self._sent_count:
                 raise ProtocolError(f"{message.count} messages are said to be received of {self._sent_count}")
             self._taken = message.count
-        elif isinstance(message, GoOn):
+        elif isinstance(message, NextPart):
             if not self._awaited:
                 raise ProtocolError("the other end says that it took a part of memory; none was sent")
             self._awaited -= 1
             del self._came[:]
             return
-        elif isinstance(message, Forgotten):
+        elif isinstance(message, Unmap):
             for number in message.memories:
                 self._forget(number)
         elif not came.is_learned:
@@ -319,7 +319,7 @@ class RemoteTransport(Endpoint):
             came.is_learned = True
         if isinstance(message, Part) and not message.part.last and not came.is_answered:
             with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
-                self._say(GoOn())
+                self._say(NextPart())
                 came.is_answered = True
         close_fds(came.fds)
         del self._came[:]

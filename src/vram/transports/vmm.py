@@ -14,14 +14,14 @@ from msgspec import Meta, Struct
 from .. import driver as drivers
 from ..arrays import Array
 from ..arrays.dtypes import dtype_name
-from ..arrays.views import let_go
+from ..arrays.views import close_when_unused
 from ..errors import ProtocolError, UsageError, VramError
-from ..exchange.handover import Lender
-from ..exchange.mapping import describe, device_name, extend_memory, map_memory
-from ..exchange.wire import Part
+from ..handover.exports import ExportTable
+from ..handover.messages import Part
 from ..memory import Region
 from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import MemoryDescriptor
+from ..sharing.mapping import describe, device_name, extend_memory, map_memory
 from ..spec import HOST, Access, HandleKind, Location
 from .contract import Estimate, ExportedBuffer, No, Yes
 from .exchanges import Exchange, SocketExchange
@@ -54,7 +54,7 @@ class VmmTransport(RemoteTransport):
     parts, each after the other end has taken the one before: it has to be receiving meanwhile.
     """
 
-    __slots__ = ("_lender",)
+    __slots__ = ("_exports",)
 
     kind = "vmm"
     needs_fds = True
@@ -63,7 +63,7 @@ class VmmTransport(RemoteTransport):
         self, src: Location | str, dst: Location | str, exchange: Exchange, *, timeout: float | None = None
     ) -> None:
         super().__init__(src, dst, exchange, timeout=timeout)
-        self._lender = Lender(self._retired.append)
+        self._exports = ExportTable(self._retired.append)
 
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
@@ -113,7 +113,7 @@ class VmmTransport(RemoteTransport):
 
     def _introduce(self, array: Array) -> int:
         _check_way(array)
-        lent = self._lender.lend(array)
+        lent = self._exports.export(array)
         if lent.sent < len(lent.fds) or lent.sent < 0:
             kept = lent.keep()
             try:
@@ -140,7 +140,7 @@ class VmmTransport(RemoteTransport):
         try:
             return array_on(region, said.dtype, said.shape, said.descriptor.offset, said.descriptor.nbytes)
         finally:
-            let_go(region)  # now, or with the last array on it
+            close_when_unused(region)  # now, or with the last array on it
 
     def _learn(self, message: Part | Allocation, fds: list[int], *, again: bool = False) -> None:
         if not isinstance(message, Part):
@@ -154,7 +154,7 @@ class VmmTransport(RemoteTransport):
             raise ProtocolError(f"segments of memory {part.memory} from {part.first} on came after {known}")
         if region is None:
             region = self._mapped(part.descriptor, fds, part.writable, follow=True)
-            drop = partial(let_go, region)
+            drop = partial(close_when_unused, region)
             self._memories[part.memory] = region, drop
         else:
             part.descriptor.check()
@@ -171,7 +171,7 @@ class VmmTransport(RemoteTransport):
         was_open = self._claim.handle.is_open
         super().close(strict=strict)
         if was_open:
-            self._lender.close()
+            self._exports.close()
 
 
 def _check_way(array: Array) -> None:

@@ -8,25 +8,25 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import ProtocolError
-from ..exchange.wire import Part
+from ..handover.messages import Part
 
 __all__ = [
-    "MAX_FORGOTTEN",
+    "MAX_UNMAPPED",
     "VERSION",
     "WINDOW",
     "Allocation",
-    "Forgotten",
-    "GoOn",
     "Hello",
+    "NextPart",
+    "Received",
     "Sent",
-    "Taken",
+    "Unmap",
     "decode",
     "encode",
 ]
 
 VERSION = 1
 WINDOW = 64  # messages that were sent and not received: then the sender waits
-MAX_FORGOTTEN = 256  # memories in one message, so that it fits into a pipe's
+MAX_UNMAPPED = 256  # memories in one message, so that it fits into a pipe's
 
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 _Id = Annotated[int, Meta(gt=0, le=2**62)]
@@ -58,23 +58,23 @@ class Sent(Struct, frozen=True, array_like=True, tag="s"):
     shape: Annotated[tuple[_Size, ...], Meta(max_length=64)]
 
 
-class Taken(Struct, frozen=True, array_like=True, tag="t"):
+class Received(Struct, frozen=True, array_like=True, tag="t"):
     """So many of the arrays that came were received, in all."""
 
     count: _Size
 
 
-class GoOn(Struct, frozen=True, array_like=True, tag="g"):
+class NextPart(Struct, frozen=True, array_like=True, tag="g"):
     """Answers a part of a memory that is not the last: its descriptors were taken, the next part may come (S4)."""
 
 
-class Forgotten(Struct, frozen=True, array_like=True, tag="x"):
+class Unmap(Struct, frozen=True, array_like=True, tag="x"):
     """Memory that is unmapped where it was described: let go of it."""
 
-    memories: Annotated[tuple[_Id, ...], Meta(max_length=MAX_FORGOTTEN)]
+    memories: Annotated[tuple[_Id, ...], Meta(max_length=MAX_UNMAPPED)]
 
 
-Message = Hello | Part | Allocation | GoOn | Sent | Taken | Forgotten
+Message = Hello | Part | Allocation | NextPart | Sent | Received | Unmap
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -16,21 +16,20 @@ from ...spec import AllocationFlags, HandleKind, Location
 from ..protocol import Support
 from .bindings import version_text
 from .devices import Device
+from .multicast import MULTICAST, MULTICAST_SINCE
 
 if TYPE_CHECKING:
-    from .driver import CudaDriver
+    from .multicast import MulticastCalls
 
-__all__ = ["MULTICAST", "MULTICAST_SINCE", "Support", "probe"]
+__all__ = ["Support", "probe"]
 
-MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
-MULTICAST_SINCE = 12010
 # Further attributes, CU_DEVICE_ATTRIBUTE_*. The manual has IPC_EVENT_SUPPORTED asked for all of cuIpc*; drivers before
 # 12.0 do not know it, and had that with unified addressing.
 _UNIFIED_ADDRESSING, _IPC_EVENTS, _IPC_EVENTS_SINCE = 41, 125, 12000
 _POOLS, _POOL_HANDLE_TYPES = 115, 119
 
 
-def probe(driver: CudaDriver, location: Location, device: Device) -> Support:
+def probe(driver: MulticastCalls, location: Location, device: Device) -> Support:
     """Try each route once.
 
     Raises
@@ -52,9 +51,9 @@ def probe(driver: CudaDriver, location: Location, device: Device) -> Support:
     )
 
 
-def multicast_refusal(driver: CudaDriver, device: Device) -> str:
+def multicast_refusal(driver: MulticastCalls, device: Device) -> str:
     """Return why a device has no multicast objects; empty if it says that it has."""
-    version = driver.driver_version
+    version = driver._call.driver_version
     if version < MULTICAST_SINCE:
         return f"driver too old: needs {version_text(MULTICAST_SINCE)}, have {version_text(version)}"
     if not device.attribute(MULTICAST):
@@ -62,8 +61,8 @@ def multicast_refusal(driver: CudaDriver, device: Device) -> str:
     return ""
 
 
-def _legacy_refusal(driver: CudaDriver, device: Device) -> str:
-    attribute = _IPC_EVENTS if driver.driver_version >= _IPC_EVENTS_SINCE else _UNIFIED_ADDRESSING
+def _legacy_refusal(driver: MulticastCalls, device: Device) -> str:
+    attribute = _IPC_EVENTS if driver._call.driver_version >= _IPC_EVENTS_SINCE else _UNIFIED_ADDRESSING
     return "" if device.attribute(attribute) else f"{device.name} says that it has none"
 
 
@@ -76,7 +75,7 @@ def _pool_refusal(device: Device) -> str:
 
 
 def _try(
-    driver: CudaDriver,
+    driver: MulticastCalls,
     location: Location,
     kinds: HandleKind = HandleKind.NONE,
     flags: AllocationFlags = AllocationFlags.NONE,

@@ -1,0 +1,165 @@
+"""Make arrays: on memory that can be grown in place and shared from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import driver as drivers
+from ..driver import visible
+from ..errors import UsageError, VramError
+from ..memory import checks
+from ..spec import HOST, Location
+from . import Array
+from .dtypes import as_dtype
+from .gpu import copy_rows, to_host
+from .numpy_on_use import np
+from .sources import CudaSource, as_source
+
+__all__ = ["asarray", "empty", "zeros"]
+
+
+def empty(
+    shape: int | Sequence[int],
+    dtype: object = "float32",
+    *,
+    device: str | Location,
+    capacity: int | Sequence[int] | None = None,
+    chunk: int | str | None = None,
+    populate: bool = False,
+) -> Array:
+    """Make an array whose first dimension can be resized in place, up to its capacity.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+        The shape to begin with; the first dimension may be 0.
+    dtype : str, numpy.dtype, type or torch.dtype
+        The element type, such as ``"float32"`` or ``"bfloat16"``.
+    device : str
+        ``"host"`` or, with the CUDA driver, ``"cuda:0"``. There is no default: memory never lands somewhere silently.
+    capacity : int or sequence of int, optional
+        The largest number of rows (first dimension), or the largest shape. It costs addresses, not memory. By
+        default the array cannot grow.
+    chunk : int or str, optional
+        Bytes by which memory is added and given back; see :meth:`vram.Region.create`.
+    populate : bool
+        Touch the pages now rather than at first use.
+
+    Returns
+    -------
+    Array
+        New memory is zeroed by the operating system; rows given back by a shrink inside a chunk keep their contents.
+
+    Raises
+    ------
+    UsageError
+        For a shape, dtype, device or capacity that cannot be.
+    OutOfMemoryError, AddressSpaceError
+        If there is not enough.
+
+    Examples
+    --------
+    >>> vectors = vram.empty((0, 384), "float32", device="host", capacity=1_000_000)
+    >>> vectors.resize(4096)
+    >>> vectors.shape
+    (4096, 384)
+    """
+    location = Location.parse(device)
+    if location != HOST:
+        location = visible(location)
+    return Array.create(
+        drivers.get(location), location, shape, dtype, capacity=capacity, chunk=chunk, populate=populate
+    )
+
+
+def zeros(
+    shape: int | Sequence[int],
+    dtype: object = "float32",
+    *,
+    device: str | Location,
+    capacity: int | Sequence[int] | None = None,
+    chunk: int | str | None = None,
+    populate: bool = False,
+) -> Array:
+    """Make an array of zeros. New memory is zero anyway: this says in the code that it is relied on.
+
+    Parameters and errors are those of :func:`empty`.
+    """
+    return empty(shape, dtype, device=device, capacity=capacity, chunk=chunk, populate=populate)
+
+
+def asarray(
+    source: object,
+    dtype: object = None,
+    *,
+    device: str | Location,
+    capacity: int | Sequence[int] | None = None,
+    chunk: int | str | None = None,
+    populate: bool = False,
+) -> Array:
+    """Return an array with the contents of `source`: the same object if it is a vram array that fits, else a copy.
+
+    Parameters
+    ----------
+    source : Array, numpy.ndarray, torch.Tensor, buffer, or nested sequence of numbers
+        What to take the contents from.
+    dtype : optional
+        Convert to this element type; by default that of `source`.
+    device, capacity, chunk, populate
+        As of :func:`empty`. What is copied touches the pages of the rows anyway; `populate` is about the rest of the
+        last chunk, and about an array that is returned as it is.
+
+    Raises
+    ------
+    UsageError
+        If it is no array, or its numbers do not make one.
+    """
+    location = visible(Location.parse(device))
+    kind = None if dtype is None else as_dtype(dtype)
+    if (
+        isinstance(source, Array)
+        and source.device == location
+        and (kind is None or kind == source.dtype)
+        and capacity is None
+        and chunk is None
+    ):
+        if checks.flag(populate, "populate"):
+            source.region.populate()
+        return source
+    given = _given(source, kind)
+    wanted = given.dtype if kind is None else kind
+    array = empty(given.shape, wanted, device=location, capacity=capacity, chunk=chunk, populate=populate)
+    try:
+        _copy(given, array)
+    except BaseException as error:
+        array.close()
+        if isinstance(error, (TypeError, ValueError)) and not isinstance(error, VramError):
+            raise UsageError(f"{given.dtype} does not convert to {array.dtype}: {error}") from None
+        raise
+    return array
+
+
+def _copy(given: np.ndarray[Any, Any] | CudaSource, array: Array) -> None:
+    """Copy contents: within the host or a GPU directly, between the two over the host."""
+    if not isinstance(given, CudaSource):
+        array[...] = given
+    elif not array._open_views().addressable and given.dtype == array.dtype:
+        copy_rows(array.region, array.offset, given)
+    elif given.is_ours:
+        array[...] = to_host(given)
+    else:
+        raise UsageError("copy it to the host with its own library first, or take it as it is: same device, same dtype")
+
+
+def _given(source: object, kind: np.dtype[Any] | None) -> np.ndarray[Any, Any] | CudaSource:
+    """Look at the contents of anything as numpy does, or as they lie on a GPU."""
+    if not isinstance(source, (list, tuple, int, float, complex, bool, np.generic)):
+        found = as_source(source)
+        return found if isinstance(found, CudaSource) else found.view
+    try:
+        return np.asarray(source, kind)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"numpy makes no array of that: {error}; give rows of one length, of numbers that fit"
+        ) from None

@@ -1,0 +1,249 @@
+"""Which way memory would take to another process, or why it has none: the driver is asked, nothing is tried."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from .. import driver as drivers
+from ..driver.foreign import MAX_POOL_ALLOCATION, PointerInfo
+from ..errors import UnsupportedError, UsageError, VramError
+from ..memory.foreign import ForeignRegion, look_up
+from ..spec import HOST, HandleKind, Location, format_size
+from . import Array
+from .sources import CudaSource, Source, find
+
+__all__ = ["COPY", "Route", "check_place", "foreign_route", "place_of", "refusal", "route_of"]
+
+COPY = "Copy it into memory of vram: vram.copy_in(...)"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How memory can reach another process. False where it cannot.
+
+    Attributes
+    ----------
+    kind : HandleKind
+        POSIX_FD, LEGACY_IPC or POOL; NONE if in no way.
+    made_by : str
+        What made it: ``"vram"``, or the family of driver calls as :class:`~vram.driver.foreign.PointerInfo` names it;
+        ``"other"`` for memory of the host that no driver knows.
+    device : str
+        Where it is.
+    nbytes : int
+        Bytes that are asked about.
+    segments : int
+        Allocations that they lie in.
+    offset : int
+        Where in the first allocation they begin, in bytes.
+    outlives_maker : bool
+        Whether it can be published, that is kept when the process that made it is gone.
+    reason, remedy : str
+        Why there is no way, and what to do about it; empty if there is one.
+    """
+
+    kind: HandleKind
+    made_by: str
+    device: str
+    nbytes: int
+    segments: int
+    offset: int
+    outlives_maker: bool
+    reason: str = ""
+    remedy: str = ""
+
+    def __bool__(self) -> bool:
+        return self.kind is not HandleKind.NONE
+
+    def __str__(self) -> str:
+        what = f"{format_size(self.nbytes)} on {self.device}, made by {_MADE.get(self.made_by, self.made_by)}"
+        if not self:
+            return f"{what}: cannot leave this process, being {self.reason}" + (
+                f". {self.remedy}" if self.remedy else ""
+            )
+        held = f"{self.segments} allocation{'s' * (self.segments != 1)}, from byte {self.offset} on"
+        life = "can be published, lent and queued"
+        if not self.outlives_maker:
+            life = "can be lent and sent while this process lives; a publish copies it"
+        return f"{what}, {held}: goes {_GOES[self.kind]}; {life}"
+
+
+_MADE = {
+    "vram": "vram",
+    "vmm": "another library with cuMemCreate",
+    "legacy": "another library with cudaMalloc",
+    "pool": "another library's stream-ordered pool",
+    "opened": "another process, and opened here",
+    "host": "another library as page-locked memory of the host",
+    "managed": "another library as managed memory",
+    "other": "this process for itself",
+    "unknown": "nobody that the driver knows",
+}
+_GOES = {
+    HandleKind.POSIX_FD: "by file descriptor",
+    HandleKind.LEGACY_IPC: "by a 64-byte handle",
+    HandleKind.POOL: "by its pool's file descriptor and a 64-byte handle",
+}
+
+
+def route_of(source: Source | CudaSource, obj: object = None) -> Route:
+    """Return the route of what was looked at already; `obj` is what it was found in."""
+    place = place_of(source)
+    if not source.contiguous:
+        return Route(
+            HandleKind.NONE, "other", str(place), source.nbytes, 0, 0, False,
+            "elements that do not lie one behind the other",
+            "Share what it is a view of, or copy it: vram.copy_in(...) (on a GPU, after .contiguous())",
+        )  # fmt: skip
+    region = find(source.address, source.nbytes) if source.nbytes else None
+    if region is not None:
+        return _own_route(region[0], region[1], source.nbytes, str(place))
+    if isinstance(obj, Array) and not isinstance(obj.region, ForeignRegion):
+        return _own_route(obj.region, obj.offset, obj.nbytes, str(place))
+    if not source.nbytes:
+        return Route(HandleKind.POSIX_FD, "vram", str(place), 0, 0, 0, True)
+    if isinstance(source, Source):
+        return _host_route(source, str(place))
+    try:
+        infos = look_up(drivers.get(place), source.address, source.nbytes)
+        check_place(infos, source)
+    except UsageError as error:
+        return Route(HandleKind.NONE, "unknown", str(place), source.nbytes, 0, 0, False, f"unknown: {error}")
+    return foreign_route(infos, source, obj)
+
+
+def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: object) -> Route:
+    """Return the route of memory that another library made."""
+    first = infos[0]
+    kinds = first.kinds
+    for info in infos:
+        kinds &= info.kinds
+    ways = (HandleKind.POSIX_FD, HandleKind.LEGACY_IPC, HandleKind.POOL)
+    kind = next((way for way in ways if way in kinds), HandleKind.NONE)
+    reason = remedy = ""
+    if kind is HandleKind.POOL and first.nbytes > MAX_POOL_ALLOCATION:
+        kind, remedy = HandleKind.NONE, COPY
+        reason = (
+            f"an allocation of a pool larger than {format_size(MAX_POOL_ALLOCATION)}, which crashes whoever opens it"
+        )
+    elif kind is HandleKind.NONE:
+        reason, remedy = _why_none(first, kinds, obj)
+    return Route(
+        kind, first.made_by, str(first.location), source.nbytes, len(infos), source.address - first.base,
+        kind is HandleKind.POSIX_FD, reason, remedy,
+    )  # fmt: skip
+
+
+def _why_none(info: PointerInfo, kinds: HandleKind, obj: object) -> tuple[str, str]:
+    """Why memory that the driver knows cannot leave the process, and what to do."""
+    if kinds:
+        return (
+            f"memory made to leave the process as {kinds.name} only, by which nothing is shared here",
+            COPY,
+        )
+    if info.made_by == "vmm":
+        if type(obj).__module__.partition(".")[0] == "torch":
+            return (
+                "memory made with handle type 0 by PyTorch's expandable segments",
+                "Set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 before the process starts (in releases that know it), or "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or copy with vram.copy_in()",
+            )
+        return (
+            "memory made with handle type 0, or imported from another process, which alone can share it",
+            "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
+        )
+    if info.made_by == "pool":
+        return (
+            "memory of a pool made without a handle type, as the default pool of cudaMallocAsync is",
+            "Allocate from a pool made to be shared (vram.Pool), or copy with vram.copy_in()",
+        )
+    if info.made_by == "opened":
+        return "memory of another process, which alone can share it", COPY
+    return f"{'page-locked' if info.made_by == 'host' else info.made_by} memory, which the driver does not share", COPY
+
+
+def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
+    if isinstance(region, ForeignRegion):
+        return Route(
+            HandleKind.NONE,
+            region.made_by,
+            device,
+            nbytes,
+            1,
+            offset,
+            False,
+            "memory of another library that is not known by its address any more",
+            COPY,
+        )
+    if region.is_private:
+        return Route(
+            HandleKind.NONE, "vram", device, nbytes, 0, offset, False,
+            "a private copy: what was written to it is in no memory that another process could map", COPY,
+        )  # fmt: skip
+    if region.location != HOST and not isinstance(region.location.id, int):
+        return Route(
+            HandleKind.NONE, "vram", device, nbytes, 0, 0, False,
+            "memory of the host that NVIDIA's driver made, at no place that other processes know by name",
+            'Use device="host" for what is shared, or copy with vram.copy_in(..., device="host")',
+        )  # fmt: skip
+    allocations, start = region.segments(offset, offset + nbytes)
+    lacking = {
+        allocation.handle_kinds for allocation in allocations if HandleKind.POSIX_FD not in allocation.handle_kinds
+    }
+    for allocation in allocations:
+        allocation.close()
+    if lacking:
+        made = " and ".join(sorted(f"handle_kinds=HandleKind.{kinds.name}" for kinds in lacking))
+        return Route(
+            HandleKind.NONE, "vram", device, nbytes, len(allocations), start, False, f"memory made with {made}",
+            "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
+        )  # fmt: skip
+    return Route(HandleKind.POSIX_FD, "vram", device, nbytes, len(allocations), start, True)
+
+
+def _host_route(source: Source, device: str) -> Route:
+    what = _mapped_file(source.address)
+    reason = (
+        f"a mapping of {what}, whose size others may change under a reader"
+        if what
+        else "memory of this process alone, which no descriptor stands for"
+    )
+    return Route(HandleKind.NONE, "other", device, source.nbytes, 0, 0, False, reason, COPY)
+
+
+def _mapped_file(address: int) -> str:
+    """Return the file that is mapped shared at an address of the host; empty if none is."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            for line in maps:
+                span, rights, _, _, inode, *path = line.split(None, 5)
+                start, _, stop = span.partition(b"-")
+                if int(start, 16) <= address < int(stop, 16):
+                    named = os.fsdecode(path[0].strip()) if path else ""
+                    shared = rights[3:4] == b"s" and int(inode) and not named.startswith("/dev/zero")
+                    return named if shared else ""
+    except (OSError, ValueError):
+        pass
+    return ""
+
+
+def refusal(route: Route) -> VramError:
+    """Return the error for memory that has no way out of its process."""
+    return UnsupportedError(
+        f"sharing {format_size(route.nbytes)} on {route.device}", "memory that can leave its process", route.reason,
+        route.remedy,
+    )  # fmt: skip
+
+
+def place_of(source: Source | CudaSource) -> Location:
+    """Return where the memory is that was looked at."""
+    return HOST if isinstance(source, Source) else Location("cuda", source.gpu)
+
+
+def check_place(infos: tuple[PointerInfo, ...], source: CudaSource) -> None:
+    """Raise UsageError for memory of another GPU than it was said to be on; what is on none is for others to refuse."""
+    where = infos[0].location
+    if isinstance(where.id, int) and where.id != source.gpu:
+        raise UsageError(f"the memory at {source.address:#x} is on {where}, not on {place_of(source)}")

@@ -1,0 +1,169 @@
+"""Ask a keeper what it holds; remove and revoke entries."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING
+
+from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
+from ..keeper.client import KeeperClient
+from ..sharing.channel import close_fds
+from .keepers import check_flag, check_seconds, check_version, connect
+from .manifests import read_manifest
+
+if TYPE_CHECKING:
+    from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
+    from ..keeper.session import Keeper
+
+__all__ = [
+    "check_flag",
+    "check_version",
+    "connect",
+    "holders",
+    "list_entries",
+    "remove",
+    "revoke",
+    "show",
+    "statistics",
+]
+
+
+def list_entries(
+    prefix: str = "", *, keeper: Keeper | str | None = None, most_meta: int | None = None
+) -> list[EntryInfo]:
+    """Return what is published under names that begin with `prefix`, sorted by name.
+
+    Parameters
+    ----------
+    most_meta : int, optional
+        Bytes of `meta` that an entry may come with; one that says more comes without, which is quicker where there are
+        many. By default everything comes.
+
+    Raises
+    ------
+    UsageError
+        If `most_meta` is no number of bytes.
+    """
+    if most_meta is not None and (type(most_meta) is not int or most_meta < 0):
+        raise UsageError(f"most_meta must be a number of bytes, 0 or more, or None for all, not {most_meta!r:.40}")
+    return connect(keeper).list(prefix, most_meta=most_meta)
+
+
+def show(name: str, *, keeper: Keeper | str | None = None) -> EntryInfo:
+    """Describe one entry: its versions with their sizes, its `meta`, owner, holders, and the arrays in it.
+
+    The keeper does not know the arrays: for those the current version is leased for a moment, which maps nothing of
+    its memory.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such entry.
+    """
+    client = connect(keeper)
+    shown = client.show(name)
+    return dataclasses.replace(shown, arrays=_arrays(client, name, shown.version)) if shown.version else shown
+
+
+def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, ...] | None:
+    """Read what is in a version; None if it is gone by now, or what describes it cannot be read."""
+    from ..keeper.reports import ArrayInfo  # who only attaches does not ask
+
+    try:
+        lease = client.lease(name, version=version)  # given back when its answer is dropped, whatever comes
+        try:
+            manifest = read_manifest(lease)
+        finally:
+            close_fds(lease.fds)
+            client.release([lease.lease_id])
+            if lease.answer is not None:
+                lease.answer.owner = None
+    except (NotFoundError, ProtocolError, CapacityError):  # of many leases of ours, in the last case
+        return None
+    return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
+
+
+def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None = None) -> None:
+    """Retire an entry, or one version of it. Its memory is freed with the last lease.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such entry or version.
+    AccessDeniedError
+        If it belongs to another user, unless this one runs the keeper.
+    """
+    check_version(version)
+    connect(keeper).remove(name, version)
+
+
+def revoke(
+    name: str,
+    *,
+    version: int | None = None,
+    timeout: float | None = 10.0,
+    force: bool = False,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
+) -> RevokeInfo:
+    """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
+
+    Readers hear of it through :meth:`Lease.on_revoke`, :attr:`Lease.revoked` and :meth:`Lease.fileno`, and decide for
+    themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU, because
+    an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
+
+    Parameters
+    ----------
+    name : str
+        The entry: all its versions that somebody may attach or still holds, those that were removed before included.
+    version : int, optional
+        Only this one.
+    timeout : float or None
+        Seconds to wait for the readers; 0 only asks them, None waits for ever.
+    force : bool
+        End the leases of those who have not let go by then, so that the keeper does not count that memory any more; for
+        the user who runs the keeper alone. Their connections end, and with them all their leases from this keeper,
+        which are stale from then on. What they have mapped stays mapped, and the kernel keeps its memory until they
+        close it or end. A call that waits for the keeper then, and :meth:`Lease.fileno` and :meth:`Lease.on_revoke` of
+        such a lease, raise `PeerGoneError`, which says why; other calls connect anew. The connection of the process
+        that uses force stays.
+
+    Returns
+    -------
+    RevokeInfo
+        The `holders` that are left when the time is over; nobody, if all let go. With `force`, those whose leases were
+        ended are in `forced`. May be called again.
+
+    Raises
+    ------
+    NotFoundError
+        If there is no such entry or version, and nobody holds one.
+    AccessDeniedError
+        If it belongs to another user, unless this one runs the keeper. With `force`, also if it is this user's own,
+        unless this one runs the keeper.
+    UnsupportedError
+        If the keeper is older than `force`.
+    PeerGoneError
+        If there is no keeper, or it ends while this waits: its leases are over, what is mapped stays with its readers.
+    """
+    check_version(version)
+    by_force = check_flag(force, "force")
+    return connect(keeper).revoke(name, version, timeout=check_seconds(timeout), force=by_force)
+
+
+def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[HolderInfo]:
+    """Return who holds what under names that begin with `prefix`, by name, version and age.
+
+    That is everybody with a lease, also on versions that are not in the catalogue any more.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is no keeper.
+    """
+    return list(connect(keeper).holders(prefix))
+
+
+def statistics(*, keeper: Keeper | str | None = None) -> StatisticsInfo:
+    """Return the keeper's counts: entries, bytes, leases, connections; and what this process could not take back."""
+    return connect(keeper).statistics()

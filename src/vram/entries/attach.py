@@ -1,0 +1,238 @@
+"""Attach what was published, and publish what is not there yet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from .. import driver as drivers
+from ..driver import visible
+from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
+from ..keeper.client import Attachment, KeeperClient, PublishClaim
+from ..keeper.rules import check_name
+from ..lifetime import uninterrupted
+from ..spec import HOST, Location
+from .keepers import as_notes, check_flag, check_owner, check_seconds, check_version, wait_for_keeper
+from .lease import Lease, wire_access
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
+
+__all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
+
+_ACCESS = ("r", "rw", "cow")
+# What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
+_loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
+
+
+def attach(
+    name: str,
+    *,
+    access: str = "r",
+    version: int | None = None,
+    expect: Mapping[str, str] | None = None,
+    timeout: float | None = 0.0,
+    device: str | Location | None = None,
+    owner: int | str | None = None,
+    keeper: Keeper | str | None = None,
+) -> Lease:
+    """Attach a published entry: map its memory into this process, without a copy.
+
+    Parameters
+    ----------
+    name : str
+        What it was published as.
+    access : {"r", "rw", "cow"}
+        Read-only (the kernel enforces it), shared and writable (if it was published writable), or copy on write:
+        writes stay in this process.
+    version : int, optional
+        A particular version: the current one, or one that was replaced and that somebody still holds. By default the
+        current one.
+    expect : mapping of str to str, optional
+        What the entry's `meta` must say under these keys. Its publisher wrote that, whoever they are: see `owner`.
+    timeout : float or None
+        Seconds to wait for a keeper to be there, to greet, and for the name to be published, all together; None waits
+        for ever. 0 does not wait for either to come; a keeper that listens has 2 s to greet, then.
+    device : str, optional
+        The GPU that will work on memory of a GPU, such as ``"cuda:1"``: it reads the memory of the other one over the
+        link between the two, if they are peers. By default the one that the memory is on. Memory of the host is
+        not concerned.
+    owner : int or str, optional
+        The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
+        several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
+        which are that user's alone.
+    keeper : Keeper or str, optional
+        Whom to ask: a socket path, or what :func:`vram.keeper` gave. By default ``$VRAM_KEEPER`` or the user's own.
+
+    Returns
+    -------
+    Lease
+        A mapping of names to arrays, and a context manager.
+
+    Raises
+    ------
+    UsageError
+        For a name, access, version, time or device that cannot be, or if this process told that keeper another label.
+    NotFoundError
+        If there is no such entry or version.
+    MismatchError
+        If the entry's `meta` differs from `expect`, or it belongs to another user than `owner`: also while it was
+        waited for, since nobody else can publish it as long as that user keeps the name.
+    AccessDeniedError
+        If it asks to write to what was published read-only.
+    CapacityError
+        If this user has come past its ceilings at the keeper by leases on versions that are not current any more; it
+        says which.
+    WaitTimeoutError
+        If nothing was published within `timeout`, or whoever listens there did not greet.
+    PeerGoneError
+        If there is no keeper, or none came within `timeout`. If it went away while this waited for the name, at once:
+        what was to be published there is not, and the next keeper knows nothing of it. Attach again to wait for that.
+    UnsupportedError
+        If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
+    """
+    check_access(access)
+    user = None if device is None else user_of(device)
+    if version is not None:
+        check_version(version)
+    wanted = None if expect is None else as_notes(expect, what="expect")
+    uid = None if owner is None else check_owner(owner)
+    client, left = wait_for_keeper(keeper, check_seconds(timeout))
+    attachment = client.lease(
+        name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
+    )
+    return Lease(client, attachment, access, user=user)
+
+
+def attach_or_publish(
+    name: str,
+    load: Callable[[], Mapping[str, object]],
+    *,
+    expect: Mapping[str, str] | None = None,
+    access: str = "r",
+    writable: bool = False,
+    whole: bool = False,
+    ttl: float | None = None,
+    timeout: float | None = None,
+    device: str | Location | None = None,
+    owner: int | str | None = None,
+    keeper: Keeper | str | None = None,
+) -> Lease:
+    """Attach an entry, or be the one process that loads and publishes it while the others wait.
+
+    Of any number of processes that call this at the same time, one calls `load`. If it fails or dies, the next one
+    in line does; and also if it takes longer than the keeper's ``--claim-timeout``, 10 minutes by default. What it has
+    loaded it publishes all the same, unless another has by then: then it attaches that. An entry whose `meta` differs
+    from `expect` counts as missing and is replaced.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are, where
+        there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
+        let go of, so that a mapping that nothing else refers to costs no second copy.
+    timeout : float or None
+        Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;
+        0 does not wait for either, None waits for ever.
+    owner : int or str, optional
+        The user whom it must belong to, as of :func:`attach`. Who is another user does not load: this attaches what
+        `owner` has published, or waits while a process of that user is loading.
+
+    Other parameters as in :func:`attach` and :func:`publish`.
+
+    Raises
+    ------
+    WaitTimeoutError
+        If another process was still loading after `timeout` seconds; it says which, and since when.
+    MismatchError
+        If what is there belongs to another user and differs from `expect`, or from `owner`.
+    AccessDeniedError
+        If nothing is there, and this user may not publish it: not under ``~user/`` of another, nor for another `owner`.
+    PeerGoneError
+        If there is no keeper, or none came within `timeout`; or, at once, if it went away meanwhile.
+    BusyError
+        If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
+    """
+    check_access(access)
+    writable, whole = check_flag(writable, "writable"), check_flag(whole, "whole")
+    if access == "rw" and not writable:
+        raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
+    if not callable(load):
+        raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
+    meta = as_notes(expect, what="expect")
+    uid = check_owner(owner)
+    seconds = check_seconds(timeout)
+    user = user_of(device)
+    client, left = wait_for_keeper(keeper, seconds)
+    key = (client.path, check_name(name))
+    if key in _loading.get():
+        raise BusyError(
+            f"attach_or_publish({name!r}) inside the load() of {name!r} would wait for itself: load it there, or "
+            f"attach another name"
+        )
+    while True:
+        got = client.lease_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
+        if isinstance(got, Attachment):
+            return Lease(client, got, access, user=user)
+        before = uninterrupted(_loading.set, _loading.get() | {key})
+        try:
+            version = _load_and_publish(client, name, load, meta, writable, whole, ttl, got)
+        except BaseException as error:
+            with contextlib.suppress(VramError):
+                client.abandon(got)
+            if not isinstance(error, BusyError):
+                raise
+            # It may be that the claim has passed on, and that another published meanwhile what is wanted.
+            with contextlib.suppress(NotFoundError, MismatchError):
+                theirs = client.lease(name, access=wire_access(access), expect=meta or None, owner=uid)
+                return Lease(client, theirs, access, user=user)
+            raise
+        finally:
+            _loading.reset(before)
+        if got.answer is not None:
+            got.answer.owner = None  # it is fulfilled: nothing to give back
+        with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
+            again = client.lease(name, version=version, access=wire_access(access))
+            return Lease(client, again, access, user=user)
+
+
+def _load_and_publish(
+    client: KeeperClient,
+    name: str,
+    load: Callable[[], Mapping[str, object]],
+    meta: dict[str, str],
+    writable: bool,
+    whole: bool,
+    ttl: float | None,
+    claim: PublishClaim,
+) -> int:
+    from .publish import publish_to  # what a reader does not need is as much again as what it does
+
+    loaded = load()
+    if not isinstance(loaded, Mapping):
+        raise UsageError(f"load() returned {loaded!r:.80}; it has to return a mapping of names to arrays")
+    # A mapping of our own, to take out of what is copied. What is shared in place stays the loader's to close.
+    arrays = dict(loaded)
+    del loaded
+    published = publish_to(
+        client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim
+    )
+    return published.version
+
+
+def user_of(device: str | Location | None) -> Location | None:
+    """Return the GPU that will work on what is attached; None for the one that it is on."""
+    if device is None:
+        return None
+    location = Location.parse(device)
+    if location != HOST:
+        drivers.get(location).device_info(location)  # a GPU that is there, or an error that says which are
+    return None if location == HOST else visible(location)
+
+
+def check_access(access: object) -> None:
+    """Raise :class:`UsageError` for what is no access to shared memory."""
+    if not isinstance(access, str) or access not in _ACCESS:
+        raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')

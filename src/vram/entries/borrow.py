@@ -1,0 +1,130 @@
+"""Borrow what another process lends: its memory, mapped into this one under a lease of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+
+from ..arrays.streams import as_stream
+from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from ..keeper.client import KeeperClient, client, leave_client
+from ..keeper.rules import LENT
+from ..spec import Location
+from .attach import check_access, user_of
+from .keepers import check_seconds, for_greeting
+from .lease import Lease, wire_access
+
+__all__ = ["as_path", "borrow"]
+
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a lender that is not there yet
+_connections: weakref.WeakSet[KeeperClient] = weakref.WeakSet()  # to lenders
+
+
+def borrow(
+    at: str | os.PathLike[str],
+    *,
+    access: str = "r",
+    timeout: float | None = 5.0,
+    device: str | Location | None = None,
+    stream: object = None,
+) -> Lease:
+    """Borrow what another process lends at a path: map its memory into this process, without a copy.
+
+    Parameters
+    ----------
+    at : str or PathLike
+        The path that it is lent at.
+    access : {"r", "rw", "cow"}
+        As of :func:`vram.attach`; ``"rw"`` if it is lent writable.
+    timeout : float or None
+        Seconds to wait for somebody to lend there; None waits for ever.
+    device : str, optional
+        The GPU that will work on memory of a GPU; by default the one that it is on.
+    stream : int or stream, optional
+        A stream of this process that is to wait for the work which fills the memory, if the lender named its stream.
+        By default this call waits.
+
+    Returns
+    -------
+    Lease
+        ``lease.array`` where one object is lent, else a mapping of names to arrays. Closing it gives the memory back;
+        :meth:`Lease.on_revoke` tells when its owner wants it.
+
+    Raises
+    ------
+    WaitTimeoutError
+        If nobody lends there in time.
+    AccessDeniedError
+        If the socket's permissions keep this user out, it is of a user that this one has no reason to trust, or
+        writing was asked for and is not allowed.
+    PeerGoneError
+        If the lender went away meanwhile.
+    UnsupportedError
+        If the memory is on a GPU that this process does not see, is memory of ``cudaMalloc`` or of a pool of this very
+        process, or cannot be mapped as `access` or `device` says.
+    ProtocolError
+        If what was lent is not what the lender says it is.
+    UsageError
+        For a path, access or stream that cannot be.
+    """
+    check_access(access)
+    user = user_of(device)
+    waits = None if stream is None else as_stream(stream)
+    seconds = check_seconds(timeout)
+    path = as_path(at)
+    begin = time.monotonic()
+    deadline = None if seconds is None else begin + seconds
+    pause = _FIRST_LOOK
+    while True:
+        try:
+            connection = _connect(path, for_greeting(seconds, begin))
+        except PeerGoneError as error:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeoutError(f"nobody lent anything at {path} for {seconds:g} s") from error
+        else:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                attachment = connection.lease(LENT, access=wire_access(access), timeout=left)
+                break
+            except NotFoundError:
+                leave_client(connection)  # somebody else may lend at this path by now
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
+            except WaitTimeoutError as error:
+                raise WaitTimeoutError(f"who lends at {path} handed nothing over in {seconds:g} s: {error}") from None
+            except AccessDeniedError:
+                raise AccessDeniedError(
+                    f'what is lent at {path} may only be read: borrow it with access="r", or lend it with writable=True'
+                ) from None
+        time.sleep(pause)  # nobody tells when a path comes into being
+        pause = min(pause * 1.5, _LAST_LOOK)
+    try:
+        return Lease(connection, attachment, access, user=user, stream=waits)
+    except ProtocolError as error:
+        if connection.is_usable:
+            raise
+        raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
+
+
+def _connect(path: str, timeout: float) -> KeeperClient:
+    """Return the connection to a lender: one for each path, as long as anybody lends there."""
+    connection = client(path, timeout=timeout)
+    if connection not in _connections:
+        for other in list(_connections):
+            if not other.is_usable:  # each lender has a path of its own: nobody would ever look at it again
+                other._fail()
+                _connections.discard(other)
+        _connections.add(connection)
+    return connection
+
+
+def as_path(at: object) -> str:
+    """Return the path of a socket as a string."""
+    try:
+        path = os.fspath(at)  # type: ignore[call-overload]
+    except TypeError:
+        path = None
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"{at!r:.80} is no path of a socket: a str or os.PathLike is")
+    return path

@@ -1,0 +1,186 @@
+"""Which keeper is meant, how it is waited for, and the checks of arguments that all verbs share."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..arrays.numpy_on_use import np
+from ..errors import ClosedError, PeerGoneError, UsageError
+from ..keeper.client import KeeperClient, client
+from ..keeper.rpc_connection import CONNECT_SECONDS
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
+
+__all__ = [
+    "as_notes",
+    "check_flag",
+    "check_flags",
+    "check_owner",
+    "check_version",
+    "connect",
+    "for_greeting",
+    "wait_for_keeper",
+]
+
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
+# Seconds in which a keeper that listens has to greet, where nobody waits for anything: it may be busy.
+_ASKED_ONCE = 2.0
+_LEAST = 0.001  # seconds that are left for the name, however long the keeper was waited for
+_QUIETLY = 3.0  # seconds to wait for one without a word, where nobody set an end
+
+
+def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
+    """Return this process's connection to a keeper, made on first use.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is none.
+    AccessDeniedError, ProtocolError
+        If what listens there is not to be trusted, or no keeper.
+    ClosedError
+        If `keeper` is a Keeper that was closed.
+    """
+    path, label = _where(keeper)
+    return client(path, label=label)
+
+
+def wait_for_keeper(
+    keeper: Keeper | str | os.PathLike[str] | None, timeout: float | None
+) -> tuple[KeeperClient, float | None]:
+    """Return this process's connection to a keeper, as soon as there is one, and the seconds that are left.
+
+    The one rule of all verbs that wait for something a keeper has: the keeper is waited for as that is, and the time
+    is spent once.
+
+    Parameters
+    ----------
+    timeout : float or None
+        Seconds to wait for a keeper to listen, and to greet; None waits for ever for one to listen, and warns of that
+        after 3 s. 0 does not wait for one to listen, and gives one that does 2 s to greet. None of them has more than
+        5 s for the greeting.
+
+    Raises
+    ------
+    PeerGoneError
+        If none came in time.
+    WaitTimeoutError
+        If who listens there did not greet in time.
+    AccessDeniedError, ProtocolError
+        As :func:`connect`, at once: whoever listens there stays who they are.
+    """
+    path, label = _where(keeper)
+    begin = time.monotonic()
+    pause, warned = _FIRST_LOOK, False
+    while True:
+        try:
+            found = client(path, label=label, timeout=for_greeting(timeout, begin))
+        except PeerGoneError as error:
+            waited = time.monotonic() - begin
+            if timeout is not None and waited >= timeout:
+                if not timeout:
+                    raise
+                raise PeerGoneError(f"{error} (none was there for {timeout:g} s)") from None
+            if timeout is None and waited >= _QUIETLY and not warned:
+                warned = True
+                warnings.warn(f"{error}; waiting for it for ever (timeout=None)", RuntimeWarning, stacklevel=3)
+        else:
+            # Never 0 for somebody who waits: that would be to ask without waiting, which is refused in other words.
+            left = timeout and max(min(timeout, _LEAST), timeout - (time.monotonic() - begin))
+            return found, left
+        # Nobody tells when a path comes into being.
+        time.sleep(pause if timeout is None else min(pause, max(0.0, timeout - waited)))
+        pause = min(pause * 1.5, _LAST_LOOK)
+
+
+def for_greeting(timeout: float | None, begin: float) -> float:
+    """Return the seconds that a new connection may take to be greeted, of those that a caller has since `begin`."""
+    if timeout is None:
+        return CONNECT_SECONDS
+    if not timeout:
+        return _ASKED_ONCE
+    return min(CONNECT_SECONDS, max(_LEAST, timeout - (time.monotonic() - begin)))
+
+
+def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:
+    """Return the path of a keeper, if one was named, and what this process calls itself there, if it chose that."""
+    if keeper is None or isinstance(keeper, (str, os.PathLike)):
+        return None if keeper is None else os.fspath(keeper), ""
+    from ..keeper.session import Keeper  # what starts processes: needed only by who has started one with it
+
+    if isinstance(keeper, Keeper):
+        if keeper.is_closed:
+            raise ClosedError(f"the keeper at {keeper.path} was closed here; start another, or name one that runs")
+        if not isinstance(keeper.path, (str, os.PathLike)) or not isinstance(keeper.label, str):
+            raise UsageError(f"a Keeper's path and label are strings, not {keeper.path!r:.80} and {keeper.label!r:.80}")
+        return os.fspath(keeper.path), keeper.label
+    raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
+
+
+def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
+    """Return what was given as `meta` or `expect` as a dictionary of its own; the keeper's rules check the rest.
+
+    Raises
+    ------
+    UsageError
+        If it is no mapping.
+    """
+    if meta is None:
+        return {}
+    if not isinstance(meta, Mapping):
+        raise UsageError(f'{what} must be a mapping such as {{"config": "sha256:..."}}, not {meta!r:.80}')
+    return dict(meta)
+
+
+def check_version(version: object) -> None:
+    """Raise :class:`UsageError` unless `version` is None or may be a version's number."""
+    if version is not None and (type(version) is not int or not 0 < version < 2**53):
+        raise UsageError(f"version {version!r:.40} is not the number of a version: they count from 1")
+
+
+def check_owner(owner: object) -> int | None:
+    """Return the uid of a user who was given by name or uid; None for anybody.
+
+    Raises
+    ------
+    UsageError
+        If there is no such user, or that is none.
+    """
+    if owner is None:
+        return None
+    if isinstance(owner, str):
+        import pwd  # few ask, and it is not there on every system
+
+        try:
+            return pwd.getpwnam(owner).pw_uid
+        except (KeyError, ValueError):
+            raise UsageError(f"owner {owner!r:.80} is no user of this system; a uid may be given as well") from None
+    if type(owner) is not int or not 0 <= owner < 2**32 - 1:
+        raise UsageError(f"owner must be the name of a user or a uid, not {owner!r:.80}")
+    return owner
+
+
+def check_flags(**given: object) -> list[bool]:
+    """Return choices between two, by their names: see :func:`check_flag`."""
+    return [value if isinstance(value, bool) else check_flag(value, what) for what, value in given.items()]
+
+
+def check_flag(value: object, what: str) -> bool:
+    """Return a choice between two. Raises :class:`UsageError` for anything but True or False, numpy's included."""
+    if isinstance(value, bool) or isinstance(value, np.bool_):  # noqa: SIM101  (numpy is loaded for what is neither)
+        return bool(value)
+    raise UsageError(f"{what} must be True or False, not {value!r:.40}")
+
+
+def check_seconds(timeout: object) -> float | None:
+    """Return what a caller is willing to wait, in seconds; None is for ever."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds, or None for ever")
+    return float(timeout)

@@ -1,0 +1,607 @@
+"""A lease on one version of an entry: its arrays, mapped into this process without a copy."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..arrays import Array
+from ..arrays.dtypes import dtype_of
+from ..arrays.views import close_when_unused
+from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
+from ..keeper.client import Attachment, KeeperClient, Subscription, Watch
+from ..lifetime import Owned, own, unwinding
+from ..memory import Region
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import Manifest
+from ..sharing.lease import LeaseReturn
+from ..sharing.mapping import ACCESS, map_memory
+from ..spec import Location, format_count
+from .keepers import check_seconds, connect, wait_for_keeper
+from .manifests import read_manifest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+__all__ = ["Lease", "Provenance", "array_on", "attach_array", "wire_access"]
+
+
+class Provenance(NamedTuple):  # made for every array that is attached: a dataclass takes five times as long
+    """An array of a published version.
+
+    Attributes
+    ----------
+    keeper : str
+        The keeper's socket path.
+    name, version, entry : str, int, str
+        The entry, its version, and the array's name in it.
+    access : {"r", "rw", "cow"}
+        How whoever unpickles it attaches it.
+    offset, nbytes : int
+        Where in its region the array lay when it was published, in bytes. What lies outside of that was not
+        published with it: rows that it grew by since.
+    layout : tuple
+        The region's chunks when it was published. What was given back and grown again since is other memory.
+    """
+
+    keeper: str
+    name: str
+    version: int
+    entry: str
+    access: str
+    offset: int
+    nbytes: int
+    layout: tuple[object, ...] = ()
+
+    def reduce(self, array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]] | None:
+        """Return what pickle should store of the array, or of a slice of it; None if not all of it was published."""
+        then, now = self.layout, array.region.layout
+        if then and (len(now) < len(then) or now[len(then) - 1] is not then[-1]):
+            return None
+        start = array.offset - self.offset
+        if start < 0 or start + array.nbytes > self.nbytes:
+            return None
+        return attach_array, (self.keeper, self.name, self.version, self.entry, self.access, start, array.shape)
+
+
+class Lease(Owned, Mapping[str, Array]):
+    """One version of an entry, attached: a mapping of names to arrays.
+
+    Made by :func:`attach`. Closing it gives the version back; numpy and torch views that are still alive keep their
+    memory, and the keeper is told when the last of them is gone. Losing the keeper does not disturb what is mapped.
+    """
+
+    __slots__ = (
+        "_arrays",
+        "_attachment",
+        "_client",
+        "_regions",
+        "_return",
+        "_revoked",
+        "_subscriptions",
+        "_user",
+        "_watch",
+        "access",
+        "manifest",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        attachment: Attachment,
+        access: str,
+        *,
+        user: Location | None = None,
+        stream: int | None = None,
+    ) -> None:
+        self.access = access
+        self._user = user
+        self._client = client
+        self._attachment = attachment
+        self._arrays: dict[str, Array] = {}
+        self._watch: Watch | None = None
+        self._subscriptions: list[Subscription] = []
+        self._revoked = False
+        self._return = LeaseReturn(attachment.lease_id, client.release_later)
+        claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
+        if attachment.answer is not None:
+            attachment.answer.owner = None  # the lease is the claim's now, in the step after it was made
+        fds = attachment.fds
+        regions: list[Region] = []
+        try:
+            self.manifest = read_manifest(attachment)
+            at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
+            if at + self.manifest.descriptors != len(fds):
+                raise ProtocolError(
+                    f"{len(fds)} file descriptors came, and the manifest names {at + self.manifest.descriptors}"
+                )
+            if (self.manifest.handles or self.manifest.events) and not client.lends:
+                raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
+            depends = (claim.handle,)
+            handles = {entry.memory: entry for entry in self.manifest.handles}
+            for number, memory in enumerate(self.manifest.memories):
+                entry = handles.get(number)
+                if entry is None:
+                    count = len(memory.segments)
+                    some, sealed = fds[at : at + count], not attachment.writable
+                    regions.append(map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed))
+                    at += count
+                else:
+                    from ..handover.by_handle import open_leased  # most leases are on what has descriptors
+
+                    fd = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
+                    key = (attachment.name, attachment.version)
+                    regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
+            if self.manifest.events:
+                from ..handover.stream_events import wait_for  # few name a stream
+
+                for event in wait_for(self.manifest.events, stream):
+                    for region in regions:  # what is waited for stays until the memory is unmapped
+                        region.handle.depend(event)
+        except BaseException as error:
+            with unwinding(error):
+                for region in reversed(regions):
+                    region.close()
+                claim.release()
+            raise
+        finally:
+            close_fds(fds)  # what is mapped holds descriptors of its own
+            attachment.fds.clear()
+        self._regions = tuple(regions)
+        self._claim = claim
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """The entry's name."""
+        return self._attachment.name
+
+    @property
+    def version(self) -> int:
+        """The version that is attached; it never changes."""
+        return self._attachment.version
+
+    @property
+    def owner(self) -> int:
+        """The uid of the user who published it, as the keeper verified it; of a lender, the one who lends."""
+        return self._attachment.owner
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """What the publisher said about it."""
+        return dict(self._attachment.meta)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory mapped under this lease."""
+        return sum(region.mapped for region in self._regions)
+
+    # -- Mapping ------------------------------------------------------------------------------------------------
+    def __getitem__(self, name: str) -> Array:
+        self.handle  # noqa: B018  (closed leases say so)
+        array = self._arrays.get(name)
+        if array is None:
+            entry, leased = self.manifest.arrays.get(name), self._attachment
+            if entry is None:
+                shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
+                raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
+            where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
+            made = array_on(self._regions[entry.memory], self.manifest, where)
+            array = self._arrays.setdefault(name, made)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.manifest.arrays)
+
+    def __len__(self) -> int:
+        return len(self.manifest.arrays)
+
+    @property
+    def array(self) -> Array:
+        """The one array of what holds one.
+
+        Raises
+        ------
+        UsageError
+            If there are several: ask by name.
+        """
+        if len(self) != 1:
+            raise UsageError(f"{len(self)} arrays are here; ask by name: {_some(tuple(self))}")
+        return self[next(iter(self))]
+
+    def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return all arrays as numpy arrays over the same memory."""
+        return {name: self[name].numpy() for name in self}
+
+    def torch(self) -> dict[str, torch.Tensor]:
+        """Return all arrays as torch tensors over the same memory.
+
+        Writing to a tensor over read-only memory kills the process with SIGSEGV, since torch has no read-only
+        tensors: attach with ``access="cow"`` for what works in place.
+        """
+        from ..arrays.torch import Tensors  # torch stays optional
+
+        self.handle  # noqa: B018  (closed leases say so)
+        wholes: dict[int, Tensors] = {}
+        found: dict[str, torch.Tensor] = {}
+        for name, entry in self.manifest.arrays.items():
+            memory = self.manifest.memories[entry.memory]
+            part = None
+            dtype = dtype_of(entry.dtype) if entry.nbytes else None
+            if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
+                whole = wholes.get(entry.memory)
+                if whole is None:
+                    region = self._regions[entry.memory]
+                    whole = wholes[entry.memory] = Tensors(Array(region, "uint8", region.nbytes).torch())
+                part = whole.part(memory.offset + entry.offset, dtype, entry.shape)
+            # What is seldom, or wrong, is looked at alone.
+            found[name] = self[name].torch() if part is None else part
+        return found
+
+    # -- newer versions -----------------------------------------------------------------------------------------
+    @property
+    def stale(self) -> bool:
+        """Whether the entry was published again, or removed, since: :meth:`upgrade` attaches what there is now.
+
+        The keeper that granted this lease may end; what is mapped stays readable. Once another one serves at its path
+        this is True, whatever that one has: it is other memory, also under the same name and number.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper is gone, as long as no other serves at its path; the error says how to start one.
+        """
+        self.handle  # noqa: B018
+        with contextlib.suppress(PeerGoneError):
+            return self._client.is_stale(self._return.lease_id)
+        self._reconnect()
+        return True
+
+    def _reconnect(self, timeout: float | None = 0.0) -> tuple[KeeperClient, float | None]:
+        """Return the connection to whoever serves at the path, another keeper by now or a lender; and the time left."""
+        try:
+            return wait_for_keeper(self._client.path, timeout)
+        except PeerGoneError as error:
+            raise PeerGoneError(self._client.lost_message.format(path=self._client.path)) from error
+
+    def fileno(self) -> int:
+        """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
+
+        It belongs to the lease. Do not read from it; ask :attr:`stale` and :attr:`revoked`.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper that granted this lease was gone before this was first called.
+        """
+        self.handle  # noqa: B018
+        if self._watch is None:
+            self._watch = self._client.watch(self._return.lease_id)
+        return self._watch.fileno()
+
+    def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
+        """Attach the newest version of the same entry, with the same access. This lease stays as it is.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds to wait for a keeper to be there and for the name to be published, both together; 0 does not wait,
+            None waits for ever.
+
+        Raises
+        ------
+        NotFoundError, WaitTimeoutError
+            If the entry was removed, and did not come back within `timeout` seconds.
+        PeerGoneError
+            If no keeper serves at the path, and none came within `timeout` seconds; the error says how to start one.
+        """
+        self.handle  # noqa: B018
+        client, left = self._reconnect(check_seconds(timeout))
+        return Lease(
+            client,
+            client.lease(self.name, access=wire_access(self.access), timeout=left),
+            self.access,
+            user=self._user,
+        )
+
+    # -- when it is wanted back ---------------------------------------------------------------------------------
+    @property
+    def revoked(self) -> bool:
+        """Whether the owner asked the readers of this version to let go (:func:`revoke`).
+
+        What is mapped stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
+        asking the keeper. The end of the keeper revokes nothing, and another one that serves at its path has no say in
+        this memory: then it is False.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper is gone, as long as no other serves at its path; the error says how to start one.
+        """
+        if not self._revoked:
+            self.handle  # noqa: B018
+            try:
+                self._revoked = self._client.is_revoked(self._return.lease_id)
+            except PeerGoneError:
+                if (self.name, self.version) not in self._client.taken_back:
+                    self._reconnect()
+                    return False
+                self._revoked = True
+        return self._revoked
+
+    def on_revoke(self, callback: Callable[[Lease], object]) -> None:
+        """Have ``callback(lease)`` called once when the owner asks for this version back (:func:`revoke`).
+
+        It is called from a thread of the library, named ``vram: revoked leases``: one for all leases of the process,
+        so a callback that takes long lets the others wait. If the version was revoked before, it is called at once,
+        from that thread as well. It may close the lease, or only make a note for the loop that uses the memory:
+        nothing is taken away from under it. What it raises goes to :func:`threading.excepthook`.
+
+        Closing the lease before ends the listening; a callback that has begun goes on. A keeper that is gone has
+        revoked nothing: the callback is not called. Several callbacks are called in the order they came. This lease is
+        held weakly: dropping it ends the listening too.
+
+        Parameters
+        ----------
+        callback : callable
+            Takes this lease; what it returns is ignored.
+
+        Raises
+        ------
+        UsageError
+            If it cannot be called.
+        PeerGoneError
+            If the keeper that granted this lease is gone.
+        CapacityError
+            If the keeper has no room for another connection, or for what it watches.
+        """
+        self.handle  # noqa: B018
+        if not callable(callback):
+            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
+        self._subscriptions.append(
+            self._client.listen(self._return.lease_id, self, functools.partial(_tell_of_revoke, callback))
+        )
+        if self.is_closed:  # meanwhile, by another thread or by the callback
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        while self._subscriptions:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                self._subscriptions.pop().stop()
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def close(self, *, strict: bool = False, wait: bool = False) -> None:
+        """Unmap what no view uses any more and give the version back.
+
+        The keeper is told after the unmap, and its answer is not waited for; as long as views are alive, the last of
+        them tells it.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse, and change nothing, while views are alive.
+        wait : bool
+            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so.
+
+        Raises
+        ------
+        BusyError
+            Only if `strict`, naming the views.
+        """
+        if self.is_closed:
+            return
+        if strict:
+            self._refuse_while_viewed()
+        if self._subscriptions:
+            self._stop_listening()
+        if self._watch is not None:
+            self._watch.close()
+        if not wait:
+            self._unmap()
+            return
+        self._return.keep_back()
+        try:
+            self._unmap()
+            if self._return.is_due:
+                with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
+                    self._client.release([self._return.lease_id])
+                self._return.take()
+        finally:
+            self._return.send_on()  # also what an interrupt kept from being given back (I12)
+
+    def _unmap(self) -> None:
+        for region in reversed(self._regions):
+            close_when_unused(region)  # closed with its last array: slices that are alive keep it open, to be handed on
+        for array in tuple(self._arrays.values()):
+            array.close()
+        self._arrays.clear()
+        super().close()
+
+    def _refuse_while_viewed(self) -> None:
+        others: list[str] = []
+        for region in self._regions:
+            others += region.pinned_by(excluding=[array.pin for array in tuple(self._arrays.values())])
+        if others:
+            raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
+
+    def keep_only(self, name: str) -> Array:
+        """Give up the lease object and return one of its arrays, which holds the version until it is dropped."""
+        array = self[name]
+        self._stop_listening()
+        del self._arrays[name]
+        for region in self._regions:
+            close_when_unused(region)
+        super().close()
+        return array
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # a thing to close, not a value, though it is a mapping
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {self.nbytes} bytes"
+        return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
+
+
+def array_on(region: Region, manifest: Manifest, where: Provenance) -> Array:
+    """Make the array that `where` names, on the region that its memory was mapped as.
+
+    Raises
+    ------
+    ProtocolError
+        If the publisher described it in a way that no array is.
+    """
+    entry = manifest.arrays[where.entry]
+    offset = manifest.memories[entry.memory].offset + entry.offset
+    try:
+        dtype = dtype_of(entry.dtype)
+        if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
+            raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
+        keeper, name, version, array, access, *_ = where  # not _replace, which takes three times as long
+        provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
+        return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
+    except UsageError as error:  # not this caller's mistake, but the publisher's
+        raise ProtocolError(
+            f"{where.name!r} version {where.version} describes {where.entry!r:.80} wrongly: {error}"
+        ) from None
+
+
+def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
+    lease._revoked = True
+    if not lease.is_closed:
+        callback(lease)
+
+
+def wire_access(access: str) -> str:
+    """What the keeper is asked for: a private copy only reads what is shared."""
+    return "rw" if access == "rw" else "r"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# -- an array that was pickled, attached by its name ------------------------------------------------------------------
+@dataclass(slots=True)
+class _Known:
+    """A version that arrays of this process hold: what is in it, and which of its memories are mapped, weakly."""
+
+    manifest: Manifest
+    regions: dict[int, weakref.ref[Region]] = field(default_factory=dict)
+
+    @property
+    def is_alive(self) -> bool:
+        return any(ref() is not None for ref in self.regions.values())
+
+
+# By connection: the numbers of versions mean the same for as long as it lasts.
+_known: weakref.WeakKeyDictionary[KeeperClient, dict[tuple[str, int, str], _Known]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # never taken by a finalizer, nor over a call that waits
+
+
+def attach_array(
+    path: str, name: str, version: int, array: str, access: str, start: int, shape: tuple[int, ...]
+) -> Array:
+    """Attach one array of one version, or a slice of it.
+
+    Parameters
+    ----------
+    path : str
+        The keeper's socket.
+    array : str
+        Its name in the entry.
+    start : int
+        Where in the array the slice begins, in bytes.
+
+    Raises
+    ------
+    NotFoundError
+        If the version is gone.
+    PeerGoneError
+        If the keeper is.
+    ProtocolError
+        If that is nothing that an array is pickled as.
+    """
+    _check(name, version, array, access, start, shape)
+    client = connect(path)
+    where = Provenance(client.path, name, version, array, access, 0, 0)
+    # A private copy is each array's own; everything else is the same memory for all.
+    whole = None if access == "cow" else _reuse(client, where)
+    if whole is None:  # an array may be empty, and then is false
+        whole = _attach(client, where)
+    if (start, shape) == (0, whole.shape):
+        return whole
+    try:
+        return Array(whole.region, whole.dtype, shape, offset=whole.offset + start, provenance=whole.provenance)
+    finally:
+        whole.close()  # now, and not once the traceback of an error is gone: it has the lease
+
+
+def _check(name: object, version: object, array: object, access: object, start: object, shape: object) -> None:
+    """Raise for what no array was pickled as: bytes from elsewhere, or of another release."""
+    fine = (
+        all(isinstance(one, str) for one in (name, array, access))
+        and access in ACCESS
+        and all(type(one) is int and abs(one) < 2**63 for one in (version, start))
+        and isinstance(shape, tuple)
+        and all(type(one) is int and one >= 0 for one in shape)
+    )
+    if not fine:
+        raise ProtocolError(
+            f"no array is pickled as name {name!r:.40}, version {version!r:.40}, array {array!r:.40}, access "
+            f"{access!r:.40}, start {start!r:.40} and shape {shape!r:.40}"
+        )
+
+
+def _reuse(client: KeeperClient, where: Provenance) -> Array | None:
+    """The array on memory that others hold already: no further lease, no further mapping (S6)."""
+    with _lock:
+        known = _known.get(client, {}).get((where.name, where.version, where.access))
+    if known is None or where.entry not in known.manifest.arrays:
+        return None
+    ref = known.regions.get(known.manifest.arrays[where.entry].memory)
+    region = None if ref is None else ref()
+    if region is not None:
+        with contextlib.suppress(ClosedError):  # its last array was closed in this moment
+            return array_on(region, known.manifest, where)
+    return None
+
+
+def _attach(client: KeeperClient, where: Provenance) -> Array:
+    attachment = client.lease(where.name, version=where.version, access=wire_access(where.access))
+    lease = Lease(client, attachment, where.access)
+    try:
+        if where.entry not in lease:
+            raise NotFoundError(f"{where.name!r} version {where.version} has no array {where.entry!r:.80}")
+        array = lease.keep_only(where.entry)
+    except BaseException:
+        lease.close()
+        raise
+    with _lock:
+        versions = _known.setdefault(client, {})
+        for key in [key for key, known in versions.items() if not known.is_alive]:
+            del versions[key]
+        known = versions.setdefault((where.name, where.version, where.access), _Known(lease.manifest))
+        known.regions[lease.manifest.arrays[where.entry].memory] = weakref.ref(array.region)
+    return array
+
+
+def _after_fork_in_child() -> None:
+    """Another thread of the parent may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,74 @@
+"""Manifests: what describes the arrays of an entry, in a message or in sealed memory of its own."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from .. import driver as drivers
+from ..errors import ProtocolError
+from ..keeper.client import Attachment
+from ..memory import PhysicalAllocation, Received, Region
+from ..open_files import is_memory
+from ..sharing.descriptor import MAX_MANIFEST, Manifest, decode_manifest, most_manifest
+from ..spec import HOST, HandleKind, round_up
+
+__all__ = ["read_manifest", "read_sealed", "sealed_copy", "sealed_size"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+def sealed_copy(data: bytes) -> PhysicalAllocation:
+    """Return sealed host memory that holds `data`, its length in front: a manifest too long for a message."""
+    driver = drivers.get(HOST)
+    with Region.create(driver, HOST, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)) as region:
+        driver.copy_in(region.address, memoryview(_LENGTH.pack(len(data)) + data))
+        region.freeze()
+        (allocation,), _ = region.segments(0, region.nbytes)
+        return allocation
+
+
+def sealed_size(data: bytes) -> int:
+    """Return the bytes of memory that :func:`sealed_copy` takes for them."""
+    granule = drivers.get(HOST).mem_granularity(HOST, HandleKind.POSIX_FD).recommended
+    return round_up(_LENGTH.size + len(data), granule)
+
+
+def read_manifest(attachment: Attachment) -> Manifest:
+    """Read what describes the arrays of a lease, whose descriptors it lends.
+
+    Raises
+    ------
+    ProtocolError
+        If it is no manifest, or more than the memory of the lease can need.
+    """
+    nbytes = sum([segment.size for segment in attachment.segments])
+    if attachment.manifest_fd is None:
+        return decode_manifest(attachment.manifest, nbytes)
+    return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)
+
+
+def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:
+    """Return what :func:`sealed_copy` stored, in another process, if it is at most `longest` bytes.
+
+    Nothing it says is believed; `fd` is lent.
+    """
+    if not is_memory(fd):  # nothing else is asked for its size: a file system in user space may never answer
+        raise ProtocolError("a manifest came as a descriptor of something that is no shared memory (memfd)")
+    longest = min(longest, MAX_MANIFEST)
+    driver = drivers.get(HOST)
+    granule = driver.mem_granularity(HOST, HandleKind.POSIX_FD).minimum
+    most = round_up(_LENGTH.size + longest, granule)
+    nbytes = min(max(os.fstat(fd).st_size // granule, 1) * granule, most)
+    with Region.from_allocations(driver, [Received(fd, nbytes)], managed=True) as region:
+        head = bytearray(_LENGTH.size)
+        driver.copy_out(memoryview(head), region.address)
+        (size,) = _LENGTH.unpack(head)
+        if size > min(region.nbytes - _LENGTH.size, longest):
+            raise ProtocolError(
+                f"a manifest of {size} bytes is said to be in {region.nbytes} bytes of memory; at most {longest} are "
+                f"read of such an entry"
+            )
+        data = bytearray(size)
+        driver.copy_out(memoryview(data), region.address + _LENGTH.size)
+        return data

@@ -1,0 +1,612 @@
+"""Where each array of a publication will lie: shared where it is, or packed into new memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .. import driver as drivers
+from ..arrays import Array
+from ..arrays.dtypes import dtype_name
+from ..arrays.gpu import copy_rows
+from ..arrays.shapes import as_shape
+from ..arrays.share import Finder
+from ..arrays.sources import CudaSource, Source, as_source, find
+from ..arrays.views import RegionViews, close_when_unused
+from ..errors import BusyError, UnsupportedError, UsageError, VramError
+from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
+from ..keeper.client import Segment
+from ..lifetime import Handle, noted
+from ..memory import PhysicalAllocation, Pin, Region
+from ..memory.foreign import ForeignRegion
+from ..sharing.descriptor import (
+    MANIFEST_VERSION,
+    MAX_SEGMENTS,
+    ArrayEntry,
+    HandleEntry,
+    Manifest,
+    MemoryDescriptor,
+    SegmentEntry,
+    check_array_name,
+)
+from ..sharing.mapping import describe, describe_allocations, device_name
+from ..spec import HOST, Access, HandleKind, Location, round_up
+from .lease import Provenance
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "CONSUME_CHUNKS",
+    "Loaded",
+    "PackedCopy",
+    "Placement",
+    "PlannedArray",
+    "SharedSpan",
+    "clear",
+    "named",
+    "other_contents",
+]
+
+# -- what it is put together from -------------------------------------------------------------------------------------
+ALIGNMENT = 256  # of arrays in a packed copy, in bytes: what GPU libraries ask for
+CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Say in an error which array it is about: in its message, which is all that many a log shows."""
+    try:
+        yield
+    except VramError as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"array {name!r:.80}: {error.args[0]}", *error.args[1:])
+        raise
+    except Exception as error:  # of another library, whose words are its own
+        error.add_note(f"that is array {name!r:.80}")
+        raise
+
+
+@dataclass(slots=True)
+class PlannedArray:
+    """One array on its way: shared in place (`region` is set), or to be copied for `reason` out of `source`."""
+
+    name: str
+    value: object
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+    source: Source | CudaSource | None
+    region: Region | None
+    offset: int
+    reason: str
+
+    def entry(self, memory: int, start: int) -> ArrayEntry:
+        """What the manifest says of it, in a memory that begins at offset `start` of the region."""
+        return ArrayEntry(memory, self.offset - start, self.nbytes, dtype_name(self.dtype), self.shape)
+
+    def give_up(self, reason: str) -> None:
+        """It will be copied after all."""
+        self.region, self.offset, self.reason = None, 0, self.reason or reason
+        if self.source is None:
+            with named(self.name):
+                self.source = source = as_source(self.value)
+            self.shape, self.nbytes = source.shape, source.nbytes
+
+
+@dataclass(slots=True)
+class SharedSpan:
+    """The part of one region that is shared: from the first byte of any array in it to the last.
+
+    Attributes
+    ----------
+    allocations : sequence of PhysicalAllocation
+        What holds it, each with a claim of its own; none where it goes by handle.
+    inside : int
+        Where it begins in the first of them, in bytes.
+    """
+
+    region: Region
+    start: int
+    stop: int
+    items: list[PlannedArray]
+    by_handle: bool = False
+    allocations: Sequence[PhysicalAllocation] = ()
+    inside: int = 0
+
+
+@dataclass(slots=True)
+class PackedCopy:
+    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any."""
+
+    region: Region
+    sizes: list[int]
+    items: list[PlannedArray]
+
+    @classmethod
+    def reserve(cls, location: Location, items: list[PlannedArray], *, grows: bool) -> PackedCopy:
+        """Place the arrays, and reserve addresses for them; there is no memory yet."""
+        end = 0
+        for item in items:
+            item.offset = round_up(end, ALIGNMENT)
+            end = item.offset + item.nbytes
+        driver = drivers.get(location)
+        granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
+        # An entry of empty arrays still is an entry: it has memory, if only a granule.
+        capacity = round_up(max(end, 1), granule)
+        size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
+        region = Region.create(driver, location, capacity=capacity, chunk=size, managed=True)
+        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
+
+    def describe(self) -> MemoryDescriptor:
+        """Describe it as it will be when it is full."""
+        segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self.sizes)
+        return MemoryDescriptor(device_name(self.region.location), segments, 0, sum(self.sizes), self.region.capacity)
+
+    def take(self, item: PlannedArray) -> Array:
+        """Copy one array in, and return it as it is there."""
+        region = self.region
+        region.grow(max(region.nbytes, item.offset + item.nbytes, 1))
+        target = Array(region, item.dtype, item.shape, offset=item.offset)
+        if isinstance(item.source, CudaSource):
+            copy_rows(region, item.offset, item.source)
+        elif item.source is not None:
+            target.numpy()[...] = item.source.view
+        return target
+
+
+# -- what a reader would see besides ----------------------------------------------------------------------------------
+# Memory goes as whole allocations. A keeper hands them to whoever may connect, and none of these is held to look only
+# where an array is: rows beyond a slice, rows that a shrink left, and other arrays in the same memory are there to be
+# read. So a publication shares memory in place only if there is nothing else in it (decision 020).
+
+# Bytes between arrays that are looked at, for a span: what pads a packed copy, or the end of its last allocation.
+_MOST_READ = 16 << 20
+_STEP = 1 << 20
+_ZEROS = bytes(_STEP)
+
+_PART = "it is a part of memory that holds more, which all readers would see (whole=True publishes all of it)"
+_LEFT = (
+    "its memory holds rows from before it was made smaller, which all readers would see and others may be using "
+    "(whole=True publishes them, too)"
+)
+
+
+def other_contents(span: SharedSpan) -> tuple[str, bool]:
+    """Find out whether the memory of a span can be published as it is.
+
+    Returns
+    -------
+    reason : str
+        Why it cannot; empty if there is nothing in it but the arrays of the span.
+    has_remains : bool
+        Whether there is nothing else once :func:`clear` was called: rows that nobody can see, and a reader would.
+    """
+    region = span.region
+    first = span.start - span.inside
+    last = first + sum([one.nbytes for one in span.allocations])
+    between = _uncovered(span, first, min(last, region.nbytes))
+    if between and not _is_padding(region, between):
+        return _PART, False
+    start, stop = region.remains
+    if last <= start or start == stop:
+        return "", False
+    return ("", True) if region.may_clear else (_LEFT, False)
+
+
+def clear(regions: Sequence[Region]) -> None:
+    """Zero what :func:`other_contents` found that may be.
+
+    Raises
+    ------
+    BusyError
+        If somebody began to use it meanwhile.
+    """
+    for region in regions:
+        if not region.clear():
+            raise BusyError(f"{region.handle.label} is being changed while it is published; publish it again")
+
+
+def _uncovered(span: SharedSpan, first: int, last: int) -> list[tuple[int, int]]:
+    """Return the parts of a region from `first` to `last` in which no array of the span is."""
+    found: list[tuple[int, int]] = []
+    at = first
+    for start, stop in sorted([(item.offset, item.offset + item.nbytes) for item in span.items]):
+        if start > at:
+            found.append((at, start))
+        at = max(at, stop)
+    if at < last:
+        found.append((at, last))
+    return found
+
+
+def _is_padding(region: Region, between: Sequence[tuple[int, int]]) -> bool:
+    """Whether what lies between arrays is nobody's: in memory that is no array's rows, and zero."""
+    if isinstance(region, ForeignRegion) or RegionViews.of(region).is_grown or region.access < Access.READ:
+        return False
+    if sum(stop - start for start, stop in between) > _MOST_READ:
+        return False
+    first, last = between[0][0], between[-1][1]
+    if RegionViews.of(region).addressable:
+        driver: Any = region.driver
+        with driver.buffer(region.address + first, last - first, readonly=True) as view:
+            return all(_is_zero(view[start - first : stop - first]) for start, stop in between)
+    return all(_is_zero_there(region, start, stop) for start, stop in between)
+
+
+def _is_zero(view: memoryview) -> bool:
+    return all(
+        part == _ZEROS[: len(part)] for part in (bytes(view[at : at + _STEP]) for at in range(0, len(view), _STEP))
+    )
+
+
+def _is_zero_there(region: Region, start: int, stop: int) -> bool:
+    """Whether a part of a GPU's memory is zero."""
+    for at in range(start, stop, _STEP):
+        part = bytearray(min(_STEP, stop - at))
+        region.driver.copy_out(memoryview(part), region.address + at)
+        if part != _ZEROS[: len(part)]:
+            return False
+    return True
+
+
+# -- where each array will lie ----------------------------------------------------------------------------------------
+_NOT_OURS = "it is not in vram memory"
+
+
+class Placement:
+    """Which arrays are shared where they are, which are packed, and where in the manifest each will be.
+
+    With `sources`, each packed array is replaced in that mapping by a vram array over its copy, whose memory grows as
+    it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
+
+    What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, object],
+        writable: bool,
+        sources: MutableMapping[str, object] | None,
+        close: bool,
+        *,
+        lends: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self._writable = writable
+        self._whole = whole or lends
+        self._unclear: list[Region] = []  # what is shared where it is, and has rows that a shrink left
+        self._sources = sources
+        self._close = close
+        self._taken: dict[str, Array] = {}
+        self._pins: list[Pin] = []
+        self.pools: PoolDescriptors | None = None
+        self._lends = lends
+        known: dict[Region, str] = {}
+        finder = Finder() if lends else None
+        self.items = [_look(name, value, writable, finder, known) for name, value in arrays.items()]
+        if not self.items:
+            raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
+        self.spans: dict[Handle, SharedSpan] = {}
+        for item in self.items:
+            if item.region is not None:
+                self._share(item.region, item, item.offset)
+        try:
+            shared = self._hold()
+        except BaseException:
+            self._release()
+            raise
+        copies = bool([item for item in self.items if item.region is None and item.nbytes])
+        if shared + copies * (1 if sources is None else CONSUME_CHUNKS) > MAX_SEGMENTS:
+            self.spans.clear()
+            for item in self.items:
+                item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
+        if lends:
+            self._refuse_copies()
+        # What is empty needs memory of its own only if nothing else is in the same place.
+        for span in tuple(self.spans.values()):
+            for item in self.items:
+                if item.region is None and not item.nbytes and _place(item) == span.region.location:
+                    self._share(span.region, item, span.start)
+        self.nbytes = sum([item.nbytes for item in self.items])
+        self.packed = [item for item in self.items if item.region is None]
+        groups: dict[Location, list[PlannedArray]] = {}
+        for item in self.packed:
+            groups.setdefault(_place(item), []).append(item)
+        self._copies: list[PackedCopy] = []
+        try:
+            for location, items in groups.items():
+                self._copies.append(PackedCopy.reserve(location, items, grows=sources is not None))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self._regions = [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
+
+    def _refuse_copies(self) -> None:
+        """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
+        for item in self.items:
+            if item.region is None and item.nbytes:
+                self._release()
+                raise UnsupportedError(
+                    f"lending array {item.name!r:.80}", "memory that can be shared as it is", item.reason,
+                    "Copy it into memory of its own: vram.copy_in(...)",
+                )  # fmt: skip
+
+    def _share(self, region: Region, item: PlannedArray, offset: int) -> None:
+        start, stop = offset, offset + item.nbytes
+        by_handle = isinstance(region, ForeignRegion) and goes_by_handle(region)
+        span = self.spans.setdefault(region.handle, SharedSpan(region, start, stop, [], by_handle))
+        span.start, span.stop = min(span.start, start), max(span.stop, stop)
+        span.items.append(item)
+        item.region, item.offset = region, offset
+
+    def _hold(self) -> int:
+        """Keep what is shared from being shrunk away; return how many segments it has."""
+        shared = 0
+        for handle, span in tuple(self.spans.items()):
+            self._pins.append(span.region.pin(span.start, span.stop, "lent" if self._lends else "being published"))
+            if span.by_handle:
+                shared += 1
+                continue
+            span.allocations, span.inside = span.region.segments(span.start, span.stop)
+            if [one for one in span.allocations if HandleKind.POSIX_FD not in one.handle_kinds]:
+                reason = "its memory was made not to leave this process"
+            elif self._whole:
+                reason = ""
+            else:
+                reason, has_remains = other_contents(span)
+                self._unclear += [span.region] * has_remains
+            if not reason:
+                shared += len(span.allocations)
+                continue
+            del self.spans[handle]
+            for item in span.items:
+                item.give_up(reason)
+        return shared
+
+    # -- in this order --------------------------------------------------------------------------------------------
+    def manifest(self) -> tuple[Manifest, list[Segment]]:
+        """Return the manifest and the segments that it speaks of."""
+        memories: list[MemoryDescriptor] = []
+        handles: list[HandleEntry] = []
+        for number, span in enumerate(self.spans.values()):
+            if span.by_handle:
+                self.pools = self.pools or PoolDescriptors()
+                pool = self.pools.number(span.region)  # first: see handle_bytes
+                handles.append(HandleEntry(number, handle_bytes(span.region), pool))
+                memories.append(describe_by_handle(span.region, span.start, span.stop))
+            else:
+                nbytes = span.stop - span.start
+                memories.append(describe_allocations(span.region, span.allocations, span.inside, nbytes))
+        entries: dict[str, ArrayEntry] = {}
+        for number, span in enumerate(self.spans.values()):
+            entries |= {item.name: item.entry(number, span.start) for item in span.items}
+        for copy in self._copies:
+            entries |= {item.name: item.entry(len(memories), 0) for item in copy.items}
+            memories.append(copy.describe())
+        ordered = {item.name: entries[item.name] for item in self.items}
+        pieces = [
+            Segment(entry.nbytes, entry.kind, memory.device)
+            for memory in memories
+            for entry in memory.segments
+            if entry.kind == HandleKind.POSIX_FD
+        ]
+        pools = [] if self.pools is None else self.pools.fds
+        pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
+        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools)), pieces
+
+    def copy(self) -> None:
+        """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""
+        if self._unclear:
+            clear(self._unclear)
+        for copy in self._copies:
+            if self._sources is None:
+                copy.region.grow(copy.region.capacity)
+            for item in copy.items:
+                with named(item.name):
+                    target = copy.take(item)
+                if self._sources is None:
+                    target.close()
+                    continue
+                try:
+                    self._sources[item.name] = target
+                except BaseException as error:
+                    with noted(error):
+                        if self._sources.get(item.name) is not target:
+                            target.close()
+                            # Or those before it would lie beside what is in no array, and be copied once more.
+                            copy.region.shrink(item.offset)
+                    raise
+                self._taken[item.name] = target
+                if self._close and isinstance(item.value, Array):
+                    item.value.close()
+                item.value, item.source = target, None
+            copy.region.grow(copy.region.capacity)
+
+    @property
+    def is_to_be_asked_for(self) -> bool:
+        """Whether a refusal has to come before what publishing begins with: a copy, or what has no undo, as a seal."""
+        if self._copies or self._unclear:
+            return True
+        if self._writable:
+            return False
+        return bool([one for one in self._regions if one.access is Access.READ_WRITE or not one.is_frozen])
+
+    def synchronize(self) -> None:
+        """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
+        for region in self._regions:
+            region.synchronize()
+
+    def freeze(self) -> None:
+        """Seal everything. Of what is lent only memory of the host: work on a GPU may be about to write there (S8).
+
+        What others may be able to write comes first: if that is refused, nothing has changed.
+        """
+        for region in reversed(self._regions):
+            if self._lends and region.location != HOST:
+                continue
+            region.freeze()
+            RegionViews.of(region).freeze_views()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether any of what is shared where it is has become read-only."""
+        return any(span.region.is_frozen for span in self.spans.values())
+
+    def places(self) -> list[Location]:
+        """Return where the memories are, each as often as it comes."""
+        return [place for region in self._regions for place in region.users]
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of all segments, in their order, lent by the allocations."""
+        fds = [one.export() for span in self.spans.values() for one in span.allocations]
+        for copy in self._copies:
+            fds += describe(copy.region, 0, copy.region.nbytes)[1]
+        return fds if self.pools is None else fds + self.pools.fds
+
+    def done(self, path: str, name: str, version: int) -> None:
+        """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
+        access = "rw" if self._writable else "r"
+        for span in self.spans.values():
+            region, layout = span.region, span.region.layout
+            for item in span.items:
+                array = item.value
+                if isinstance(array, Array) and not array.is_closed and array.region is region:
+                    array.provenance = Provenance(
+                        path, name, version, item.name, access, item.offset, item.nbytes, layout
+                    )
+                if self._sources is not None:
+                    self._sources.pop(item.name, None)
+                    if self._close and isinstance(array, Array):
+                        array.close()
+        if self._sources is not None:
+            for name, array in self._taken.items():
+                self._sources.pop(name, None)
+                array.close()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Placement:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._release()
+        for copy in self._copies:
+            close_when_unused(copy.region)  # arrays that were put into the mapping keep its memory
+        if self.pools is not None:
+            self.pools.close()
+
+    def _release(self) -> None:
+        """Keep what is shared no longer."""
+        for span in self.spans.values():
+            span.allocations = ()  # which were managed: each claim goes with its object
+        for pin in self._pins:
+            pin.release()
+
+
+class Loaded:
+    """Arrays that lie on one new region of ours, as a file that was loaded: nothing to look for, nothing to copy.
+
+    Parameters
+    ----------
+    region : Region
+        All their memory. The caller's to close.
+    arrays : mapping of str to ArrayEntry
+        Where in it each array lies.
+    """
+
+    def __init__(self, region: Region, arrays: dict[str, ArrayEntry]) -> None:
+        self._region = region
+        self._arrays = arrays
+        self._memory, self._fds = describe(region, 0, region.nbytes)
+
+    def manifest(self) -> tuple[Manifest, list[Segment]]:
+        """Return the manifest and the segments that it speaks of."""
+        memory = self._memory
+        pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
+        return Manifest(MANIFEST_VERSION, (memory,), self._arrays), pieces
+
+    @property
+    def is_to_be_asked_for(self) -> bool:
+        """Whether a refusal has to come before the seal: nobody else sees this memory, which goes if it is refused."""
+        return False
+
+    def synchronize(self) -> None:
+        """Wait for the work that fills the memory (S10)."""
+        self._region.synchronize()
+
+    def freeze(self) -> None:
+        """Seal everything."""
+        self._region.freeze()
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of all segments, in their order, lent by the allocations."""
+        return self._fds
+
+
+def _look(name: object, value: object, writable: bool, finder: Finder | None, known: dict[Region, str]) -> PlannedArray:
+    """Decide for one array whether it is shared in place, and if not, why.
+
+    With a `finder` it is lent, and what cannot be as it is raises what the finder raises. `known` says of each region
+    why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
+    """
+    called = check_array_name(name)
+    with named(called):
+        found: tuple[Region, int] | None
+        if isinstance(value, Array):
+            source = None
+            dtype, shape, nbytes, contiguous = value.dtype, value.shape, value.nbytes, True
+            found = value.region, value.offset
+        elif finder is not None:
+            value, source, found = finder.find(value)
+            dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, True
+            if writable and isinstance(source, Source) and not source.view.flags.writeable:
+                raise UsageError("it is given as read-only, and writable=True was asked for; give what may be written")
+        else:
+            source = as_source(value)
+            dtype, shape, nbytes, contiguous = source.dtype, source.shape, source.nbytes, source.contiguous
+            found = find(source.address, nbytes if contiguous else 1)
+            as_shape(shape)
+        # What no reader could name or shape is refused before anything is copied.
+        dtype_name(dtype)
+    if found is None:
+        return PlannedArray(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS)
+    region, offset = found
+    item = PlannedArray(called, value, dtype, shape, nbytes, source, region, offset, "")
+    if not contiguous:
+        item.give_up("it is not contiguous")
+    elif not nbytes:
+        item.give_up("it is empty")
+    else:
+        reason = known.get(region)
+        if reason is None:
+            reason = known[region] = _why_not(region, writable, finder is not None)
+        if reason:
+            item.give_up(reason)
+    return item
+
+
+def _place(item: PlannedArray) -> Location:
+    """Where a packed array goes: to where it is."""
+    source = item.source
+    return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST
+
+
+def _why_not(region: Region, writable: bool, lends: bool) -> str:
+    """Return why nothing on a region can be shared in place; empty if it can."""
+    if region.is_closed:
+        return "its region was closed"
+    if region.is_private:
+        return "it is a private copy of what was attached"
+    if isinstance(region, ForeignRegion):
+        if not lends and not region.kinds & HandleKind.POSIX_FD:
+            return "memory of cudaMalloc or of a pool lives only as long as its maker: a keeper cannot hold it"
+        if writable and region.access is not Access.READ_WRITE:
+            return "its owner lets nobody write to it, and writable=True was asked for"
+        return ""
+    if writable and region.is_frozen:
+        return "its memory is read-only for good, and writable=True was asked for"
+    if region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):
+        return "its memory is another process's, which did not make it read-only"
+    return ""

@@ -1,0 +1,231 @@
+"""Publish arrays under a name: zero copy where the memory can be shared, one packed copy where it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..arrays.tables import columns_of, each_column, is_table
+from ..errors import UsageError
+from ..keeper.client import KeeperClient, PublishClaim
+from ..keeper.rules import MAX_MANIFEST
+from ..memory import Region
+from ..sharing.descriptor import ArrayEntry, encode_manifest
+from .keepers import as_notes, check_flags, connect
+from .manifests import sealed_copy, sealed_size
+from .placement import Loaded, Placement
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
+
+__all__ = ["Published", "publish", "publish_loaded", "publish_to"]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What came of a publish.
+
+    Attributes
+    ----------
+    name, version : str, int
+        What to attach.
+    arrays, nbytes : int
+        How many arrays, and the bytes of all of them.
+    copied : dict of str to str
+        The arrays that were copied, and why each could not be shared as it was. Empty means zero copy.
+    """
+
+    name: str
+    version: int
+    arrays: int
+    nbytes: int
+    copied: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def zero_copy(self) -> bool:
+        """Whether not one byte was copied."""
+        return not self.copied
+
+
+def publish(
+    name: str,
+    arrays: Mapping[str, object],
+    *,
+    meta: Mapping[str, str] | None = None,
+    writable: bool = False,
+    ttl: float | None = None,
+    consume: bool = False,
+    whole: bool = False,
+    keeper: Keeper | str | None = None,
+) -> Published:
+    """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
+
+    The keeper holds the memory from then on; this process may exit. Publishing a name again retires the version
+    before it, which is freed with its last lease.
+
+    Parameters
+    ----------
+    name : str
+        1 to 200 characters of ``A-Z a-z 0-9 . _ / @ : + -``, with no part between slashes that is empty or dots. In
+        front there may be ``~user/``, with the name or the uid of a user: only that user may publish there.
+    arrays : mapping of str to array
+        vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
+        its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
+        buffers are, too. Copies are made once and packed, into new memory.
+    meta : mapping of str to str, optional
+        Up to 4 KiB that readers can require with ``expect=``.
+    writable : bool
+        False seals the memory: from then on nobody can write to it, this process and its existing views included. (On
+        a GPU, whose memory no kernel seals, each process's mapping is read-only, which is no security boundary.)
+        Where a vram array shares its memory with others, all of them are sealed. A write through a pointer taken
+        before, such as a torch tensor's, kills the process with SIGSEGV. True lets readers ask for ``access="rw"``.
+    ttl : float, optional
+        Seconds after which the version is retired.
+    consume : bool
+        Take the arrays out of the mapping, freeing each source as soon as it is copied, so that the peak stays at
+        one copy. What is zero copy is closed. If publishing fails, what was copied is in the mapping as vram arrays.
+    whole : bool
+        Share memory as it is also where there is more in it than these arrays. Memory goes as whole allocations, and
+        everybody who may attach the entry can read all of them: the rest of the array that a slice is of, rows from
+        before a shrink, other tensors of the same allocator. By default such arrays are copied, and rows that a shrink
+        left behind the end of an array, where nobody uses them, are zeroed. What is written later to memory that was
+        published with ``writable=True`` is seen in any case, also beyond the arrays.
+    keeper : Keeper or str, optional
+        Whom to give it to; see :func:`vram.attach`.
+
+    Returns
+    -------
+    Published
+        The version, and which arrays were copied and why.
+
+    Raises
+    ------
+    UsageError
+        For a bad name, a mapping of something else than arrays, too many segments. It names the array. For a table,
+        such as a pandas DataFrame, it says which line publishes its columns: a table also has an index, and columns
+        that are no numbers, and neither is left out without being asked.
+    AccessDeniedError
+        If the name belongs to another user.
+    CapacityError
+        If the keeper's quota does not allow it.
+    OutOfMemoryError
+        If a copy is needed and there is no room for it.
+    BusyError
+        If memory of the host is to be read-only, and something else can write to it: another process that has it
+        mapped, a forked child, or a device that it is pinned for. A process that it was sent to has it mapped until
+        that process ends, or closes its end of the channel. The error says what to do.
+    """
+    client, notes = connect(keeper), as_notes(meta)
+    writable, consume, whole = check_flags(writable=writable, consume=consume, whole=whole)
+    return publish_to(
+        client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=consume, whole=whole, close=True
+    )
+
+
+def publish_to(
+    client: KeeperClient,
+    name: str,
+    arrays: Mapping[str, object],
+    *,
+    meta: dict[str, str],
+    writable: bool,
+    ttl: float | None,
+    consume: bool,
+    whole: bool = False,
+    close: bool = False,
+    claim: PublishClaim | None = None,
+) -> Published:
+    """Publish over a connection; see :func:`publish`.
+
+    Parameters
+    ----------
+    close : bool
+        With `consume`, close the vram arrays that are taken out of the mapping, not just forget them.
+    claim : PublishClaim, optional
+        The claim on the name that this publication fulfils.
+    """
+    if not isinstance(arrays, Mapping):
+        raise UsageError(_no_mapping(name, arrays))
+    if consume and not isinstance(arrays, MutableMapping):
+        kind = type(arrays).__name__
+        raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
+    sources = arrays if consume and isinstance(arrays, MutableMapping) else None
+    with Placement(arrays, writable, sources, close, whole=whole) as plan:
+        version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
+        plan.done(client.path, name, version)
+    copied = {item.name: item.reason for item in plan.packed if item.nbytes}
+    return Published(name, version, len(plan.items), plan.nbytes, copied)
+
+
+def _no_mapping(name: object, given: object) -> str:
+    if is_table(given):
+        return f"{columns_of(given)}: vram.publish({name!r:.80}, {{{each_column(given)}}})"
+    kind = type(given).__name__
+    return f'publish takes a mapping of names to arrays, and this is of type {kind}; one array is {{"name": array}}'
+
+
+def publish_loaded(
+    client: KeeperClient,
+    name: str,
+    region: Region,
+    arrays: dict[str, ArrayEntry],
+    *,
+    meta: dict[str, str],
+    writable: bool,
+    ttl: float | None,
+) -> Published:
+    """Publish a region of ours that nobody else looks at, and on which the caller knows what lies where."""
+    version = _publish(client, name, Loaded(region, arrays), writable=writable, meta=meta, ttl=ttl, claim=None)
+    return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
+
+
+def _publish(
+    client: KeeperClient,
+    name: str,
+    plan: Placement | Loaded,
+    *,
+    writable: bool,
+    meta: dict[str, str],
+    ttl: float | None,
+    claim: PublishClaim | None,
+) -> int:
+    """Give the keeper what was planned; return the version."""
+    with contextlib.ExitStack() as made:
+        manifest, segments = plan.manifest()
+        inline = encode_manifest(manifest)
+        extra = inline if len(inline) > MAX_MANIFEST else b""
+        # What follows cannot be taken back (a seal) or costs a copy: whoever is refused, is refused before (I4).
+        if extra or plan.is_to_be_asked_for:
+            client.offer(
+                name,
+                sum([segment.size for segment in segments]) + (sealed_size(extra) if extra else 0),
+                handles=len(segments) + bool(extra),
+                writable=writable,
+                meta=meta,
+                ttl=ttl,
+                claim=claim,
+            )
+        if isinstance(plan, Placement):
+            plan.copy()
+        plan.synchronize()
+        manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
+        try:
+            if not writable:
+                plan.freeze()
+            return client.publish(
+                name,
+                segments,
+                plan.descriptors(),
+                manifest=b"" if extra else inline,
+                manifest_fd=manifest_fd,
+                writable=writable,
+                meta=meta,
+                ttl=ttl,
+                claim=claim,
+            )
+        except BaseException as error:
+            if isinstance(plan, Placement) and not writable and plan.is_frozen:
+                error.add_note("the arrays that were to be shared in place are read-only from now on all the same")
+            raise

@@ -1,0 +1,774 @@
+"""A connection that carries arrays: the memory once, then ids."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from ..arrays import Array
+from ..arrays.share import share
+from ..arrays.streams import as_stream
+from ..errors import ClosedError, PeerGoneError, ProtocolError, ReleaseWarning, UsageError, VramError, WaitTimeoutError
+from ..lifetime import Owned, uninterrupted
+from ..memory import Region
+from ..sharing.channel import MAX_MESSAGE, Channel, check_timeout, close_fds
+from .containers import Packed, has_tuples, named, pack, refuse, unpack
+from .exports import ExportTable, nothing, refer
+from .imports import ImportTable
+from .messages import (
+    Closed,
+    EventIs,
+    Mixed,
+    NextPart,
+    Part,
+    Returned,
+    Shared,
+    Unmap,
+    Unref,
+    Value,
+    decode_message,
+    encode,
+)
+from .outbox import Outbox
+from .remote_refs import RemoteRefs, unreturned
+from .stream_events import StreamEvents
+
+__all__ = ["ArrayChannel"]
+
+
+class _Ordered:
+    """In the inbox in place of an array: one that may be used once an event is done."""
+
+    __slots__ = ("array", "event")
+
+    def __init__(self, array: Array, event: int) -> None:
+        self.array, self.event = array, event
+
+
+class _Mixed:
+    """In the inbox in place of a container: some of its arrays may be used once events are done."""
+
+    __slots__ = ("arrays", "tree")
+
+    def __init__(self, tree: object, arrays: list[Array | _Ordered]) -> None:
+        self.tree, self.arrays = tree, arrays
+
+
+class _Failure:
+    """In the inbox in place of a value: what was wrong with a message that a sending thread took off the socket."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: VramError) -> None:
+        self.error = error
+
+
+class _Came:
+    """A message that was taken off the socket, and how far it was dealt with: an interrupt may come in between.
+
+    Attributes
+    ----------
+    fds : list of int
+        The descriptors that came with it, closed with this list.
+    message : object
+        What it says, once that is known.
+    is_learned : bool
+        Whether the part of memory in it is mapped.
+    tries : int
+        How often it was begun.
+    """
+
+    __slots__ = ("fds", "is_learned", "message", "payload", "tries")
+
+    def __init__(self, payload: bytes, fds: list[int]) -> None:
+        self.payload = payload
+        self.fds = fds
+        self.message: Any = None
+        self.is_learned = False
+        self.tries = 0
+
+
+_TRIES = 8  # of a message that interrupts keep from being dealt with; then it is lost, as one that makes no sense is
+_HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c"))  # Unref, Unmap, Closed
+_PATIENCE = 10.0  # seconds to wait until an answer can be sent
+_LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
+_REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
+_SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
+
+
+class ArrayChannel(Owned):
+    """Sends arrays to another process and back without copying them.
+
+    The first time an array's memory is sent its file descriptors travel; after that an id does, and a hand-over
+    costs about as much as any small message. The receiver sees the same memory, read-write unless it was published
+    read-only. An array that its owner resized and sends again appears at the same address there. An array that comes
+    back to where it was made is the same object, and what is sent again is the same object at the receiver while it
+    is in use there.
+
+    Parameters
+    ----------
+    channel : Channel or socket.socket
+        A connection, taken over: a connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket that you have already, or what
+        :meth:`pair` or :meth:`connect` makes.
+
+    Notes
+    -----
+    One thread may send while another receives. What is sent is not copied: sender and receiver must agree on who
+    writes when; the message itself orders everything written before it. When the sender closes an array, the
+    receiver's own arrays over it stay valid until they are dropped, and can be sent back: what the other end has stays
+    known, and allocated, at the end that sent it until the other end has said that it let go, or is gone: both are
+    heard with the next send or recv, and the latter when an array that was sent is dropped, too. That holds for memory
+    of ``cudaMalloc`` and of pools as long as both ends are open: drop such arrays before you close the end that
+    received them.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_asked",
+        "_came",
+        "_channel",
+        "_exports",
+        "_imports",
+        "_inbox",
+        "_is_fresh",
+        "_last",
+        "_last_keep",
+        "_last_message",
+        "_last_state",
+        "_outbox",
+        "_receiving",
+        "_remote_refs",
+        "_sending",
+        "_stream_events",
+        "_warm",
+    )
+
+    def __init__(self, channel: Channel | socket.socket) -> None:
+        channel = channel if isinstance(channel, Channel) else Channel(channel)
+        self._channel = channel
+        self._exports = ExportTable(_weakly(self._note_unmap), by_handle=True, remembers=True)
+        self._imports = ImportTable(_weakly(self._note_unref))
+        self._remote_refs = RemoteRefs()
+        self._stream_events = StreamEvents()
+        self._warm = 0  # memory of others that was sent last: open there, and mostly sent again; 0 is none
+        self._outbox = Outbox()
+        self._inbox: deque[object] = deque()
+        self._is_fresh = True
+        self._last: Callable[[], Array | None] = nothing
+        self._last_state: tuple[object, ...] = ()
+        self._last_message = b""
+        self._last_keep = 0
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        # Parts of memory after which more comes, and how often the other end asked to go on from one.
+        self._asked = 0  # the sender's
+        self._answered = 0  # the receiver's
+        # One message at most, taken off the socket and not dealt with yet.
+        self._came: list[_Came | tuple[bytes, list[int]]] = []
+        channel.handle  # noqa: B018  (the check)
+        channel._warn_on_leak = True  # in a collected cycle its finalizer may come first
+        self._claim = channel._claim  # taken over: one claim, whichever of the two is closed
+
+    @classmethod
+    def pair(cls) -> tuple[ArrayChannel, ArrayChannel]:
+        """Return two ends that are connected with each other.
+
+        One of them can be an argument of a ``multiprocessing`` process: close it here once the process has started.
+        """
+        one, other = Channel.pair()
+        return cls(one), cls(other)
+
+    @classmethod
+    def connect(cls, path: str, timeout: float | None = None) -> ArrayChannel:
+        """Connect to a listener at a unix socket path; see :meth:`Channel.connect` for the errors."""
+        return cls(Channel.connect(path, timeout))
+
+    def fileno(self) -> int:
+        """Lend the socket's descriptor, to wait for messages with."""
+        return self._channel.fileno()
+
+    def give_away(self) -> int:
+        """Lend the socket's descriptor for another process to take this end over; close this object then.
+
+        Raises
+        ------
+        UsageError
+            If something was sent or received here: the other end knows memory by the numbers of this one.
+        """
+        if not self._is_fresh:
+            raise UsageError("this end was used already; hand the end of a channel on before anything is sent on it")
+        return self._channel.give_away()
+
+    def send(self, value: object, *, stream: object = None, timeout: float | None = None) -> None:
+        """Send an array, a plain value (None, bool, int, float, str, bytes), or a tuple, list or dict of all these.
+
+        Anything that :func:`vram.share` takes is an array here, such as a tensor on a GPU. Its owner is kept until the
+        other end is done with it, if its memory lives only as long as that. Memory goes as whole allocations: the other
+        end can read all of them, such as the rest of the array that a slice is of. Containers arrive as they were sent,
+        up to 32 in one another, with at most 512 arrays and 64 KiB of everything else; an array that is in one twice is
+        the same object twice. If one thing in it cannot be sent, nothing is.
+
+        Parameters
+        ----------
+        value : object
+            What to send, as above.
+        stream : int or stream, optional
+            The stream whose work fills the memory: the receiver waits for that, by an interprocess event. By default
+            this call waits for all work of the GPUs that the memory is on.
+        timeout : float or None
+            Seconds to wait while the other end does not read; None waits for ever.
+
+        Raises
+        ------
+        UsageError
+            If a value is not one that a channel carries, or is too large, with the path to it.
+        UnsupportedError
+            If an array's memory cannot leave this process, as that of numpy cannot, with what to do instead.
+        PeerGoneError
+            If the other end is closed.
+        WaitTimeoutError
+            If the time passed.
+        """
+        self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
+        if self._remote_refs or self._remote_refs.idle or self._exports.remembered:
+            self._hear()
+        try:
+            with self._sending:
+                self._is_fresh = False
+                if self._outbox:
+                    self._outbox.tell(self._channel, self._release_idle)
+                if isinstance(value, Array) or _is_shareable(value):
+                    array = value if isinstance(value, Array) else share(value)
+                    message = self._refer(array, None if stream is None else as_stream(stream), timeout)
+                    keep = self._last_keep
+                else:
+                    keep = 0
+                    if isinstance(value, (tuple, list, dict)) and (packed := _packed(value)) is not None:
+                        self._send_packed(packed, None if stream is None else as_stream(stream), timeout)
+                        return
+                    try:
+                        message = encode(Value(value))
+                    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                        raise refuse(value, _is_array, error) from None
+                try:
+                    self._channel.send(message, timeout=timeout)
+                    keep = 0  # from here on the other end says when it is done
+                except BaseException:
+                    if keep:
+                        self._take_back(keep)
+                    raise
+        except PeerGoneError:
+            if self._is_over():
+                self._exports.expect_nothing()
+                self._remote_refs.close()
+            raise
+        finally:
+            self._send_outbox()
+
+    def recv(self, *, stream: object = None, timeout: float | None = None) -> Any:
+        """Receive what the other end sent next.
+
+        Parameters
+        ----------
+        stream : int or stream, optional
+            A stream that is to wait for the work which fills an array, if its sender named a stream. By default this
+            call waits for it.
+        timeout : float or None
+            Seconds to wait; None waits for ever.
+
+        Returns
+        -------
+        Array, value, or container of these
+
+        Raises
+        ------
+        WaitTimeoutError
+            If nothing came in time.
+        PeerGoneError
+            If the other end is closed.
+        ProtocolError
+            If what came is not what this end understands.
+        """
+        self.handle  # noqa: B018  (before the lock, as above)
+        if self._outbox:  # while the other end read nothing there was no telling it
+            self._send_outbox()
+        if timeout is not None:
+            check_timeout(timeout)
+        deadline = time.monotonic() + timeout if timeout else None
+        left = timeout
+        inbox = self._inbox
+        self._is_fresh = False
+        taken: tuple[object, ...] = ()
+        try:
+            with self._receiving:
+                while not inbox:
+                    if deadline is not None:
+                        left = max(0.0, deadline - time.monotonic())
+                    self._take(left)
+                taken = (inbox[0],)
+                del inbox[0]
+            return self._finished(taken[0], stream)
+        except BaseException as error:
+            if taken and not isinstance(error, VramError):  # an interrupt: nobody got it, so it comes again (I12)
+                inbox.appendleft(taken[0])
+            taken = ()  # or an error in there, which keeps this frame, would keep itself and all that its callers hold
+            raise
+
+    def _finished(self, value: object, stream: object) -> Any:
+        """Return what was received, once it may be used."""
+        if type(value) is _Failure:
+            try:
+                raise value.error
+            finally:
+                del value  # as in recv
+        if type(value) is _Ordered:
+            return self._when_filled(value, None if stream is None else as_stream(stream))
+        if type(value) is _Mixed:
+            waits = None if stream is None else as_stream(stream)
+            return unpack(value.tree, [self._when_filled(array, waits) for array in value.arrays])
+        return value
+
+    def _when_filled(self, found: Array | _Ordered, stream: int | None) -> Array:
+        """Return a received array once what fills it is done, or a stream waits for that."""
+        if not isinstance(found, _Ordered):
+            return found
+        self._stream_events.wait(found.event, found.array.region, stream)
+        return found.array
+
+    def close(self, *, strict: bool = False) -> None:
+        """Close the connection and let go of what the other end shared; arrays that are alive keep their memory.
+
+        Memory of ``cudaMalloc`` or of a pool that was sent, and that the other end still uses a second later, is kept
+        for as long as this process lives, with a ReleaseWarning: the other end can no longer say that it is done.
+        """
+        if self.is_closed:
+            return
+        if self._remote_refs:
+            self._wait_until_returned()
+        left = self._leave_behind()
+        super().close(strict=strict)
+        self._exports.close()
+        self._imports.close()
+        self._stream_events.close()
+        if left:  # last: where warnings are errors it is closed all the same
+            warnings.warn(left, ReleaseWarning, stacklevel=2)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_claim") and not self.is_closed and (left := self._leave_behind()):
+            self._channel._warn_on_leak = False  # one warning, the one that says more
+            warnings.warn(left, ReleaseWarning, stacklevel=2)
+        else:
+            super().__del__()
+
+    def _wait_until_returned(self) -> None:
+        """Hear, for a while, what the other end says that it is done with."""
+        deadline = time.monotonic() + _LINGER
+        while self._remote_refs and (left := deadline - time.monotonic()) > 0:
+            held = False
+            try:
+                held = uninterrupted(self._receiving.acquire, True, min(left, _SLICE))
+                if held:  # or whoever receives hears it
+                    self._take(left)
+            except (WaitTimeoutError, PeerGoneError, ClosedError):
+                return
+            except VramError:  # who was to receive that will not
+                continue
+            finally:
+                if held:
+                    self._receiving.release()
+
+    def _leave_behind(self) -> str:
+        """Let go of what was sent if the other end is gone, or leave it to the process; return what to say of that."""
+        kept = self._remote_refs
+        try:
+            is_over = not kept or self._channel.is_hung_up()
+        except VramError:  # closed by another thread, or the parent's, who looks after it
+            return ""
+        if is_over:
+            kept.close()
+            return ""
+        unreturned.append(kept)
+        return (
+            f"{self!r} is closed while the other end uses {len(kept)} arrays of memory that lives only as long as its "
+            f"maker: they are kept until this process ends. Have the other end drop them, or close, first"
+        )
+
+    def __repr__(self) -> str:
+        return f"<ArrayChannel, {'closed' if self.is_closed else f'fd {self._channel.fileno()}'}>"
+
+    # -- sending ------------------------------------------------------------------------------------------------
+    def _send_packed(self, packed: Packed, stream: int | None, timeout: float | None) -> None:
+        """Send a container: all of it, or nothing, and then nothing is exported that was not before (I4)."""
+        arrays: list[tuple[str, Array]] = []
+        for steps, value in packed.arrays:
+            path = named(steps)
+            with _at(path):
+                arrays.append((path, value if isinstance(value, Array) else share(value)))
+        try:
+            size = len(encode(packed.tree)) + sum(_REFERENCE + 9 * len(array.shape) for _, array in arrays)
+        except (ValueError, OverflowError) as error:
+            raise refuse(packed.value, _is_array, error) from None
+        if size > MAX_MESSAGE - 64:
+            raise UsageError(
+                f"a container of {len(arrays)} arrays and {size} bytes of everything else; a message has "
+                f"{MAX_MESSAGE}. Send its parts one by one, or make arrays of what is long"
+            )
+        before = self._exports.numbers()
+        kept: list[int] = []
+        try:
+            referred = []
+            for path, array in arrays:
+                with _at(path):
+                    referred.append(msgspec.Raw(self._refer(array, stream, timeout)))
+                if self._last_keep:
+                    kept.append(self._last_keep)
+            # Each is encoded already, as a message of its own.
+            self._channel.send(encode(Mixed(packed.tree, tuple(referred))), timeout=timeout)  # type: ignore[arg-type]
+        except BaseException:
+            for number in kept:
+                self._take_back(number)
+            self._last, self._last_keep = nothing, 0
+            for number in self._exports.numbers() - before:
+                self._exports.release(number)
+            raise
+
+    def _refer(self, array: Array, stream: int | None, timeout: float | None) -> bytes:
+        """Return the message for an array, after what its receiver needs to know of the memory."""
+        region = array.region
+        # Whoever receives the array may read it at once (S10). A no-op on the host.
+        event = 0
+        if stream is None:
+            region.synchronize()
+        else:
+            event = self._record(region, stream, timeout)
+        # The same array again is what channels are for. Each of these is replaced, never changed.
+        state = (array.shape, region.layout, region.access)
+        is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
+        if is_last and (not self._last_keep or self._remote_refs.incref(self._last_keep)):
+            return self._last_message
+        number = self._imports.number_of(array)
+        message = self._introduce(array, number, event, timeout)
+        if not event:
+            self._last, self._last_state, self._last_message = weakref.ref(array), state, message
+            if number != self._imports.number_of(array):  # whoever receives has just forgotten it, and looked too soon
+                self._last = nothing
+        return message
+
+    def _record(self, region: Region, stream: int, timeout: float | None) -> int:
+        """Record an event on a stream and return its number, after its receiver was told what it is."""
+        number, entry = self._stream_events.record(region, stream)
+        if entry is not None:
+            self._channel.send(encode(EventIs(number, entry)), timeout=timeout)
+            self._stream_events.told(number)
+        return number
+
+    def _introduce(self, array: Array, number: int | None, event: int, timeout: float | None) -> bytes:
+        self._last, self._last_keep = nothing, 0
+        if number is not None:
+            return encode(Returned(refer(number, 0, array)))
+        export = self._exports.export(array)
+        if export.sent < export.count or export.sent < 0:
+            kept = export.keep()
+            try:
+                for part, fds in export.parts(max(export.sent, 0)):
+                    # A peer that does not read must not cost more than one part of descriptors (S4).
+                    self._wait_until_taken(timeout)
+                    sent = part.first + len(part.descriptor.segments)
+                    waits = 0 if part.last else 1
+                    self._channel.send(encode(Part(part)), fds, timeout=timeout)
+                    export.sent = sent  # in the steps after the return, with no call between: an interrupt comes
+                    self._asked += waits  # before it was sent, or after it was noted (I12)
+            finally:
+                kept.release()
+        keep = 0
+        if export.data:
+            self._last_keep = keep = self._remote_refs.keep(array, export.id)
+            if export.id != self._warm:
+                if self._warm:
+                    self._outbox.idle(self._warm)
+                self._warm = export.id
+        return encode(Shared(refer(export.id, export.sent, array), keep, event))
+
+    def _wait_until_taken(self, timeout: float | None) -> None:
+        """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        expired = False
+        while self._asked > self._answered:
+            if expired:
+                raise WaitTimeoutError(f"the other end took no part of the memory sent to it for {timeout:g} s")
+            left = _SLICE if deadline is None else max(0.0, min(_SLICE, deadline - time.monotonic()))
+            expired = not left  # then one more look
+            # Whoever receives may be another thread, which then takes the answer; look again soon.
+            held = False
+            try:
+                held = uninterrupted(self._receiving.acquire, True, min(left, 0.01))
+                if held:
+                    self._take(left)
+            except WaitTimeoutError:
+                pass
+            except (PeerGoneError, ClosedError):
+                raise
+            except VramError as error:  # somebody else's message: its receiver is to hear of it
+                self._inbox.append(_Failure(error))
+            finally:
+                if held:
+                    self._receiving.release()
+
+    def _note_unmap(self, memory: int) -> None:
+        """A memory that was exported is not any more. Reached from finalizers: never waits."""
+        self._outbox.unmap(memory)
+        self._send_outbox()
+
+    def _note_unref(self, number: int, times: int) -> None:
+        """An array that the other end keeps for us is done with. Reached from finalizers: never waits."""
+        self._outbox.unref(number, times)
+        self._send_outbox()
+
+    def _send_outbox(self) -> None:
+        """Tell the other end what is due, unless somebody is sending: they look again when they are done."""
+        while self._outbox:
+            held = False
+            try:
+                held = uninterrupted(self._sending.acquire, False)
+                if not held or not self._outbox.tell(self._channel, self._release_idle):
+                    return
+            finally:
+                if held:
+                    self._sending.release()
+        if self._outbox.is_over and self._exports.remembered and self._is_over():
+            self._exports.expect_nothing()
+
+    def _is_over(self) -> bool:
+        """Whether the other end is gone and nothing that it said is unread. Finalizers reach it: it never waits."""
+        held = False
+        try:
+            held = uninterrupted(self._receiving.acquire, False)
+            if not held:  # whoever receives hears of it
+                return False
+            # Twice: where it closed without having read all, the first look finds that, and the second what it said.
+            return self._channel.is_hung_up() and not (self._channel.peek(1) or self._channel.peek(1))
+        except VramError:  # closed by another thread, or the parent's
+            return False
+        finally:
+            if held:
+                self._receiving.release()
+
+    def _release_idle(self, memory: int) -> None:
+        """Have the other end close what it uses no more, unless it was sent last. Called with the sending lock."""
+        if memory != self._warm and self._remote_refs.is_idle(memory):
+            self._exports.release(memory)
+
+    def _take_back(self, number: int) -> None:
+        """What was kept for the other end did not go there: nobody will say that it is done with."""
+        with contextlib.suppress(ProtocolError):  # another thread heard that the other end is gone
+            self._hear_dropped(number, 1)
+
+    def _hear_dropped(self, number: int, times: int) -> None:
+        memory = self._remote_refs.decref(number, times)
+        if memory is not None:
+            self._outbox.idle(memory)
+
+    def _hear(self) -> None:
+        """Hear what the other end is done with: who only sends would keep all that it ever sent.
+
+        Nothing that is for :meth:`recv` is taken: somebody may wait for the descriptor to become readable.
+        """
+        held = False
+        try:
+            held = uninterrupted(self._receiving.acquire, False)
+            while held and self._channel.peek(3) in _HEARD:  # or whoever receives hears it
+                self._take(0)
+        except WaitTimeoutError:
+            pass
+        except VramError as error:
+            self._inbox.append(_Failure(error))
+        finally:
+            if held:
+                self._receiving.release()
+
+    # -- receiving ----------------------------------------------------------------------------------------------
+    def _take(self, timeout: float | None) -> None:
+        """Take one message off the socket and deal with it. Called with the receiving lock.
+
+        After an interrupt it stays, and is dealt with the next time: what it says may be what all that follows stands
+        on, or what the other end waits for.
+        """
+        if not self._came:
+            try:
+                payload, fds = self._channel.take(timeout=timeout)
+            except PeerGoneError:
+                self._exports.expect_nothing()
+                self._remote_refs.close()
+                raise
+            self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
+        try:
+            self._deal_with(timeout)
+        except VramError:
+            self._came.clear()
+            raise
+
+    def _deal_with(self, timeout: float | None) -> None:
+        came = self._came[0]
+        if not isinstance(came, _Came):
+            self._came[0] = came = _Came(came[0], came[1])
+        came.tries += 1
+        if came.tries > _TRIES:
+            raise ProtocolError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
+        message = came.message
+        if message is None:
+            try:
+                came.message = message = decode_message(came.payload)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise ProtocolError(f"not a message between array channels: {error}") from None
+        # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
+        if isinstance(message, (Shared, Returned, Mixed)):
+            if isinstance(message, Mixed):
+                if any(isinstance(one, Shared) and one.keep for one in message.arrays):
+                    self._came.clear()  # counted twice is worse than lost, which ends with the connection
+                found: Array | _Ordered | _Mixed | _Failure = self._arrived_together(message)
+            else:
+                if isinstance(message, Shared) and message.keep:
+                    self._came.clear()  # as above
+                found = self._arrived(message)
+            self._inbox += (found,)
+            del self._came[:]
+            return
+        if isinstance(message, Value):
+            self._inbox += (message.value,)
+            del self._came[0]
+            return
+        if isinstance(message, NextPart):
+            self._answered += 1
+            del self._came[0]
+            return
+        if isinstance(message, Part):
+            self._learn(came, message, timeout)
+        elif isinstance(message, Unmap):
+            done = [number for number in message.memories if self._imports.release(number)]
+            self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
+            for number in done:  # and last: from here on nothing is sent back under these
+                self._outbox.unmapped(number)
+            self._send_outbox()
+        elif isinstance(message, Unref):
+            self._came.clear()  # first, as above
+            for number, times in message.arrays:
+                self._hear_dropped(number, times)
+            self._send_outbox()
+        elif isinstance(message, Closed):
+            for number in message.memories:
+                self._remote_refs.closed(number)
+                self._exports.closed(number)
+        elif isinstance(message, EventIs):
+            self._came.clear()  # as above
+            self._stream_events.learn(message.number, message.event)
+        self._came.clear()
+
+    def _learn(self, came: _Came, message: Part, timeout: float | None) -> None:
+        """Map a part of memory, once, and ask for the next."""
+        wrong: VramError | None = None
+        try:
+            if not came.is_learned:
+                self._imports.learn(message.part, came.fds, retried=came.tries > 1)
+                came.is_learned = True
+        except VramError as error:
+            wrong = error
+        if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
+            patience = None if timeout is None else max(timeout, _PATIENCE)
+            self._channel.send(encode(NextPart()), timeout=patience)
+            self._came.clear()
+        if wrong is not None:
+            try:
+                raise wrong
+            finally:
+                wrong = None
+        close_fds(came.fds)
+
+    def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
+        """Return what a reference to an array means here."""
+        if isinstance(message, Shared):
+            array = self._imports.array(message.reference, message.keep)
+            return _Ordered(array, message.event) if message.event else array
+        local = self._exports.local_array(message.reference, self._remote_refs)
+        if local is None:
+            number = message.reference.memory
+            return _Failure(ClosedError(f"an array of memory {number} came back after it was closed here"))
+        return local
+
+    def _arrived_or_not(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
+        try:
+            return self._arrived(message)
+        except VramError as error:
+            # Without the frames: what they hold would be kept by an error that is kept in one of them.
+            return _Failure(error.with_traceback(None))
+
+    def _arrived_together(self, message: Mixed) -> _Mixed | _Failure:
+        """Return a container, or what is wrong with one of its arrays. All are looked at: each may be kept for us by
+        its sender, who hears that it is done with when it is dropped here."""
+        arrays: list[Array | _Ordered] = []
+        wrong: _Failure | None = None
+        for one in message.arrays:
+            found = self._arrived_or_not(one)
+            if isinstance(found, _Failure):
+                wrong = wrong or found
+            else:
+                arrays.append(found)
+        if wrong is not None:
+            return wrong
+        unpack(message.value, arrays)  # the check (S7)
+        return _Mixed(message.value, arrays)
+
+
+def _packed(value: object) -> Packed | None:
+    """Take a container apart; None if msgpack has words for all of it."""
+    try:
+        packed = pack(value, _is_array)
+    except UsageError:
+        # What it refuses, such as a set or a date, msgpack may have words for; if not, it is refused there.
+        if has_tuples(value):
+            raise
+        return None
+    return None if packed.is_plain else packed
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, Array) or _is_shareable(value)
+
+
+@contextlib.contextmanager
+def _at(path: str) -> Iterator[None]:
+    """Say in an error where in a container the array is that it is about."""
+    try:
+        yield
+    except VramError as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"{path}: {error.args[0]}", *error.args[1:])
+        raise
+
+
+def _is_shareable(value: object) -> bool:
+    """Whether a value is somebody's array rather than something to be written down."""
+    kind = type(value)
+    words = ("__dlpack__", "__cuda_array_interface__")
+    return any(hasattr(kind, word) for word in words) or words[1] in getattr(value, "__dict__", ())
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return what calls a channel's method without keeping the channel: one that is dropped ends at once."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*arguments: int) -> None:
+        found = ref()
+        if found is not None:
+            found(*arguments)
+
+    return call

@@ -1,0 +1,370 @@
+"""Memory that no descriptor stands for: what its owner says of it, and opening it once for all who use it here.
+
+cudaMalloc memory travels as the 64 bytes of its base with offset and length, memory of a pool as the pool's descriptor
+and 64 bytes. Both live as long as their maker, so they are lent and never kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from .. import driver as drivers
+from ..driver.foreign import LegacyIpc, Pools
+from ..driver.protocol import Driver
+from ..errors import BusyError, ClosedError, InternalError, ProtocolError, UnsupportedError, UsageError
+from ..lifetime import Claim, Handle, close_all, own, unwinding
+from ..memory import Region
+from ..memory.foreign import ForeignRegion, Opened, open_legacy, open_pointer
+from ..sharing.descriptor import HandleEntry, MemoryDescriptor, SegmentEntry
+from ..sharing.mapping import ACCESS, device_name, location_of
+from ..spec import Access, HandleKind, Location
+
+__all__ = [
+    "Imports",
+    "LentPools",
+    "PoolDescriptors",
+    "describe_by_handle",
+    "goes_by_handle",
+    "handle_bytes",
+    "imports_of",
+    "open_leased",
+]
+
+BY_HANDLE = HandleKind.LEGACY_IPC | HandleKind.POOL
+
+
+def goes_by_handle(region: Region) -> bool:
+    """Whether a region's memory travels by 64 bytes instead of descriptors."""
+    return isinstance(region, ForeignRegion) and bool(region.kinds & BY_HANDLE)
+
+
+def describe_by_handle(region: Region, start: int, stop: int) -> MemoryDescriptor:
+    """Describe the bytes from `start` to `stop` of such a region: its one allocation, and where in it they lie."""
+    kind = _foreign(region).kinds & BY_HANDLE
+    segment = SegmentEntry(region.nbytes, int(kind))
+    return MemoryDescriptor(device_name(region.location), (segment,), start, stop - start, region.nbytes)
+
+
+def handle_bytes(region: Region) -> bytes:
+    """Return the 64 bytes by which such a region's allocation is opened elsewhere.
+
+    Of a pool's memory only after the pool was exported, see :class:`PoolDescriptors`: before that the driver refuses
+    (INVALID_VALUE, measured).
+    """
+    found = _foreign(region)
+    driver = region.driver
+    if HandleKind.LEGACY_IPC in found.kinds and isinstance(driver, LegacyIpc):
+        return driver.ipc_export(region.address)
+    if HandleKind.POOL in found.kinds and isinstance(driver, Pools):
+        return driver.pool_export_pointer(region.address)
+    raise InternalError(f"{region!r} has no 64-byte handle")
+
+
+def _foreign(region: Region) -> ForeignRegion:
+    if not isinstance(region, ForeignRegion):
+        raise InternalError(f"{region!r} is memory of ours, which goes by descriptor")
+    return region
+
+
+class PoolDescriptors:
+    """The descriptors of the pools that something is exported from: each exported once, closed together.
+
+    Attributes
+    ----------
+    fds : list of int
+        In the order in which the pools were first asked for.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._claim = own("descriptors of pools that are lent", partial(close_all, self.fds))
+
+    def number(self, region: Region) -> int:
+        """Return which of the descriptors is that of a region's pool; -1 if it is of none."""
+        found = _foreign(region)
+        if HandleKind.POOL not in found.kinds:
+            return -1
+        pool, driver = found.infos[0].pool, region.driver
+        if pool not in self._numbers:
+            if not isinstance(driver, Pools):
+                raise InternalError(f"{region!r} is said to be of a pool")
+            self.fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
+            self._numbers[pool] = len(self.fds) - 1
+        return self._numbers[pool]
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        self._claim.release()
+
+
+class LentPools:
+    """The pools that something is exported from over one connection: numbered, each with a descriptor while it is
+    needed.
+
+    No number is used again: the driver gives the number of a pool that is gone to a new one.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._known: dict[int, tuple[int, Handle, list[int]]] = {}
+
+    def of(self, region: Region) -> tuple[int, Claim, list[int]]:
+        """Return the number of a region's pool, what keeps its descriptor, and the descriptor, which is lent."""
+        pool, driver = _foreign(region).infos[0].pool, region.driver
+        known = self._known.get(pool)
+        if known is not None:
+            with suppress(ClosedError):
+                return known[0], known[1].claim("lent memory"), known[2]
+        if not isinstance(driver, Pools):
+            raise InternalError(f"{region!r} is said to be of a pool")
+        for old, (_, handle, _) in tuple(self._known.items()):
+            if not handle.is_open:
+                del self._known[old]
+        fds: list[int] = []
+        claim = own("descriptor of a pool that is lent", partial(close_all, fds))
+        try:
+            fds.append(driver.pool_export(pool, HandleKind.POSIX_FD))
+        except BaseException:
+            claim.release()
+            raise
+        number = next(self._numbers)
+        self._known[pool] = number, claim.handle, fds
+        return number, claim, fds
+
+
+class Imports:
+    """What was opened over one connection, by what its other end calls it (S6): each once, and counted.
+
+    A second lease on the same memory gets a region of its own over the same opened memory, which is closed with the
+    last of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never taken by a finalizer
+        self._opened: dict[Hashable, Opened] = {}
+        self._pools: dict[Hashable, _ImportedPool] = {}
+
+    def open(
+        self,
+        key: Hashable,
+        memory: MemoryDescriptor,
+        entry: HandleEntry,
+        pool: tuple[Hashable, int] | None,
+        *,
+        access: Access,
+        depends: Sequence[Handle],
+        user: Location | None = None,
+    ) -> ForeignRegion:
+        """Return a region over memory that the other end calls `key`, opened at the first time.
+
+        Parameters
+        ----------
+        key : hashable
+            What the other end's id for it is; the same for all that name the same allocation.
+        memory, entry : MemoryDescriptor and HandleEntry
+            Checked already.
+        pool : tuple of hashable and int, or None
+            What the other end's id for its pool is, and the pool's descriptor, which is lent.
+        depends : sequence of Handle
+            What must outlive it, such as a lease.
+        user : Location, optional
+            The GPU that will work on it; by default the one that it is on.
+
+        Raises
+        ------
+        ProtocolError
+            If the bytes do not open what was described.
+        UnsupportedError
+            If this very process made the memory, or the GPU cannot reach it.
+        """
+        home = location_of(memory.device)
+        where = home if user is None else user
+        driver = drivers.get(where)
+        (segment,) = memory.segments
+        try:
+            if entry.pool >= 0:
+                if pool is None:
+                    raise ProtocolError("memory of a pool came without the pool's descriptor")
+                if where != home:
+                    raise UnsupportedError(
+                        f"memory of another process's pool for {where}", f"{home}, which it is on",
+                        f"{where}, where memory of a pool on {home} is not opened",
+                        f'Leave device= out, or copy it: vram.copy_in(..., device="{where}")',
+                    )  # fmt: skip
+                imported, claim = self._imported(driver, *pool, home)
+                try:
+                    return _pointers.open(imported, claim.handle, entry.data, segment.nbytes, home, access, depends)
+                finally:
+                    claim.release()  # what was opened keeps its own
+            with self._lock:
+                return _reuse(
+                    self._opened, (key, where), segment.nbytes, access, depends,
+                    lambda: open_legacy(driver, entry.data, segment.nbytes, home, user=where),
+                )  # fmt: skip
+        except UsageError as error:
+            raise UnsupportedError(
+                "borrowing memory in the process that made it", "another process", f"this one ({error})",
+                "Use the array as it is here",
+            ) from None  # fmt: skip
+
+    def _imported(self, driver: Driver, whose: Hashable, fd: int, home: Location) -> tuple[_ImportedPool, Claim]:
+        """Return a pool with a claim on it: the one that is imported, or one more import."""
+        if not isinstance(driver, Pools):
+            raise ProtocolError("memory of a pool on a place that has none")
+        with self._lock:
+            for old, one in tuple(self._pools.items()):
+                if one.handle is None or not one.handle.is_open:
+                    del self._pools[old]
+            known = self._pools.get(whose)
+            if known is not None and known.handle is not None:
+                with suppress(ClosedError):
+                    return known, known.handle.claim("opening a pointer")
+            imported = _ImportedPool(driver)
+            claim = own("pool of another process", imported)
+            imported.handle = claim.handle
+            try:
+                imported.number = driver.pool_import(fd, HandleKind.POSIX_FD, home)
+            except BaseException as error:
+                with unwinding(error):
+                    claim.release()
+                raise
+            self._pools[whose] = imported
+            return imported, claim
+
+
+def _reuse(
+    known: dict[Hashable, Opened],
+    key: Hashable,
+    nbytes: int,
+    access: Access,
+    depends: Sequence[Handle],
+    enter: Callable[[], ForeignRegion],
+) -> ForeignRegion:
+    """Return a region over what is open under a key, or over what `enter` opens."""
+    for old, opened in tuple(known.items()):
+        if opened.handle.is_over:
+            del known[old]
+    found = known.get(key)
+    if found is not None:
+        if found.handle.is_open and found.infos[0].nbytes != nbytes:
+            raise ProtocolError(f"{nbytes} bytes were said to be in an allocation of {found.infos[0].nbytes}")
+        with suppress(ClosedError):  # the last one that used it went in this moment
+            return found.region(access, depends)
+        for one in depends:
+            one.check()  # it was none of these that is closed
+        # Another thread is just closing it, which takes no lock of ours. What the driver opens before that is over goes
+        # with it.
+        deadline = time.monotonic() + _PATIENCE
+        while not found.handle.is_over:
+            if time.monotonic() > deadline:
+                raise BusyError(f"{found.handle.label} is being closed, and that does not come to an end")
+            time.sleep(0.0005)
+    root = enter()
+    try:
+        opened = known[key] = root.opened
+        return opened.region(access, depends)
+    finally:
+        root.close()  # from here on the regions alone keep it
+
+
+class _Pointers:
+    """The memory of other processes' pools that is open here: by the driver's word for the pool, whoever sent it.
+
+    The driver says of a pool that is imported again that it is the same one (measured), but does not count pointers:
+    the first free of one that was opened twice takes it away from both. So these are known to the whole process, not to
+    one connection: the same pool may be lent at two paths.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never taken by a finalizer
+        self._opened: dict[Hashable, Opened] = {}
+
+    def open(
+        self,
+        pool: _ImportedPool,
+        keeps: Handle,
+        data: bytes,
+        nbytes: int,
+        home: Location,
+        access: Access,
+        depends: Sequence[Handle],
+    ) -> ForeignRegion:
+        """Return a region over an allocation of a pool that `keeps` keeps imported."""
+        driver, number = pool.driver, pool.number or 0
+        with self._lock:
+            return _reuse(
+                self._opened, (number, data), nbytes, access, depends,
+                lambda: open_pointer(driver, number, data, nbytes, home, depends=(keeps,)),
+            )  # fmt: skip
+
+
+class _ImportedPool:
+    """The undo of a pool that was imported: the driver counts how often it was."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+        self.number: int | None = None
+        self.handle: Handle | None = None
+
+    def __call__(self) -> None:
+        if self.number is not None:
+            self.driver.pool_destroy(self.number)
+
+
+_PATIENCE = 10.0  # seconds to wait for what another thread is just closing
+_pointers = _Pointers()
+_imports: weakref.WeakKeyDictionary[object, Imports] = weakref.WeakKeyDictionary()
+_imports_lock = threading.Lock()
+
+
+def imports_of(connection: object) -> Imports:
+    """Return what was opened over a connection of this process."""
+    with _imports_lock:
+        return _imports.setdefault(connection, Imports())
+
+
+def open_leased(
+    connection: object,
+    key: tuple[str, int],
+    memory: MemoryDescriptor,
+    entry: HandleEntry,
+    pool_fd: int | None,
+    access: str,
+    depends: tuple[Handle, ...],
+    user: Location | None,
+) -> ForeignRegion:
+    """Return a region over memory of the version `key`, leased over a connection; see :meth:`Imports.open`.
+
+    Raises
+    ------
+    UnsupportedError
+        For ``access="cow"``.
+    """
+    if access == "cow":
+        raise UnsupportedError(
+            "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
+            'Borrow it with access="r" and copy: vram.copy_in(...)',
+        )  # fmt: skip
+    pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
+    return imports_of(connection).open(
+        (*key, entry.memory), memory, entry, pool, access=ACCESS[access], depends=depends, user=user
+    )
+
+
+def _after_fork_in_child() -> None:
+    global _imports, _imports_lock, _pointers
+    _imports, _imports_lock = weakref.WeakKeyDictionary(), threading.Lock()
+    _pointers = _Pointers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,377 @@
+"""What this end exports to another process: file descriptors the first time, an id ever after.
+
+A :class:`ExportTable` numbers the memory that this end has shared; an
+:class:`~vram.handover.imports.ImportTable` keeps what the other end shared
+mapped under those numbers. Growth is followed: an array that its owner has resized and hands over again shows more
+rows at the receiver, at the same address.
+
+Ids are minted by who exports and mean something on one connection only (S6). An export is a counted handle that
+its region depends on, so the moment the region is unmapped here the other end can be told to let go as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import Array
+from ..arrays.dtypes import dtype_name, dtype_of
+from ..arrays.shapes import nbytes_of
+from ..errors import ClosedError, ProtocolError, RangeError, UnsupportedError, UsageError
+from ..lifetime import Claim, Handle, own
+from ..memory import PhysicalAllocation, Pin, Region
+from ..sharing.channel import MAX_FDS
+from ..sharing.descriptor import MemoryDescriptor
+from ..sharing.mapping import describe_held, map_memory
+from ..spec import Access, HandleKind
+from .by_handle import LentPools, describe_by_handle, goes_by_handle, handle_bytes
+from .messages import MemoryPart, Reference
+from .remote_refs import RemoteRefs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Export", "ExportTable", "array_on_lent", "known_dtype", "nothing", "refer"]
+
+
+class Export:
+    """One memory that was exported: its id, its description, and the local arrays on it.
+
+    The file descriptors are the allocations' own. They stay open as long as the region's memory is mapped; who sends
+    them has to :meth:`keep` it.
+
+    Attributes
+    ----------
+    sent : int
+        How many segments the other end of a channel was told of; -1 if it never heard of this memory.
+
+    Parameters
+    ----------
+    is_held : bool
+        Whether to hold the allocations, so that memory which was unmapped or given back here can be mapped again.
+    """
+
+    __slots__ = (
+        "_arrays",
+        "_latest",
+        "_remapped",
+        "allocations",
+        "data",
+        "descriptor",
+        "fds",
+        "handle",
+        "id",
+        "is_held",
+        "layout",
+        "memory",
+        "pool",
+        "pools",
+        "region",
+        "sent",
+        "writable",
+    )
+
+    def __init__(
+        self, number: int, region: Region, handle: Handle, pools: LentPools | None, *, is_held: bool = False
+    ) -> None:
+        self.id = number
+        self.pools = pools
+        self.is_held = is_held
+        self.allocations: tuple[PhysicalAllocation, ...] = ()
+        self._remapped: Callable[[], Region | None] = nothing
+        self.region = weakref.ref(region)
+        self.memory = region.handle
+        self.handle = handle
+        self.writable = region.access is Access.READ_WRITE
+        self.sent = -1
+        self._latest: Callable[[], Array | None] = nothing
+        self._arrays: weakref.WeakValueDictionary[tuple[object, ...], Array] | None = None
+        self.describe(region)
+
+    def describe(self, region: Region) -> None:
+        """Take note of what the region has grown to."""
+        self.layout = region.layout
+        self.data, self.pool = b"", -1
+        if self.pools is not None and goes_by_handle(region):
+            self.descriptor, self.fds = describe_by_handle(region, 0, region.nbytes), list[int]()
+            if self.descriptor.segments[0].kind == HandleKind.POOL:
+                self.pool, claim, self.fds = self.pools.of(region)  # first: see handle_bytes
+                self.handle.adopt(claim)
+            self.data = handle_bytes(region)
+        else:
+            self.descriptor, allocations = describe_held(region, 0, region.nbytes)
+            self.fds = [allocation.export() for allocation in allocations]
+            if self.is_held:
+                self.allocations = allocations
+
+    @property
+    def count(self) -> int:
+        """How many segments it has."""
+        return len(self.descriptor.segments)
+
+    def still_is(self, region: Region) -> bool:
+        """Whether the region still begins with the memory that was exported, with the same rights."""
+        return self._begins(region) and self.writable is (region.access is Access.READ_WRITE)
+
+    def _begins(self, region: Region) -> bool:
+        then, now = self.layout, region.layout
+        return not then or (len(now) >= len(then) and now[len(then) - 1] is then[-1])
+
+    def keep(self) -> Pin | Claim:
+        """Keep the memory, and so its descriptors, until what is returned is released.
+
+        Raises
+        ------
+        ClosedError
+            If it is not what was exported any more: unmapped, or given back by a shrink.
+        """
+        region = self.region()
+        if region is None or region.is_closed:  # then nobody can change its size
+            return self.memory.claim("being sent to another process")
+        try:
+            kept = region.pin(0, region.nbytes, "being sent to another process")
+        except RangeError:  # another thread shrank it in this moment
+            raise ClosedError(f"memory {self.id} was given back by its owner") from None
+        if not self._begins(region):
+            kept.release()
+            raise ClosedError(f"memory {self.id} was given back by its owner")
+        return kept
+
+    def parts(self, first: int) -> Iterator[tuple[MemoryPart, list[int]]]:
+        """Yield messages for the segments from `first` on, each with at most 253 descriptors.
+
+        Memory without segments is announced all the same, by one message: it may grow.
+        """
+        whole, total = self.descriptor, len(self.fds)
+        region = self.region()
+        # Asked now: what was frozen since it was exported can only be mapped read-only.
+        writable = self.writable and (region is None or region.access is Access.READ_WRITE)
+        if self.data:
+            yield MemoryPart(self.id, 0, True, writable, whole, self.data, self.pool), self.fds
+            return
+        for start in range(first, total, MAX_FDS) if total else (0,):
+            stop = min(start + MAX_FDS, total)
+            some = whole.segments[start:stop]
+            nbytes = sum([segment.nbytes for segment in some])
+            part = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
+            yield MemoryPart(self.id, start, stop == total, writable, part), self.fds[start:stop]
+
+    # -- the local arrays ----------------------------------------------------------------------------------------
+    def remember(self, array: Array) -> None:
+        """Remember, weakly, an array that was handed over on this memory."""
+        latest = self._latest()
+        if latest is array:
+            return
+        if latest is not None:
+            if self._arrays is None:
+                self._arrays = weakref.WeakValueDictionary()
+            self._arrays[latest.offset, latest.shape, latest.dtype] = latest
+        self._latest = weakref.ref(array)
+
+    def local_array(self, reference: Reference, refs: RemoteRefs | None = None) -> Array | None:
+        """Return the array here that a reference to this memory means: the very object if it is still that array.
+
+        None if the array was closed here, or its memory given back, unless the allocations are held: then the memory,
+        which the other end still has, is mapped once more.
+        """
+        dtype = known_dtype(reference.dtype)
+        looks = (reference.offset, reference.shape, dtype)
+        found = self._latest()
+        if found is None or (found.offset, found.shape, found.dtype) != looks:
+            found = None if self._arrays is None else self._arrays.get(looks)
+        if found is not None and found.shape == reference.shape and not found.is_closed and self._is_of(found):
+            return found
+        region = self.region()
+        if region is None or region.is_closed or not self._begins(region):
+            region = self._remap()
+            if region is None:
+                return None
+            array = array_on_lent(region, dtype, reference)
+            self.remember(array)  # what comes back twice is one object while it is in use
+            return array
+        if not self.data:
+            return array_on_lent(region, dtype, reference)
+        # Not without its owner: the other end has the array, so it is kept here.
+        nbytes = nbytes_of(reference.shape, dtype)
+        pin = None if refs is None else refs.find(self.id, reference.offset, nbytes)
+        return None if pin is None else array_on_lent(region, dtype, reference, pin)
+
+    def _is_of(self, array: Array) -> bool:
+        """Whether an array lies on what was exported: what was given back and grown again since is other memory."""
+        region = array.region
+        return region is self._remapped() or self._begins(region)
+
+    def _remap(self) -> Region | None:
+        """Map what was unmapped here, or given back, and the other end still has; None if it is not held."""
+        region = self._remapped()
+        if region is not None and not region.is_closed:
+            return region
+        if not self.is_held or self.data:
+            return None
+        # Frozen since it was exported: then nobody can map it writable any more.
+        writable = self.writable and not any(allocation.is_sealed for allocation in self.allocations)
+        region = map_memory(self.descriptor, self.fds, access="rw" if writable else "r", follow=True)
+        self._remapped = weakref.ref(region)
+        return region
+
+    def release(self) -> None:
+        """Hold the allocations no longer: the other end has no use for this memory. Finalizers reach it."""
+        self.is_held = False
+        allocations, self.allocations = self.allocations, ()
+        for allocation in allocations:
+            allocation.close()
+
+    @property
+    def has_local_array(self) -> bool:
+        """Whether any of the arrays that were handed over is still open here."""
+        arrays = [self._latest(), *(() if self._arrays is None else self._arrays.values())]
+        return any(array is not None and not array.is_closed for array in arrays)
+
+
+class ExportTable:
+    """Numbers the memory that this end has exported.
+
+    Parameters
+    ----------
+    retired : callable
+        Told the id of each memory that is unmapped here. Finalizers reach it: it must neither wait nor raise.
+    by_handle : bool
+        Whether memory may be exported that lives only as long as its maker: whoever does so has to keep it.
+    remembers : bool
+        Whether what is not exported any more stays known until the other end is done with it (:meth:`closed`): an array
+        on it may be on its way back. Until then its allocations are held, as they are by the other end.
+    """
+
+    def __init__(self, retired: Callable[[int], None], *, by_handle: bool = False, remembers: bool = False) -> None:
+        self._pools = LentPools() if by_handle else None
+        self._remembers = remembers
+        self.remembered: dict[int, Export] = {}
+        self._retired: Callable[[int], None] | None = retired
+        self._ids = itertools.count(1)
+        self._by_region: dict[Handle, Export] = {}
+        self._by_id: dict[int, Export] = {}
+
+    def export(self, array: Array) -> Export:
+        """Return the entry of an array's memory, a new one if the memory is new or no longer what was exported.
+
+        Raises
+        ------
+        UsageError
+            If the memory cannot leave this process.
+        """
+        region = array.region
+        if self._pools is None and goes_by_handle(region):
+            raise UnsupportedError(
+                "queueing memory that lives only as long as its maker", "memory that a descriptor stands for",
+                f"memory that its owner may free, {region.handle.label}",
+                "Copy it into memory of vram: vram.copy_in(...); or hand it over directly, with vram.lend or a channel",
+            )  # fmt: skip
+        handle = region.handle
+        export = self._by_region.get(handle)
+        if export is not None:
+            if export.still_is(region):
+                if len(export.layout) != len(region.layout):
+                    export.describe(region)
+                export.remember(array)
+                return export
+            handle.drop_dependency(export.handle)
+        number = next(self._ids)
+        claim = own(f"memory {number} lent to another process", _Retire(weakref.ref(self), handle, number))
+        try:
+            export = Export(number, region, claim.handle, self._pools, is_held=self._remembers)
+            export.remember(array)
+            self._by_region[handle] = self._by_id[number] = export
+            handle.adopt(claim)  # from here on the region alone keeps it
+        except BaseException:
+            claim.release()
+            raise
+        return export
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of all memory that is exported."""
+        return set(self._by_id)
+
+    def release(self, number: int) -> None:
+        """Lend a memory no longer, though it is there; `retired` is told."""
+        export = self._by_id.get(number)
+        if export is not None:
+            export.memory.drop_dependency(export.handle)
+
+    def find(self, number: int) -> Export | None:
+        """Return what was exported under an id, if its memory is still there."""
+        return self._by_id.get(number)
+
+    def local_array(self, reference: Reference, refs: RemoteRefs | None = None) -> Array | None:
+        """Return the array here that a reference to exported memory means; see :meth:`Export.local_array`."""
+        export = self._by_id.get(reference.memory) or self.remembered.get(reference.memory)
+        return None if export is None else export.local_array(reference, refs)
+
+    def closed(self, number: int) -> None:
+        """The other end is done with a memory that is exported no longer: no array on it comes back."""
+        export = self.remembered.pop(number, None)
+        if export is not None:
+            export.release()
+
+    def expect_nothing(self) -> None:
+        """The other end is gone, and everything that it said was heard: nothing comes back any more."""
+        for number in tuple(self.remembered):
+            self.closed(number)
+
+    def close(self) -> None:
+        """Forget everything; the other end is gone and is told nothing."""
+        self._retired = None
+        for handle, export in tuple(self._by_region.items()):
+            export.release()
+            handle.drop_dependency(export.handle)
+        self.expect_nothing()
+
+    def _forget(self, handle: Handle, number: int) -> None:
+        export = self._by_id.get(number)
+        if export is not None and export.is_held and export.sent >= 0 and self._retired is not None:
+            self.remembered[number] = export  # first: another thread may just be looking for it
+        self._by_id.pop(number, None)
+        if export is not None and self._by_region.get(handle) is export:
+            self._by_region.pop(handle, None)
+        if self._retired is not None:
+            self._retired(number)
+
+
+class _Retire:
+    """The undo of an export. Holds its table weakly: regions outlive connections."""
+
+    __slots__ = ("_handle", "_number", "_table")
+
+    def __init__(self, table: weakref.ref[ExportTable], handle: Handle, number: int) -> None:
+        self._table, self._handle, self._number = table, handle, number
+
+    def __call__(self) -> None:
+        table = self._table()
+        if table is not None:
+            table._forget(self._handle, self._number)
+
+
+def nothing() -> None:
+    """A weak reference to no array."""
+
+
+def refer(number: int, segments: int, array: Array) -> Reference:
+    """Write an array down as a part of memory `number`."""
+    return Reference(number, segments, array.offset, dtype_name(array.dtype), array.shape)
+
+
+def known_dtype(dtype: str) -> np.dtype[Any]:
+    """Return an element type that a peer named."""
+    try:
+        return dtype_of(dtype)
+    except UsageError as error:
+        raise ProtocolError(f"an array came whose type this process does not know: {error}") from None
+
+
+def array_on_lent(region: Region, dtype: np.dtype[Any], reference: Reference, keeps: object = None) -> Array:
+    """The array that a peer meant; a wrong one is the peer's mistake (S7)."""
+    try:
+        return Array(region, dtype, reference.shape, offset=reference.offset, keeps=keeps)
+    except UsageError as error:
+        raise ProtocolError(f"an array came that does not lie in its memory {reference.memory}: {error}") from None

@@ -1,0 +1,179 @@
+"""What another process exported to this one: kept mapped under its numbers, as long as it is lent or in use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from ..arrays import Array
+from ..arrays.views import close_when_unused
+from ..errors import ProtocolError
+from ..lifetime import Handle
+from ..memory import Region
+from ..memory.foreign import ForeignRegion
+from ..sharing.descriptor import HANDLE_BYTES, HandleEntry
+from ..sharing.mapping import extend_memory, map_memory
+from ..spec import Access, HandleKind
+from .by_handle import Imports
+from .exports import array_on_lent, known_dtype
+from .messages import MemoryPart, Reference
+from .remote_refs import RefToken
+
+__all__ = ["ImportTable", "UnknownMemoryError"]
+
+
+class UnknownMemoryError(ProtocolError):
+    """A reference names more of a memory than its receiver knows.
+
+    Attributes
+    ----------
+    memory, known : int
+        The memory's id, and how many of its segments are known; -1 if it was never heard of.
+    """
+
+    def __init__(self, memory: int, known: int) -> None:
+        self.memory, self.known = memory, known
+        beyond = f" beyond its first {known} segments" if known >= 0 else ""
+        super().__init__(f"memory {memory} is referred to but not known here{beyond}")
+
+
+class ImportTable:
+    """Keeps the memory that one exporter shared with this process, under the exporter's numbers.
+
+    Parameters
+    ----------
+    dropped : callable, optional
+        Told the number and how often it came of what was exported by handle and is done with. Finalizers reach it: it
+        must neither wait nor raise. Without it nothing is taken that lives only as long as its maker.
+    """
+
+    def __init__(self, dropped: Callable[[int, int], None] | None = None) -> None:
+        self._dropped = dropped
+        self._imports = Imports()
+        self._regions: dict[int, Region] = {}
+        self._numbers: dict[Handle, int] = {}
+        self._latest: dict[int, tuple[Reference, weakref.ref[Array]]] = {}
+
+    def learn(self, part: MemoryPart, fds: list[int], *, retried: bool = False) -> None:
+        """Map a memory, or what it has grown by. `fds` are lent.
+
+        Parameters
+        ----------
+        retried : bool
+            Whether an interrupt came the last time, when it may have been mapped all the same.
+
+        Raises
+        ------
+        ProtocolError
+            If the part contradicts what is known, or its descriptors are not what it says.
+        """
+        part.descriptor.check()
+        region = self._regions.get(part.memory)
+        known = 0 if region is None else len(region.layout)
+        if retried and region is not None and known == part.first + len(part.descriptor.segments):
+            return
+        if part.first != known:
+            raise ProtocolError(f"segments of memory {part.memory} from {part.first} on came after {known}")
+        if part.handle:
+            self._add(part.memory, self._open(part, fds, region))
+        elif region is None:
+            access = "rw" if part.writable else "r"
+            self._add(part.memory, map_memory(part.descriptor, fds, access=access, follow=True))
+        else:
+            extend_memory(region, part.descriptor.segments, fds)
+
+    def _add(self, number: int, region: Region) -> None:
+        handle = region.handle  # first: no interrupt comes between the two that follow
+        self._regions[number] = region
+        self._numbers[handle] = number
+
+    def _open(self, part: MemoryPart, fds: list[int], known: Region | None) -> Region:
+        """Open memory that no descriptor stands for."""
+        kinds = tuple(segment.kind for segment in part.descriptor.segments)
+        of_pool = part.pool >= 0
+        wanted = int(HandleKind.POOL if of_pool else HandleKind.LEGACY_IPC)
+        if known is not None or self._dropped is None or kinds != (wanted,) or len(fds) != of_pool:
+            raise ProtocolError(f"memory {part.memory} came with a handle, {len(fds)} descriptors and kinds {kinds}")
+        if len(part.handle) != HANDLE_BYTES:
+            raise ProtocolError(f"memory {part.memory} came with a handle of {len(part.handle)} bytes")
+        entry = HandleEntry(0, part.handle, part.pool)
+        pool = ((part.pool,), fds[0]) if of_pool else None
+        access = Access.READ_WRITE if part.writable else Access.READ
+        return self._imports.open(part.memory, part.descriptor, entry, pool, access=access, depends=())
+
+    def array(self, reference: Reference, keep: int = 0) -> Array:
+        """Return the array that a reference means: the same object as the last time while that is in use.
+
+        Parameters
+        ----------
+        keep : int
+            The number under which its sender keeps it until it is told; 0 if it need not.
+
+        Raises
+        ------
+        UnknownMemoryError
+            If its memory, or that much of it, was not shared yet.
+        """
+        array = self.find(reference, keep)
+        if array is None:
+            raise UnknownMemoryError(reference.memory, self.known(reference.memory))
+        return array
+
+    def find(self, reference: Reference, keep: int = 0) -> Array | None:
+        """Return the array that a reference means as :meth:`array` does; None if its memory was not shared yet."""
+        latest = self._latest.get(reference.memory)
+        if latest is not None and latest[0] == reference:
+            array = latest[1]()
+            if array is not None and not array.is_closed and (not keep or _counted(array, keep)):
+                return array
+        # Before it is known whether there is an array: else it is dropped here, and its sender keeps it no longer.
+        token = RefToken(keep, self._dropped) if keep and self._dropped is not None else None
+        region = self._regions.get(reference.memory)
+        if region is None or len(region.layout) < reference.segments:
+            return None
+        array = array_on_lent(region, known_dtype(reference.dtype), reference, token)
+        self._latest[reference.memory] = (reference, weakref.ref(array))
+        return array
+
+    def known(self, memory: int) -> int:
+        """Return how many segments of a memory are known; -1 if it was never heard of."""
+        region = self._regions.get(memory)
+        return -1 if region is None else len(region.layout)
+
+    def number_of(self, array: Array) -> int | None:
+        """Return the id under which the exporter knows an array's memory; None if it is not the exporter's."""
+        return self._numbers.get(array.region.handle) if self._numbers else None
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the ids of all memories that are kept."""
+        return tuple(self._regions)
+
+    def release(self, number: int) -> bool:
+        """Let go of a memory; arrays and views of it that are alive keep it, and can be handed on as before.
+
+        Returns
+        -------
+        bool
+            Whether its owner may free it: it is closed here now, or a descriptor keeps it for whoever uses it here.
+        """
+        self._latest.pop(number, None)
+        region = self._regions.pop(number, None)
+        if region is None:
+            return True  # it could not be opened
+        self._numbers.pop(region._claim.handle, None)  # not `region.handle`, which a forked child may not ask for
+        close_when_unused(region)
+        return region.is_closed or not isinstance(region, ForeignRegion)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for number in tuple(self._regions):
+            self.release(number)
+
+
+def _counted(array: Array, keep: int) -> bool:
+    """Whether an array that is sent again is the one that its sender keeps under this number; counts it if so."""
+    token = None if array.pin is None else array.pin.keeps
+    if not isinstance(token, RefToken) or token.number != keep:
+        return False
+    token.times += 1
+    return True

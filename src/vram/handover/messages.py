@@ -1,0 +1,175 @@
+"""What is said between processes that hand arrays to each other, over a channel or from endpoint to endpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryDescriptor
+
+__all__ = [
+    "MAX_ARRAYS",
+    "MAX_UNMAPPED",
+    "Closed",
+    "EventIs",
+    "Fetch",
+    "Gone",
+    "MemoryPart",
+    "Mixed",
+    "NextPart",
+    "Part",
+    "Received",
+    "Reference",
+    "Returned",
+    "Shared",
+    "Unmap",
+    "Unref",
+    "Value",
+    "decode_message",
+    "decode_reply",
+    "decode_request",
+    "encode",
+]
+
+MAX_UNMAPPED = 4096  # memories in one message
+MAX_ARRAYS = 512  # arrays in one container
+Size = Annotated[int, Meta(ge=0, le=2**62)]
+Count = Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)]
+
+
+class Reference(Struct, frozen=True, array_like=True):
+    """An array on memory that was shared: the memory's id, how many of its segments must be known, and where in it
+    the array lies."""
+
+    memory: Size
+    segments: Count
+    offset: Size
+    dtype: Annotated[str, Meta(max_length=32)]
+    shape: Annotated[tuple[Size, ...], Meta(max_length=64)]
+
+
+class MemoryPart(Struct, frozen=True, array_like=True):
+    """Segments of a memory from the `first` on, with as many file descriptors; `last` ends the series.
+
+    `descriptor` holds the segments of this part; `writable` says how the receiver is to map them. Memory that no
+    descriptor stands for is one segment, with its 64 bytes as `handle`; of a pool, `pool` is the pool's number on this
+    connection and the pool's descriptor comes along.
+    """
+
+    memory: Size
+    first: Count
+    last: bool
+    writable: bool
+    descriptor: MemoryDescriptor
+    handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES)] = b""
+    pool: Annotated[int, Meta(ge=-1, le=2**62)] = -1
+
+
+class Part(Struct, frozen=True, array_like=True, tag="m"):
+    """A message with descriptors: memory, or what it has grown by."""
+
+    part: MemoryPart
+
+
+class Unmap(Struct, frozen=True, array_like=True, tag="f"):
+    """A message: the sender unmapped these, let go of them."""
+
+    memories: Annotated[tuple[Size, ...], Meta(max_length=MAX_UNMAPPED)]
+
+
+class Unref(Struct, frozen=True, array_like=True, tag="d"):
+    """A message: so many arrays that came under these numbers are done with."""
+
+    arrays: Annotated[tuple[tuple[Size, Size], ...], Meta(max_length=MAX_UNMAPPED)]
+
+
+class Closed(Struct, frozen=True, array_like=True, tag="c"):
+    """A message: these, which were to be unmapped, are closed here, so their owner may free them."""
+
+    memories: Annotated[tuple[Size, ...], Meta(max_length=MAX_UNMAPPED)]
+
+
+# -- over a channel, besides ------------------------------------------------------------------------------------
+class Shared(Struct, frozen=True, array_like=True, tag="v"):
+    """An array on memory that the sender of this message shared.
+
+    `keep` is the number under which the sender keeps memory that lives as long as its maker, until it is told; `event`
+    that of the event which stands for the work that fills it. 0 where there is none.
+    """
+
+    reference: Reference
+    keep: Size = 0
+    event: Size = 0
+
+
+class Returned(Struct, frozen=True, array_like=True, tag="r"):
+    """An array on memory that the receiver of this message shared."""
+
+    reference: Reference
+
+
+class EventIs(Struct, frozen=True, array_like=True, tag="e"):
+    """The event that is called `number` from now on."""
+
+    number: Size
+    event: EventEntry
+
+
+class NextPart(Struct, frozen=True, array_like=True, tag="g"):
+    """The part was taken: send the next."""
+
+
+class Value(Struct, frozen=True, array_like=True, tag="x"):
+    """Anything else that msgpack can say."""
+
+    value: Any
+
+
+class Mixed(Struct, frozen=True, array_like=True, tag="t"):
+    """A container with arrays or tuples in it, as :mod:`.containers` takes it apart.
+
+    What is in `arrays` is as if it had come in a message of its own. A sender puts in what it has encoded already.
+    """
+
+    value: Any
+    arrays: Annotated[tuple[Shared | Returned, ...], Meta(max_length=MAX_ARRAYS)]
+
+
+# -- between endpoints, besides ---------------------------------------------------------------------------------
+class Fetch(Struct, frozen=True, array_like=True, tag="fetch"):
+    """Send the descriptors of a memory from the `first` segment on: one :class:`Part` an answer.
+
+    `by` is the number of the thread that pickled what they are for, as the pickle says; 0 where it does not.
+    """
+
+    memory: Size
+    first: Count
+    by: Size = 0
+
+
+class Received(Struct, frozen=True, array_like=True, tag="took"):
+    """So many arrays on this memory, pickled by this thread, were unpickled."""
+
+    memory: Size
+    times: Size
+    by: Size = 0
+
+
+class Bye(Struct, frozen=True, array_like=True, tag="bye"):
+    """The sender of this message ends of its own accord: others may unpickle what it did not."""
+
+
+class Gone(Struct, frozen=True, array_like=True, tag="gone"):
+    """The answer to a fetch of what is not there any more."""
+
+    memory: Size
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Fetch | Received | Bye).decode
+decode_reply = msgspec.msgpack.Decoder(Part | Gone | Unmap).decode
+decode_message = msgspec.msgpack.Decoder(
+    Shared | Returned | Part | NextPart | Unmap | Unref | Closed | EventIs | Value | Mixed
+).decode

@@ -1,0 +1,80 @@
+"""The outbox of a channel: what its other end is to be told, as soon as it reads and nobody else is sending."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import VramError, WaitTimeoutError
+from ..sharing.channel import Channel
+from .messages import MAX_UNMAPPED, Closed, Unmap, Unref, encode
+
+__all__ = ["Outbox"]
+
+
+class Outbox:
+    """Short messages in their order, many in one where they are of a kind. Finalizers put them in: nothing waits.
+
+    Attributes
+    ----------
+    is_over : bool
+        Whether the other end was found to be gone.
+    """
+
+    __slots__ = ("_items", "is_over")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._items: deque[tuple[str, int, int]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def unmap(self, memory: int) -> None:
+        """A memory that was exported is not any more: the other end is to close it."""
+        self._items.append(("unmap", memory, 0))
+
+    def unref(self, number: int, times: int) -> None:
+        """So many arrays that came under a number are done with here."""
+        self._items.append(("unref", number, times))
+
+    def unmapped(self, memory: int) -> None:
+        """A memory that was to be unmapped is closed here."""
+        self._items.append(("unmapped", memory, 0))
+
+    def idle(self, memory: int) -> None:
+        """The other end uses a memory no more: whoever sends next decides whether it stays open there."""
+        self._items.append(("idle", memory, 0))
+
+    def tell(self, channel: Channel, idle: Callable[[int], object]) -> bool:
+        """Say it all, without waiting; False if the other end does not read. One thread at a time."""
+        items = self._items
+        while items:
+            kind, number, _ = items[0]
+            if kind == "idle":
+                items.popleft()
+                idle(number)  # which may put something in
+                continue
+            # By index: others append meanwhile. At least one of a kind, and those of the kind that follow it.
+            count = 1
+            while count < min(len(items), MAX_UNMAPPED) and items[count][0] == kind:
+                count += 1
+            some = [items[at] for at in range(count)]
+            try:
+                channel.send(encode(_message(kind, some)), timeout=0)
+            except WaitTimeoutError:
+                return False
+            except (VramError, OSError):  # the end of the connection makes the other end forget everything
+                self.is_over = True
+                items.clear()
+                return True
+            for _ in some:
+                items.popleft()
+        return True
+
+
+def _message(kind: str, some: list[tuple[str, int, int]]) -> Unmap | Unref | Closed:
+    if kind == "unref":
+        return Unref(tuple((number, times) for _, number, times in some))
+    numbers = tuple(number for _, number, _ in some)
+    return Unmap(numbers) if kind == "unmap" else Closed(numbers)

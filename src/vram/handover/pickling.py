@@ -1,0 +1,960 @@
+"""This process's address for arrays that travel inside pickles of :mod:`multiprocessing`.
+
+A pickle cannot carry file descriptors, and its sender does not know who will read it. So it carries an address and an
+id: the socket of the process that wrote it, and its number for the memory. The reader connects there once, fetches the
+descriptors of a memory once, and finds it in its cache ever after. Each process has one such :class:`Endpoint`, made
+on first use: a listening socket and one thread that serves fetches.
+
+Who keeps the memory alive in between? Every array that was pickled and not yet unpickled is *in flight*: it pins its
+memory at the sender, until the reader says ``Received``. What nobody ever unpickles (its queue was thrown away) would
+stay for ever, so a flight whose sender has dropped the array ends after :data:`FLIGHT_SECONDS`. A reader that was
+killed is known by the end of file of its connection, without a ``Bye`` before it: what was meant for it can be shrunk
+at once, and ends after :data:`ORPHAN_SECONDS` unless another reader takes it.
+
+The socket is in Linux's abstract namespace: nothing is left in the file system whoever is killed. It serves processes
+of the same user only, as the kernel vouches for them, and its name is not guessable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from ..arrays import Array
+from ..arrays.dtypes import dtype_name
+from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..lifetime import Claim, Handle, begin, uninterrupted
+from ..memory import Pin, Region
+from ..sharing.channel import Channel, close_fds, peer_credentials
+from .exports import Export, ExportTable
+from .imports import ImportTable, UnknownMemoryError
+from .messages import (
+    MAX_UNMAPPED,
+    Bye,
+    Fetch,
+    Gone,
+    Part,
+    Received,
+    Reference,
+    Unmap,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+__all__ = [
+    "FETCH_SECONDS",
+    "FLIGHT_SECONDS",
+    "ORPHAN_SECONDS",
+    "TELL_SECONDS",
+    "Endpoint",
+    "FetchClient",
+    "FetchServer",
+    "Flights",
+    "endpoint",
+    "shut_down",
+]
+
+# -- what is on its way -----------------------------------------------------------------------------------------------
+FLIGHT_SECONDS = 600.0
+ORPHAN_SECONDS = 10.0  # for whoever takes the place of a process that died to unpickle what was meant for it
+
+
+class _Flight:
+    """A memory that one thread pickled more often than it was unpickled since.
+
+    While it has its pin the owner cannot shrink the memory. A claim alone keeps the memory, of whatever size.
+    """
+
+    __slots__ = ("by", "claim", "count", "export", "pin", "since", "who")
+
+    def __init__(self, export: Export, by: int, who: Callable[[int], str]) -> None:
+        self.export = export
+        self.by = by
+        self.who = who
+        self.pin: Pin | None = None
+        self.claim: Claim | None = None  # in place of the pin
+        self.count = 0
+        self.since = 0.0
+
+    def __str__(self) -> str:
+        """Say who holds it and what to do, for the BusyError of a shrink."""
+        return (
+            f"in flight to another process (pickled, and {max(self.count, 1)} times not yet unpickled). "
+            f"{self.who(self.by)}"
+        )
+
+    def keep(self, region: Region) -> None:
+        """Pin all that a region has by now."""
+        if self.pin is not None and region.nbytes <= self.pin.stop:
+            return
+        before, self.pin = self.pin, region.pin(0, region.nbytes, self)
+        if before is not None:
+            before.release()
+        if self.claim is not None:
+            self._release_claim()
+
+    def loosen(self) -> None:
+        """Keep the memory, and let its owner shrink it."""
+        if self.pin is not None:
+            self.claim = self.export.memory.claim("in flight to another process")
+            self.pin.release()
+            self.pin = None
+
+    def release(self) -> None:
+        """Keep nothing."""
+        if self.pin is not None:
+            self.pin.release()
+        if self.claim is not None:
+            self._release_claim()
+
+    def _release_claim(self) -> None:
+        claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.release()
+
+
+class Flights:
+    """Keeps memory until what was pickled of it has arrived.
+
+    A flight whose sender has dropped the array ends :data:`FLIGHT_SECONDS` after the last sign of it. One that was
+    meant for a process which died ends :data:`ORPHAN_SECONDS` after that, and lets its owner shrink it at once.
+
+    For whom a pickle is nobody can know. What one thread pickles goes the same way, mostly: a queue of multiprocessing
+    has a thread of its own to pickle. So flights are told apart by the thread that pickled them, and who has unpickled
+    one is expected to unpickle the others.
+
+    Parameters
+    ----------
+    late : callable
+        Told the id of a memory that was exported anew while in flight, once the flight is over.
+    exported : callable
+        Returns what an id stands for; None, or something else, if no longer for what was exported under it.
+    who : callable
+        Returns what to say of who is to unpickle what the thread of a number pickled.
+    """
+
+    def __init__(
+        self, late: Callable[[int], None], export: Callable[[int], Export | None], who: Callable[[int], str]
+    ) -> None:
+        self._late = late
+        self._lent = export
+        self._who = who
+        self._flights: dict[tuple[int, int], _Flight] = {}  # by memory and thread
+        self._orphans: dict[_Flight, float] = {}  # those whose readers died, and when they end
+        self._lock = threading.Lock()  # never taken by a finalizer
+
+    def begin(self, export: Export, region: Region, by: int) -> None:
+        """One more array on this memory was pickled, by the thread of this number."""
+        flight: _Flight | None = None
+        is_counted = False
+        try:
+            with self._lock:
+                flight = self._flights.get((export.id, by))
+                if flight is None:
+                    flight = _Flight(export, by, self._who)
+                flight.keep(region)
+                if self._orphans:
+                    self._orphans.pop(flight, None)
+                flight.since = time.monotonic()
+                flight.count += 1  # from here on no interrupt comes before all is noted (I12)
+                self._flights[export.id, by] = flight
+                is_counted = True
+        except BaseException:
+            if is_counted:
+                self.land(export.id, [1], by)
+            elif flight is not None and not flight.count:
+                flight.release()
+            raise
+
+    def find(self, memory: int) -> Export | None:
+        """Return what is in flight under an id, if it is."""
+        with self._lock:
+            return next((flight.export for (number, _), flight in self._flights.items() if number == memory), None)
+
+    def land(self, memory: int, times: list[int], by: int = 0) -> None:
+        """Arrays on a memory arrived; 0 for `by` is whoever pickled it.
+
+        Parameters
+        ----------
+        times : list of int
+            How many, as one number. The list is emptied in the step that counts them: after an interrupt it says
+            whether that was done (I12).
+        """
+        over: _Flight | None = None
+        try:
+            with self._lock:
+                if not by:
+                    by = next((thread for number, thread in self._flights if number == memory), 0)
+                flight = self._flights.get((memory, by))
+                if flight is None or not times:
+                    return
+                flight.since = time.monotonic()
+                if self._orphans:
+                    self._orphans.pop(flight, None)
+                flight.count -= times[0]
+                del times[:]
+                if flight.count <= 0:
+                    del self._flights[memory, by]
+                    over = flight
+        finally:
+            if over is not None:
+                try:
+                    self._end(over)
+                except BaseException:  # an interrupt: its pin knows the flight, so nothing else would let go of it
+                    self._end(over)
+                    raise
+
+    def orphan(self, by: int) -> None:
+        """All who unpickled what a thread pickled are gone, and the last of them did not take its leave."""
+        until = time.monotonic() + ORPHAN_SECONDS
+        with self._lock:
+            for (_, thread), flight in self._flights.items():
+                if thread == by:
+                    flight.loosen()
+                    self._orphans[flight] = until
+
+    def end_stale(self) -> float:
+        """End the flights that nobody seems to wait for; return in how many seconds to look again."""
+        now = time.monotonic()
+        horizon = now - FLIGHT_SECONDS
+        with self._lock:
+            ended = [key for key, flight in self._flights.items() if self._is_over(flight, now, horizon)]
+            stale = [self._flights.pop(key) for key in ended]
+            for flight in stale:
+                self._orphans.pop(flight, None)
+            soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
+        for flight in stale:
+            self._end(flight)
+        return min(FLIGHT_SECONDS / 10, max(soon, 0.0))
+
+    def _is_over(self, flight: _Flight, now: float, horizon: float) -> bool:
+        if self._orphans and self._orphans.get(flight, now + 1.0) <= now:
+            return True
+        if flight.since >= horizon:
+            return False
+        if (
+            flight.export.has_local_array
+        ):  # then whoever comes late finds it all the same; its size is its owner's again
+            flight.loosen()
+            return False
+        return True
+
+    def end_all(self) -> None:
+        """End every flight: what has not arrived is lost."""
+        with self._lock:
+            flights, self._flights = self._flights, {}
+            self._orphans.clear()
+        for flight in flights.values():
+            flight.release()
+
+    def _end(self, flight: _Flight) -> None:
+        late = self._lent(flight.export.id) is not flight.export
+        flight.release()
+        if late:
+            self._late(flight.export.id)
+
+
+# -- the connections to either side -----------------------------------------------------------------------------------
+FETCH_SECONDS = 30.0
+TELL_SECONDS = 0.02  # between two messages about what was taken: each wakes a thread of the sender's
+
+
+class FetchServer:
+    """A process that uses our arrays: what it asked for and is owed, while its socket has no room.
+
+    Attributes
+    ----------
+    pid : int or None
+        As its connection says.
+    threads : set of int
+        The numbers of those threads here which pickled something that it unpickled.
+    said_bye : bool
+        Whether it ends of its own accord.
+    """
+
+    __slots__ = ("asked", "channel", "fd", "is_heard", "pid", "said_bye", "threads", "unmaps")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.fd = channel.fileno()
+        self.pid = channel.peer().pid
+        self.threads: set[int] = set()
+        self.said_bye = False
+        self.asked: deque[tuple[Fetch, float]] = deque()
+        self.unmaps: deque[int] = deque()
+        self.is_heard = False
+
+    def send_unmaps(self) -> None:
+        """Send what it has to let go of, as far as there is room; raises WaitTimeoutError where there is none."""
+        while self.unmaps:
+            some = tuple(self.unmaps)[:MAX_UNMAPPED]
+            self.channel.send(encode(Unmap(some)), timeout=0)
+            for _ in some:
+                self.unmaps.popleft()
+
+
+class FetchClient:
+    """The connection to one process whose arrays this one uses.
+
+    Any thread asks; the endpoint's thread hears the answers and passes them on.
+
+    Parameters
+    ----------
+    channel : Channel
+        Taken over.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.fd = channel.fileno()
+        self._imports = ImportTable()
+        self._lock = threading.Lock()  # of the imports; never taken by a finalizer
+        self._answers: SimpleQueue[tuple[Part | Gone, list[int]] | None] = SimpleQueue()
+        self._unmaps: deque[int] = deque()
+        self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)  # memories, by whom, and how often
+        self._is_waiting = False  # whether somebody waits for an answer
+        self._told = 0.0
+        self._is_gone = False
+
+    def array(self, reference: Reference, by: int = 0) -> Array:
+        """Return the array that a reference means, fetching what is not known of its memory.
+
+        Parameters
+        ----------
+        reference : Reference
+            What the pickle says.
+        by : int
+            The number of the thread that pickled it.
+
+        Raises
+        ------
+        PeerGoneError
+            If the process is gone, and the memory is not known here.
+        ClosedError
+            If it has let go of the memory.
+        """
+        self.tidy()
+        asked: int | None = None
+        try:
+            with self._lock:
+                while (found := self._imports.find(reference)) is None:
+                    known = self._imports.known(reference.memory)
+                    if known == asked:  # it answered, and we are none the wiser
+                        raise UnknownMemoryError(reference.memory, known)
+                    asked = known
+                    self._fetch(reference.memory, max(known, 0), by)
+                return found
+        finally:
+            self.tidy()  # what the endpoint's thread left to us, since we were at it
+
+    def known(self, reference: Reference) -> Array | None:
+        """Return the array if its memory is mapped here already."""
+        if self._unmaps or self._is_gone:
+            self.tidy()
+        with self._lock:
+            return self._imports.find(reference)
+
+    # -- what was taken -----------------------------------------------------------------------------------------
+    def received(self, memory: int, times: list[int], by: int) -> bool:
+        """Arrays on a memory were unpickled, as often as a list of one number says, which is emptied as it is noted.
+
+        Return whether the process has still to be told, by :meth:`tell`.
+        """
+        if times:
+            self._taken[memory, by] += times[0]  # no interrupt comes before both are done (I12)
+            del times[:]
+        if time.monotonic() - self._told < TELL_SECONDS:
+            return True
+        return self.tell()
+
+    def tell(self, timeout: float = 0.0) -> bool:
+        """Tell the process what was taken since the last time; return whether that has to be tried again.
+
+        It only needs that to end flights: a queue that is full, or an end, is no reason to fail. But each is told once:
+        twice would end a flight that somebody is still to unpickle.
+        """
+        self._told = time.monotonic()
+        fresh: defaultdict[tuple[int, int], int] = defaultdict(int)
+        taken, self._taken = self._taken, fresh  # of several threads each has its own share
+        try:
+            while taken:
+                memory, by = key = next(iter(taken))
+                self.channel.send(encode(Received(memory, taken[key], by)), timeout=timeout)
+                del taken[key]
+        except WaitTimeoutError:
+            pass
+        except (VramError, OSError):
+            taken.clear()
+        finally:
+            while taken:
+                key = next(iter(taken))
+                self._taken[key] += taken[key]
+                del taken[key]
+        return bool(self._taken)
+
+    def take_leave(self) -> None:
+        """Tell the process, once all is said that was taken, that this one ends of its own accord."""
+        with contextlib.suppress(VramError, OSError):  # it then keeps less long what others might still unpickle
+            self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
+
+    def _fetch(self, memory: int, first: int, by: int) -> None:
+        self._is_waiting = True
+        try:
+            self._ask_for(memory, first, by)
+        finally:
+            self._is_waiting = False
+            self._discard()  # what an interrupt kept from being looked at; the answer that is on its way is not wanted
+
+    def _ask_for(self, memory: int, first: int, by: int) -> None:
+        if self._is_gone:
+            raise _gone(memory)
+        try:
+            self.channel.send(encode(Fetch(memory, first, by)), timeout=FETCH_SECONDS)
+        except (PeerGoneError, ClosedError):
+            raise _gone(memory) from None
+        deadline = time.monotonic() + FETCH_SECONDS
+        while True:
+            try:
+                answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except Empty:
+                raise WaitTimeoutError(f"memory {memory} was not sent for {FETCH_SECONDS:g} s") from None
+            if answer is None:
+                raise _gone(memory)
+            message, fds = answer
+            try:
+                if isinstance(message, Gone):
+                    if message.memory != memory:
+                        continue  # the late answer to somebody who did not wait for it
+                    raise ClosedError(f"memory {memory} was closed by its sender before it was taken out of the queue")
+                if (message.part.memory, message.part.first) != (memory, first):
+                    continue
+                self._imports.learn(message.part, fds)
+                return
+            finally:
+                close_fds(fds)
+
+    # -- what the endpoint's thread does ------------------------------------------------------------------------
+    def hear(self) -> None:
+        """Take one message off the socket.
+
+        Raises
+        ------
+        ProtocolError
+            If it is none.
+        PeerGoneError
+            If the process is gone.
+        """
+        payload, fds = self.channel.take(timeout=0)
+        message = None
+        try:
+            message = decode_reply(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"not a message between endpoints: {error}") from None
+        finally:
+            if message is None or isinstance(message, Unmap):
+                close_fds(fds)
+        if isinstance(message, Unmap):
+            self._unmaps.extend(message.memories)
+            self.tidy()
+        else:
+            self._answers.put((message, fds))
+            if not self._is_waiting:
+                self._discard()
+
+    def tidy(self) -> None:
+        """Let go of what the exporter asked for, unless somebody is at it: they tidy when they are done."""
+        while self._unmaps or (self._is_gone and not self._answers.empty()):
+            held = False
+            try:
+                held = uninterrupted(self._lock.acquire, False)
+                if not held:
+                    return
+                while self._unmaps:
+                    self._imports.release(self._unmaps[0])
+                    self._unmaps.popleft()  # afterwards: it may be forgotten twice, but not left out
+                if self._is_gone:
+                    self._discard()
+            finally:
+                if held:
+                    self._lock.release()
+
+    def end(self) -> None:
+        """The process is gone. Arrays that are alive keep their memory; nothing else does."""
+        self._is_gone = True
+        self._answers.put(None)  # wakes whoever waits for one
+        self._unmaps.extend(self._imports.numbers())
+        self.tidy()
+        self.channel.close()
+
+    def _discard(self) -> None:
+        """Close the descriptors of answers that nobody waited for."""
+        with contextlib.suppress(Empty):
+            while True:
+                answer = self._answers.get_nowait()
+                if answer is not None:
+                    close_fds(answer[1])
+
+
+def _gone(memory: int) -> PeerGoneError:
+    return PeerGoneError(
+        f"the process that sent memory {memory} is gone, and with it what was not fetched yet; "
+        f"publish arrays that must outlive their maker"
+    )
+
+
+# -- this process's endpoint ------------------------------------------------------------------------------------------
+_SOON = 0.01  # seconds until what a peer had no room for is tried again
+_MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
+
+
+class _Thread(threading.local):
+    """The number of the thread that asks, among those that pickled; 0 is none yet."""
+
+    number = 0
+
+
+class Endpoint:
+    """This process's side of all hand-overs by pickle. Use :func:`endpoint`; made here it has to be opened."""
+
+    def __init__(self) -> None:
+        self.address = f"\0vram-{secrets.token_hex(12)}"
+        self.exports = ExportTable(self._retire)
+        self.flights = Flights(self._retire, self.exports.find, self._who_unpickles)
+        self._thread_of = _Thread()
+        self._numbered = 0  # threads that pickled
+        self._last: tuple[weakref.ref[Array], tuple[object, ...], Export, tuple[object, ...]] | None = None
+        self._clients: dict[str, FetchClient] = {}
+        self._origins: dict[Handle, tuple[str, int]] = {}
+        self._lock = threading.Lock()  # of lending, and of the two above; never taken by a finalizer
+        self._retired: deque[int] = deque()
+        self._servers: dict[int, FetchServer] = {}
+        self._is_to_tell = False  # whether the thread has to, soon
+        self._stopping = False
+        self._wake = -1
+        self._thread: threading.Thread | None = None
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def open(self) -> None:
+        """Begin to serve. Not done by the constructor: what a class returns can be lost to an interrupt (I12)."""
+        try:
+            self._listener.bind(self.address)
+            self._listener.listen(128)
+            self._listener.setblocking(False)
+            self._wake = uninterrupted(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._serve, name="vram-endpoint", daemon=True)
+            begin(self._thread)
+            # A process that ends tells what it has taken. multiprocessing's own way: its children run no atexit.
+            self._last_words = Finalize(None, self._take_leave, exitpriority=10)
+        except BaseException:
+            self._stopping = True  # an interrupt: the thread may run
+            self._poke()
+            if self._thread is not None and self._thread.ident is not None:
+                self._thread.join(5.0)
+            self._close_sockets()
+            raise
+
+    # -- pickling -----------------------------------------------------------------------------------------------
+    def reduce(self, array: Array) -> tuple[object, ...]:
+        """Return what a pickle says of an array, and keep its memory until that is unpickled."""
+        region = array.region
+        region.synchronize()  # whoever unpickles it may read it at once (S10)
+        has_begun = False
+        try:
+            # The same array again is what queues are for. Each of these is replaced, never changed.
+            with self._lock:
+                if self._stopping:
+                    self._check()
+                by = self._thread_of.number or self._number_thread()
+                state = (array.shape, region.layout, region.access, by)
+                last = self._last
+                if last is not None and last[0]() is array and all(map(operator.is_, state, last[1])):
+                    export, written = last[2:]
+                else:
+                    export, written = self._reduce_anew(array, by)
+                    self._last = (weakref.ref(array), state, export, written)
+                self.flights.begin(export, region, by)
+                has_begun = True
+        except BaseException:
+            if has_begun:  # an interrupt: nobody will unpickle it
+                self.flights.land(export.id, [1], by)
+            raise
+        return written
+
+    def _number_thread(self) -> int:
+        self._numbered += 1  # with the lock
+        self._thread_of.number = self._numbered
+        return self._numbered
+
+    def _reduce_anew(self, array: Array, by: int) -> tuple[Export, tuple[object, ...]]:
+        export = self.exports.export(array)
+        origin, number = self._origins.get(array.region.handle, ("", 0))
+        where = (len(export.fds) if array.nbytes else 0, array.offset, dtype_name(array.dtype), array.shape)
+        return export, (self.address, export.id, *where, origin, number, by)
+
+    def read(
+        self,
+        address: str,
+        memory: int,
+        segments: int,
+        offset: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        origin: str,
+        origin_memory: int,
+        by: int = 0,
+    ) -> Array:
+        """Return the array that a pickle means; the very object if it was made in this process.
+
+        Raises
+        ------
+        PeerGoneError
+            If the memory is not known here and its sender is gone.
+        ClosedError
+            If it was dropped by its sender, and nobody unpickled it for :data:`~vram.handover.pickling.FLIGHT_SECONDS`,
+            or for :data:`~vram.handover.pickling.ORPHAN_SECONDS` after whoever was to do so had been killed.
+        """
+        reference = Reference(memory, segments, offset, dtype, shape)
+        # Where it came from, before it came from the process that pickled it.
+        first = Reference(origin_memory, segments, offset, dtype, shape) if origin else reference
+        times = [1]
+        try:
+            array = self._known(origin or address, first)
+            if array is None:
+                array = self._client(address).array(reference, by)
+                handle = array.region.handle
+                if handle not in self._origins:
+                    with self._lock:
+                        self._origins[handle] = (origin, origin_memory) if origin else (address, memory)
+            self._received(address, memory, times, by)
+        except BaseException as error:  # it is not in its queue any more
+            is_interrupt = not isinstance(error, Exception)
+            # Who failed to connect does not try again; an interrupt may have come before that.
+            if is_interrupt or address == self.address or address in self._clients:
+                self._received(address, memory, times, by)
+            if is_interrupt:
+                self._poke()  # it may have come before that, too
+            raise
+        return array
+
+    def _known(self, address: str, reference: Reference) -> Array | None:
+        """Return an array on memory that is mapped here already, as its owner's or as an import."""
+        if address == self.address:
+            export = self._lent(reference.memory)
+            return None if export is None else export.local_array(reference)
+        client = self._clients.get(address)
+        return None if client is None else client.known(reference)
+
+    def _lent(self, memory: int) -> Export | None:
+        """Return what was exported under an id. In flight it outlives its being exported anew, as after a freeze."""
+        return self.exports.find(memory) or self.flights.find(memory)
+
+    def _received(self, address: str, memory: int, times: list[int], by: int) -> None:
+        """Say that arrays arrived. Called again after an interrupt: `times` is emptied once they are counted."""
+        if address == self.address:
+            self.flights.land(memory, times, by)
+            return
+        try:
+            client = self._clients.get(address) or self._client(address)
+            if client.received(memory, times, by) and not self._is_to_tell:
+                self._is_to_tell = True
+                self._poke()
+        except (VramError, OSError):  # a sender that is gone needs not be told
+            pass
+
+    def _client(self, address: str) -> FetchClient:
+        client = self._clients.get(address)
+        if client is not None:
+            return client
+        try:
+            channel = Channel.connect(address, FETCH_SECONDS)
+        except PeerGoneError:
+            raise PeerGoneError(
+                "the process that sent this array is gone; publish arrays that must outlive their maker"
+            ) from None
+        try:
+            if channel.peer().uid != os.geteuid():
+                raise ProtocolError("the array's address is served by another user")
+            with self._lock:
+                self._check()
+                client = self._clients.get(address)
+                if client is None:
+                    made = FetchClient(channel)
+                    try:
+                        self._selector.register(made.fd, selectors.EVENT_READ, made)  # first: or nobody would hear it
+                        client = self._clients[address] = made
+                    except BaseException:
+                        with contextlib.suppress(KeyError, ValueError):
+                            self._selector.unregister(made.fd)
+                        raise
+        finally:
+            if client is None or client.channel is not channel:  # refused, or another thread was faster
+                channel.close()
+        return client
+
+    def _check(self) -> None:
+        if self._stopping:
+            raise ClosedError("hand-overs between processes were shut down here while this one began")
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+    def _serve(self) -> None:
+        told, look = 0.0, 0.0
+        while not self._stopping:
+            behind = [server for server in self._servers.values() if server.asked or server.unmaps]
+            wait = min(_SOON, look) if behind else look
+            if self._is_to_tell:
+                wait = min(wait, max(0.0, told + TELL_SECONDS - time.monotonic()))
+            for key, _ in self._selector.select(timeout=wait):
+                self._react(key)
+            if self._is_to_tell and time.monotonic() - told >= TELL_SECONDS:
+                told = time.monotonic()
+                self._tell_taken()
+            if self._retired or self._origins:
+                self._tell_retired()
+            for server in tuple(self._servers.values()):
+                if server.asked or server.unmaps or not server.is_heard:
+                    self._catch_up(server)
+            look = self.flights.end_stale()
+
+    def _react(self, key: selectors.SelectorKey) -> None:
+        peer = key.data
+        is_over = False
+        try:
+            if isinstance(peer, FetchClient):
+                peer.hear()
+            elif isinstance(peer, FetchServer):
+                self._listen_to(peer)
+            elif key.fd == self._wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+            else:
+                self._accept()
+        except (VramError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._drop(peer)
+            is_over = isinstance(error, PeerGoneError)
+        except Exception:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
+            traceback.print_exc(file=sys.stderr)
+            self._drop(peer)
+        if is_over and isinstance(peer, FetchServer) and not peer.said_bye:
+            for by in peer.threads:
+                if not self._servers_of(by):
+                    self.flights.orphan(by)
+
+    def _servers_of(self, by: int) -> list[FetchServer]:
+        """Return who is connected and has unpickled something that a thread pickled."""
+        return [server for server in tuple(self._servers.values()) if by in server.threads]
+
+    def _who_unpickles(self, by: int) -> str:
+        servers = self._servers_of(by)
+        if not servers:
+            return (
+                f"Nobody is connected who unpickled any of these: have it unpickled and dropped, or try again "
+                f"{FLIGHT_SECONDS:g} s after it was pickled"
+            )
+        pids = ", ".join(f"{server.pid or 'of another PID namespace'}" for server in servers[:8])
+        return f"Have process{'es' * (len(servers) > 1)} {pids} take it out of the queue, or end: that lets go of it"
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor left for it: it keeps waiting, and this thread must not spin
+            time.sleep(_SOON)
+            return
+        if peer_credentials(sock).uid != os.geteuid():
+            sock.close()
+            return
+        server = FetchServer(Channel(sock))
+        self._servers[server.fd] = server
+        self._listen(server, True)
+
+    def _listen_to(self, server: FetchServer) -> None:
+        """Take one message from a process that uses our arrays."""
+        payload, fds = server.channel.take(timeout=0)
+        if fds:
+            close_fds(fds)
+        request = decode_request(payload)
+        if isinstance(request, Bye):
+            server.said_bye = True
+            return
+        if 0 < request.by <= self._numbered:
+            server.threads.add(request.by)
+        if isinstance(request, Received):
+            self.flights.land(request.memory, [request.times], request.by)
+        else:
+            server.asked.append((request, time.monotonic() + FETCH_SECONDS))
+
+    def _catch_up(self, server: FetchServer) -> None:
+        """Send what a process is owed, as far as there is room; who does not read for too long is cut off."""
+        try:
+            server.send_unmaps()
+            while server.asked:
+                self._answer(server, server.asked[0][0])
+                server.asked.popleft()
+        except (WaitTimeoutError, BusyError):
+            late = server.asked and server.asked[0][1] < time.monotonic()
+            if late or len(server.unmaps) > _MOST_OWED:
+                self._drop(server)
+                return
+        except PeerGoneError:  # what it said before it went is still to be heard, and ends in an end of file
+            server.unmaps.clear()
+            server.asked.clear()
+        except (VramError, OSError):
+            self._drop(server)
+            return
+        self._listen(server, not server.asked)
+
+    def _listen(self, server: FetchServer, wanted: bool) -> None:
+        """Take further requests, or none as long as those before have no answer."""
+        if wanted and not server.is_heard:
+            self._selector.register(server.fd, selectors.EVENT_READ, server)
+        elif server.is_heard and not wanted:
+            self._selector.unregister(server.fd)
+        server.is_heard = wanted
+
+    def _answer(self, server: FetchServer, request: Fetch) -> None:
+        export = self._lent(request.memory)
+        kept: Pin | Claim | None = None
+        if export is not None:
+            with contextlib.suppress(ClosedError):
+                kept = export.keep()
+        try:
+            part = None if export is None or kept is None else next(export.parts(request.first), None)
+            if part is None:
+                server.channel.send(encode(Gone(request.memory)), timeout=0)
+            else:
+                server.channel.send(encode(Part(part[0])), part[1], timeout=0)
+        finally:
+            if kept is not None:
+                kept.release()
+
+    def _drop(self, peer: FetchClient | FetchServer | None) -> None:
+        """The connection to a peer is over; a peer that is dropped already is not looked at again."""
+        if isinstance(peer, FetchServer):
+            if self._servers.get(peer.fd) is peer:
+                del self._servers[peer.fd]
+                self._listen(peer, False)
+                peer.channel.close()
+        elif isinstance(peer, FetchClient):
+            with self._lock:
+                address = next((at for at, known in self._clients.items() if known is peer), None)
+                if address is None:
+                    return
+                del self._clients[address]
+                self._selector.unregister(peer.fd)
+            peer.end()
+
+    def _retire(self, memory: int) -> None:
+        """A memory that was exported is unmapped here. Reached from finalizers: only leaves a note for the thread."""
+        self._retired.append(memory)
+        self._poke()
+
+    def _poke(self) -> None:
+        if self._wake >= 0:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._wake, 1)
+
+    def _tell_taken(self, timeout: float = 0.0) -> None:
+        self._is_to_tell = False  # first: what is taken from here on is told the next time
+        for client in tuple(self._clients.values()):
+            if client.tell(timeout):
+                self._is_to_tell = True
+
+    def _take_leave(self) -> None:
+        """Tell all who sent something what was taken of it, and that this process ends of its own accord."""
+        self._tell_taken(1.0)
+        for client in tuple(self._clients.values()):
+            client.take_leave()
+
+    def _tell_retired(self) -> None:
+        while self._retired:
+            memory = self._retired.popleft()
+            for server in self._servers.values():
+                server.unmaps.append(memory)
+        for handle in tuple(self._origins):
+            if not handle.is_open:
+                self._origins.pop(handle, None)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Stop the thread, end all flights, and let go of what others exported."""
+        self._stopping = True
+        self._last_words.cancel()
+        self._poke()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self._take_leave()
+        self.flights.end_all()
+        with self._lock:
+            clients, self._clients = self._clients, {}
+        for client in clients.values():
+            client.end()
+        self.exports.close()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        wake, self._wake = self._wake, -1
+        for server in self._servers.values():
+            server.channel.close()
+        self._servers = {}
+        self._selector.close()
+        self._listener.close()
+        if wake >= 0:
+            os.close(wake)
+
+
+_current: Endpoint | None = None
+_making = threading.Lock()
+
+
+def endpoint() -> Endpoint:
+    """Return this process's endpoint, made on first use."""
+    global _current
+    if _current is None:
+        with _making:
+            if _current is None:
+                made = Endpoint()
+                made.open()
+                _current = made
+    return _current
+
+
+def shut_down() -> None:
+    """Close this process's endpoint: arrays that are in flight are lost. The next hand-over makes a new one."""
+    global _current
+    with _making:
+        ended, _current = _current, None
+    if ended is not None:
+        ended.close()
+
+
+def _after_fork_in_child() -> None:
+    """The child gets an endpoint of its own; the parent's sockets must not stay open here."""
+    global _current, _making
+    inherited, _current = _current, None
+    _making = threading.Lock()
+    if inherited is not None:
+        inherited._close_sockets()  # the copies of this process; the parent's selector goes on
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

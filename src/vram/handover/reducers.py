@@ -1,0 +1,132 @@
+"""How multiprocessing pickles arrays: as a reference to shared memory, or by name what was attached.
+
+An end of an :class:`ArrayChannel` can be the argument of a process, too.
+
+Most who attach or publish never load :mod:`multiprocessing`, which takes as long as half of what they need. So it is
+taught when it is loaded, whoever does that, and again when it is loaded again: nothing can be pickled for it before.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+    from ..arrays import Array
+    from .array_channel import ArrayChannel
+
+__all__ = ["register"]
+
+_REDUCTION = "multiprocessing.reduction"  # which holds the table of how things are pickled
+
+
+def register() -> None:
+    """Teach :mod:`multiprocessing` (queues, pipes, pools, process arguments) to pass arrays without copying them."""
+    # First: another thread may be about to load it. It stays, since a reload makes a new table.
+    sys.meta_path.insert(0, _Finder())
+    if _REDUCTION in sys.modules:
+        _teach()
+
+
+def _teach() -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    from ..arrays import Array
+    from .array_channel import ArrayChannel
+
+    ForkingPickler.register(Array, _reduce)
+    ForkingPickler.register(ArrayChannel, _reduce_channel)
+
+
+class _Finder:
+    """Asked first whenever a module is looked for. Finds one: as others do, with a loader that teaches it."""
+
+    def __init__(self) -> None:
+        self._asking: set[int] = set()  # the threads that ask the other finders
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find the module that is waited for as the other finders do; no other."""
+        thread = threading.get_ident()
+        if name != _REDUCTION or thread in self._asking:  # a finder that is asked may ask all others in its turn
+            return None
+        self._asking.add(thread)
+        try:
+            for finder in tuple(sys.meta_path):
+                find = getattr(finder, "find_spec", None)  # one of before Python 3.4 has none, and is passed over
+                spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                    return spec
+        finally:
+            self._asking.discard(thread)
+        return None
+
+
+class _Loader:
+    """The loader of a module, which it gets back when it is loaded."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # who only looks at what was found sees the loader itself
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """Make the module as its loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        """Load the module as its loader does, then teach it."""
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _teach()
+
+
+def _reduce(array: Array) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+    from .pickling import endpoint  # a listening socket, a thread and random names: only what is pickled needs them
+
+    # What was attached is attached again by whoever gets it: then the keeper knows who holds what.
+    # Not what was borrowed by handle: that cannot be attached by whoever comes, and says so below.
+    if array.provenance is not None and array.region.is_imported:
+        from ..memory.foreign import ForeignRegion
+
+        by_name = None if isinstance(array.region, ForeignRegion) else array.provenance.reduce(array)
+        if by_name is not None:
+            return by_name
+    return _rebuild, endpoint().reduce(array)
+
+
+def _reduce_channel(channel: ArrayChannel) -> tuple[Callable[..., ArrayChannel], tuple[Any, ...]]:
+    from multiprocessing.reduction import DupFd
+
+    return _rebuild_channel, (DupFd(channel.give_away()),)
+
+
+def _rebuild_channel(descriptor: Any) -> ArrayChannel:
+    from ..errors import ProtocolError
+    from ..sharing.channel import close_fds, take_over
+    from .array_channel import ArrayChannel
+
+    fds = [descriptor.detach()]
+    try:
+        sock = take_over(fds)
+    except OSError as error:
+        raise ProtocolError(f"a channel was pickled, and what came is no socket: {error.strerror}") from None
+    finally:
+        close_fds(fds)
+    try:
+        return ArrayChannel(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _rebuild(*reference: Any) -> Array:
+    from .pickling import endpoint
+
+    return endpoint().read(*reference)

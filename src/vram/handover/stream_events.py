@@ -1,0 +1,143 @@
+"""Ordered hand-over: the work that fills memory, as events that the other process waits for (S10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .. import driver as drivers
+from ..arrays.streams import stream_synchronize
+from ..driver.foreign import InterprocessEvents
+from ..errors import ProtocolError, UsageError
+from ..lifetime import Handle
+from ..memory import Event, EventPool, Region
+from ..sharing.descriptor import EventEntry
+from ..sharing.mapping import device_name, location_of
+from ..spec import Location
+
+__all__ = ["StreamEvents", "wait_for"]
+
+_MOST = 1024  # events of the other end: it has no use for more
+
+
+def wait_for(entries: Sequence[EventEntry], stream: int | None) -> Iterator[Handle]:
+    """Have a stream wait for events of another process; without a stream wait here.
+
+    Yields
+    ------
+    Handle
+        Of each event that the stream waits for: whoever takes it keeps the event until that may be over.
+    """
+    for entry in entries:
+        place = location_of(entry.device)
+        try:
+            event = Event.import_(drivers.get(place), entry.data, place)
+        except UsageError:  # this very process lends it
+            continue
+        with event:
+            if stream is None:
+                event.synchronize()
+                continue
+            try:
+                event.wait(stream)
+            except UsageError:  # no stream (any more), which nothing can be ordered after: here then
+                event.synchronize()
+                continue
+            yield event.handle
+
+
+class StreamEvents:
+    """The events of one connection: those of its own streams, and the other end's by their numbers."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Location, EventPool] = {}
+        self._numbers: dict[Event, int] = {}
+        self._told: set[int] = set()  # numbers that the other end knows
+        self._theirs: dict[int, Event | None] = {}
+
+    def record(self, region: Region, stream: int) -> tuple[int, EventEntry | None]:
+        """Have an event stand for what is on a stream now.
+
+        Returns
+        -------
+        number : int
+            What it is called; 0 if there was none to be had, and the stream was waited for instead (stated, not luck).
+        entry : EventEntry or None
+            What the other end has to be told first; once it was, :meth:`told` is to be called.
+
+        Raises
+        ------
+        UsageError
+            If it is no stream of a GPU that may access the memory.
+        """
+        driver = region.driver
+        if not isinstance(driver, InterprocessEvents):
+            return 0, None  # memory of the host: what is written is there
+        wrong: UsageError | None = None
+        for place in region.users:  # an event is recorded on streams of its own GPU only
+            pool = self._pools.get(place)
+            if pool is None:
+                pool = self._pools[place] = EventPool(driver, place)
+            try:
+                event = pool.on(stream)
+            except UsageError as error:
+                wrong = error
+                continue
+            if event is None:
+                stream_synchronize(region, stream)
+                return 0, None
+            number = self._numbers.setdefault(event, len(self._numbers) + 1)
+            return number, None if number in self._told else EventEntry(device_name(place), event.export())
+        raise wrong or UsageError(f"{stream:#x} is no stream of a GPU that may access the memory")
+
+    def told(self, number: int) -> None:
+        """The other end was told of an event. Not before: whoever could not send it has to try again."""
+        self._told.add(number)
+
+    def learn(self, number: int, entry: EventEntry) -> None:
+        """Open an event of the other end.
+
+        Raises
+        ------
+        ProtocolError
+            If it is none, or its number is known already.
+        """
+        if number in self._theirs or not 0 < number <= _MOST:
+            raise ProtocolError(f"event {number} came, of {len(self._theirs)} that are known")
+        place = location_of(entry.device)
+        try:
+            self._theirs[number] = Event.import_(drivers.get(place), entry.data, place)
+        except UsageError:  # the other end is in this very process, where the driver opens no event of its own
+            self._theirs[number] = None
+
+    def wait(self, number: int, region: Region, stream: int | None) -> None:
+        """Have a stream wait, or wait here, until the work is done that an event of the other end stands for.
+
+        Raises
+        ------
+        ProtocolError
+            If the other end never said which event that is.
+        """
+        if number not in self._theirs:
+            raise ProtocolError(f"an array came with event {number}, which is not known here")
+        event = self._theirs[number]
+        if event is None:
+            region.synchronize()
+        elif stream is None:
+            event.synchronize()
+        else:
+            try:
+                event.wait(stream)
+            except UsageError:  # no stream (any more): here then
+                event.synchronize()
+
+    def close(self) -> None:
+        """Give all events back."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        self._numbers.clear()
+        self._told.clear()
+        for event in self._theirs.values():
+            if event is not None:
+                event.close()
+        self._theirs.clear()

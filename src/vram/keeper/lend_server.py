@@ -1,0 +1,428 @@
+"""A keeper of one entry, in a thread of the process whose memory it is.
+
+What a process lends directly is leased by the same rules, in the same words and over the same protocol as what a keeper
+keeps: leases that end with their connection, a release that is acknowledged, revocation, holders as the kernel verified
+them. So a borrower is a reader, and whatever looks at a keeper looks at a lender. Two things differ: nobody but the
+process itself puts anything in, and memory that no descriptor stands for can be lent, since its maker is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import secrets
+import select
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from ..errors import ClosedError, NotFoundError, WaitTimeoutError
+from ..lifetime import Gate, begin, close_all
+from ..sharing.channel import close_fds
+from . import listing
+from . import messages as m
+from .client import own_label
+from .connection import Connection, Held
+from .failures import no_keeper
+from .leases import Segment
+from .records import Session
+from .reports import HolderInfo, holder_info
+from .rpc_connection import own_host
+from .rules import LENT
+from .server import PATIENCE, KeeperServer
+from .service import Service
+
+__all__ = ["LENT", "LendServer", "Wanted"]
+
+_T = TypeVar("_T")
+_ANSWER = 30.0  # seconds within which the thread does what it is asked
+_RINGS = 1000  # milliseconds within which what began to ring has rung
+_servers: set[LendServer] = set()  # whose thread runs; only the threads put them in and take them out
+
+
+class Wanted:
+    """A lender serves as long as somebody has the one of these that it was made with, and then ends by itself."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Bell(weakref.ref[Wanted]):
+    """Rings once nobody has it any more, without a step in Python, which an interrupt could keep from being done."""
+
+    __slots__ = ("ring",)
+
+    ring: Callable[[], None]
+
+
+class _Asked:
+    """What the thread was asked to do, and what came of it. Not a Future, see :class:`~vram.lifetime.Gate`."""
+
+    __slots__ = ("_error", "_turn", "gate", "value")
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.value: Any = None
+        self._error: BaseException | None = None
+        self._turn = [None]
+
+    def is_to_run(self) -> bool:
+        """Take the one turn, to run it or to have nobody run it; whether it was there to be taken."""
+        try:
+            self._turn.pop()
+        except IndexError:
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """It raised this."""
+        self._error = error
+        self.gate.open()
+
+    def result(self) -> Any:
+        """Return what came of it, or raise it."""
+        error, self._error = self._error, None
+        if error is None:
+            return self.value
+        try:
+            raise error
+        finally:
+            del error  # or it, which keeps this frame, would keep itself
+
+
+class LenderService(Service):
+    """Answers those who borrow: they may attach, look and give back."""
+
+    takes_descriptors = False
+
+    def __init__(self, server: LendServer) -> None:
+        super().__init__(server)
+        self.lends = secrets.token_hex(8)
+        self._lender = server
+        for request in (m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover):
+            self._handlers[request] = self._refuse
+
+    def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:
+        raise no_keeper(self.server.path, self.server.pid)
+
+    def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
+        if request.claim:
+            self._refuse(connection, session, request, fds)
+        if self._lender.was_asked_back:  # it never comes back: nobody is to wait for it
+            raise NotFoundError(f"what was lent at {self.server.path} is not lent any more: it was asked back")
+        super()._attach(connection, session, request, fds)
+
+
+class LendServer(KeeperServer):
+    """Lends one entry at a socket, from a thread of its own.
+
+    Parameters
+    ----------
+    path : str
+        Where to listen; its directory has to exist.
+    wanted : Wanted
+        Held weakly: when it goes, the lender ends as :meth:`end` says, without being told (I12).
+    mode : int
+        Permissions of the socket: who may connect may borrow.
+    group : str or None
+        Group of the socket.
+    patience : float
+        Seconds that a borrower may keep it waiting before it is disconnected.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        wanted: Wanted,
+        *,
+        mode: int = 0o600,
+        group: str | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        super().__init__(path, mode=mode, group=group, patience=patience, raises_limit=False)
+        self.service = LenderService(self)
+        self.handle = self.service.handle
+        self._owner = self.catalogue.connect(os.geteuid(), os.getpid(), own_label(), own_host())
+        self._version: Any = None
+        self._freed = Gate()
+        self._keeps: object = None
+        self._asked: set[_Asked] = set()
+        self._fds: list[int] = []  # to be lent; closed by the thread only, while there is one (I9)
+        self._thread: threading.Thread | None = None
+        self._wanted = weakref.ref(wanted)
+        self._bell: _Bell | None = None
+        self._bell_fds: list[int] = []  # the one that it rings
+        self._is_away = Gate()  # from the path
+        self._when_idle = False  # whether it ends so if nobody says how
+        self._ends_when_idle = False
+        self._has_ended = False  # whether it was told to, perhaps before there was a loop to be told
+
+    def start(self) -> None:
+        """Listen, and serve from a thread until :meth:`end`.
+
+        Raises
+        ------
+        BusyError, UsageError
+            As :class:`~vram.keeper.bind.Listener` does, in the calling thread.
+        """
+        # All that it opens is opened in the thread, where no interrupt comes (I12): one that ends this call here only
+        # has to see to it that the thread ends.
+        started = _Asked()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="lender", daemon=True)
+        begin(self._thread)
+        if not started.gate.wait(_ANSWER):
+            raise WaitTimeoutError(f"the thread that lends at {self.path} did not start within {_ANSWER:g} s")
+        started.result()
+
+    def _run(self, started: _Asked) -> None:
+        """What the thread does."""
+
+        def ready() -> None:
+            self._watch()
+            started.gate.open()
+            if self._is_over:
+                self.stop()
+
+        try:
+            _servers.add(self)
+            if self._is_over:
+                raise self._over()
+            for other in list(_servers):  # whose end an interrupt kept from being waited for
+                if other is not self and other.path == self.path and other._is_over:
+                    other._is_away.wait(_ANSWER)
+            self.listen()
+            self.serve(ready, signals=False)
+        except BaseException as error:
+            if started.gate.is_open:
+                raise
+            started.fail(error)
+        finally:
+            if self._bound:  # there was no loop to be had, which would have seen to it
+                self.listener.unlink()
+                self.listener.sock.close()
+            self._is_away.open()
+            close_fds(self._fds)
+            _servers.discard(self)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether it was told to end, or nobody wants it any more."""
+        return self._has_ended or self._wanted() is None
+
+    def _watch(self) -> None:
+        """Have the loop told when nobody wants this lender any more. In the thread, as :meth:`_watch_no_more`."""
+        wanted = self._wanted()
+        if wanted is not None:
+            self._bell_fds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            self.loop.add_reader(self._bell_fds[0], self._not_wanted)
+            self._bell = _Bell(wanted, operator.methodcaller("ring"))
+            self._bell.ring = partial(os.eventfd_write, self._bell_fds[0], 1)
+
+    def _not_wanted(self) -> None:
+        self.loop.remove_reader(self._bell_fds[0])  # which stays as it is: see below
+        self._has_ended = True
+        self._end(self._when_idle)
+
+    def _watch_no_more(self) -> None:
+        wanted = self._wanted()  # kept: it does not ring from here on
+        self._bell = None
+        if self._bell_fds and wanted is None:
+            # It rings, perhaps just now in another thread, and the number must be this file until it has (I9).
+            poll = select.poll()
+            poll.register(self._bell_fds[0], select.POLLIN)
+            if not poll.poll(_RINGS):
+                return
+        close_all(self._bell_fds)
+
+    def lend(
+        self,
+        segments: Sequence[Segment],
+        fds: Sequence[int],
+        manifest: bytes,
+        manifest_fd: int | None,
+        *,
+        nbytes: int,
+        writable: bool,
+        meta: Mapping[str, str],
+        keeps: object,
+        when_idle: bool = False,
+    ) -> None:
+        """Put the one entry in. `fds` are lent; `keeps` is kept until nobody holds a lease any more and it was ended.
+
+        If this fails, the lender is of no use any more: whoever called this ends it.
+
+        Parameters
+        ----------
+        segments : sequence of Segment
+            One for each descriptor; those of pools come last.
+        nbytes : int
+            Bytes that are lent, whether by descriptor or not.
+        when_idle : bool
+            How it ends when nobody wants it any more.
+        """
+        self._keeps = keeps
+        self._when_idle = when_idle
+        # In one step, as lifetime.uninterrupted. Close-on-exec, as all that Python makes. From here on they are the
+        # thread's, which alone knows whether it has put them in: a number that is closed here too would be another's.
+        self._fds.extend(map(os.dup, fds if manifest_fd is None else (manifest_fd, *fds)))
+        self._do(lambda: self._put_in(segments, manifest, manifest_fd is not None, nbytes, writable, meta))
+
+    def _put_in(
+        self,
+        segments: Sequence[Segment],
+        manifest: bytes,
+        has_manifest_fd: bool,
+        nbytes: int,
+        writable: bool,
+        meta: Mapping[str, str],
+    ) -> None:
+        devices = list(dict.fromkeys(segment.device for segment in segments))
+        pieces = [m.Piece(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
+        publication = self.catalogue.begin(
+            self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
+        )
+        fds, self._fds = self._fds, []
+        held = Held(fds, nbytes, self._returned)
+        version, effects = self.catalogue.commit(publication, held, self.now())
+        version.body = msgspec.Raw(
+            m.encode(
+                m.Entry(
+                    LENT, version.number, version.owner, writable, pieces, devices, manifest, has_manifest_fd,
+                    version.meta,
+                )
+            )
+        )  # fmt: skip
+        self._version = version
+        self.service.carry_out(effects)  # those who came between the socket and this
+
+    # -- what its process asks ------------------------------------------------------------------------------------
+    def holders(self) -> list[HolderInfo]:
+        """Return who holds a lease, longest first."""
+        return self._do(self._holders)
+
+    def _holders(self) -> list[HolderInfo]:
+        leases = self.catalogue.leases.values()
+        return [holder_info(listing.holder(one, self.now())) for one in leases]
+
+    def revoke(self, timeout: float | None) -> bool:
+        """Ask all who borrowed to let go, and wait; return whether they have. Nobody can borrow from now on."""
+        self._do(self._ask_back)
+        return self._freed.wait(timeout)
+
+    @property
+    def was_asked_back(self) -> bool:
+        """Whether nobody can borrow it any more."""
+        return self._version is not None and (self._version.revoked or self._freed.is_open)
+
+    def _ask_back(self) -> None:
+        if self._version is not None and not self.was_asked_back:
+            self.service.carry_out(self.catalogue.remove(self._owner, LENT, revoke=True))
+
+    def end(self, *, when_idle: bool) -> None:
+        """Stop; with `when_idle` only once the last lease is over, until which what was lent is kept.
+
+        Idempotent, and never waits. The path is taken away at once in any case.
+        """
+        self._has_ended = True
+        if self._bound:
+            self.listener.unlink()
+        with contextlib.suppress(RuntimeError, AttributeError):  # the loop was closed, or never made
+            self.loop.call_soon_threadsafe(self._end, when_idle)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        if thread.is_alive():  # or it was not begun; if it is yet to be, it ends at once
+            thread.join(_ANSWER)
+        if not thread.is_alive():
+            close_fds(self._fds)  # what came when it had ended already
+
+    def _end(self, when_idle: bool) -> None:
+        self.loop.remove_reader(self.listener.sock)
+        self.listener.unlink()
+        self._is_away.open()
+        if when_idle and self._version is not None and not self._freed.is_open:
+            self._ends_when_idle = True
+            self._ask_back()  # who dropped it without closing it has not; with nobody to wait for it ends here
+        else:
+            self.stop()
+
+    def _returned(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
+        """Nobody holds what was lent any more."""
+        close_fds(fds)
+        self._keeps = None
+        self._freed.open()
+        if self._ends_when_idle:
+            self.stop()
+
+    def _shut_down(self) -> None:
+        self._is_away.open()
+        super()._shut_down()  # closes the loop: whoever asks from here on is told so
+        self._watch_no_more()
+        self._keeps = None
+        for asked in list(self._asked):
+            if asked.is_to_run():
+                asked.fail(self._over())
+
+    def _do(self, what: Callable[[], _T]) -> _T:
+        """Have the thread do something, and return what comes of it."""
+        if threading.current_thread() is self._thread:  # the finalizer of an owner that it let go of
+            return what()
+        asked = _Asked()
+
+        def run() -> None:
+            if not asked.is_to_run():
+                return  # whoever asked waits no longer, and has taken back what this would have used
+            try:
+                asked.value = what()
+                asked.gate.open()
+            except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
+                asked.fail(error)
+
+        try:
+            self._asked.add(asked)
+            if self._thread is None or not self._thread.is_alive():
+                raise self._over()
+            try:
+                self.loop.call_soon_threadsafe(run)
+            except RuntimeError:  # its loop was closed
+                raise self._over() from None
+            try:
+                asked.gate.wait(_ANSWER)
+            finally:
+                # Late, or interrupted: either it does not run any more, or what it uses is its own and it ends soon.
+                if not asked.is_to_run():
+                    asked.gate.wait(_ANSWER)
+            if not asked.gate.is_open:
+                raise WaitTimeoutError(f"the thread that lends at {self.path} did not answer within {_ANSWER:g} s")
+            return cast("_T", asked.result())
+        finally:
+            self._asked.discard(asked)
+
+    def _over(self) -> ClosedError:
+        return ClosedError(f"what was lent at {self.path} is not lent any more")
+
+    def let_go_in_child(self) -> None:
+        """In the child of a fork: let go of the parent's sockets, or borrowers would not see the parent's end."""
+        self._bell = None  # before anything else: what is collected here must not end the parent's
+        close_all(self._bell_fds)
+        for connection in [*self.pending, *self.connections.values()]:
+            connection.sock.close()
+        if self._bound:
+            self.listener.sock.close()
+
+
+def _after_fork_in_child() -> None:
+    for server in list(_servers):
+        server.let_go_in_child()
+    _servers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,308 @@
+"""Readers are told that their memory is wanted back, by one thread of this process for all of them.
+
+The thread runs while anybody listens, and the connections that it listens on are there as long: one to each keeper, and
+more only where a keeper lets one connection watch no more versions. They are not the connection that carries the
+leases, whose callers would wait for one another with a thread that always reads.
+
+Who does what: :func:`listen` asks the keeper to watch a version, in the caller's thread, under a lock. The thread calls
+back, drops who stopped listening, closes what nobody needs and ends when nothing is left; it only *tries* the lock, and
+is woken by whoever had it. Stopping takes no lock at all: it appends to a queue and wakes the thread, so that a
+callback may close its own lease and a finalizer may stop too (I3).
+
+A keeper that is gone has revoked nothing (S5): its connection is dropped, and nobody is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import BusyError, CapacityError, ClosedError, VramError, WaitTimeoutError
+from ..lifetime import begin
+from ..sharing.channel import Channel
+from . import messages as m
+from .rpc_connection import Answer, RpcConnection
+
+__all__ = ["Subscription", "listen"]
+
+Key = tuple[str, int]  # name and version
+
+
+class Subscription:
+    """One callback that waits for one version to be revoked. Made by :func:`listen`.
+
+    Parameters
+    ----------
+    key : tuple of str and int
+        The version.
+    owner : object
+        What `tell` is called with. Held weakly: when it goes, nobody listens any more.
+    tell : callable
+    """
+
+    __slots__ = ("__weakref__", "_owner", "_tell", "key", "line", "number")
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, key: Key, owner: object, tell: Callable[[Any], object]) -> None:
+        self.key = key
+        self.number = next(self._numbers)
+        self.line: _Line | None = None
+        self._tell: list[Callable[[Any], object]] = [tell]  # whoever takes it out may call it, once
+        me = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            subscription = me()
+            if subscription is not None:
+                subscription.stop()
+
+        self._owner = weakref.ref(owner, gone)
+
+    def stop(self) -> None:
+        """Not to be called back any more; a callback that has begun goes on. Idempotent, takes no lock."""
+        self._tell.clear()
+        _thread.leave(self)
+
+    def call(self) -> None:
+        """Tell the owner, unless that was done or nobody listens. What the callback raises is reported, not raised."""
+        try:
+            tell = self._tell.pop()
+        except IndexError:
+            return
+        owner = self._owner()
+        if owner is None:
+            return
+        try:
+            tell(owner)
+        except BaseException as error:  # noqa: BLE001  (somebody else's code, and others wait to be told)
+            # Aloud, as what ends a thread is; but the thread goes on.
+            threading.excepthook(
+                threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+            )
+
+
+class _Line(RpcConnection):
+    """A connection that hears what happens to the versions it watches."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.listeners: dict[int, Subscription] = {}
+        self.heard: deque[m.Notice] = deque()
+
+    def is_like(self, other: RpcConnection) -> bool:
+        """Whether another connection leads to the same keeper, or lender."""
+        return (self.path, self.lends) == (other.path, other.lends)
+
+    def watch(self, subscription: Subscription) -> None:
+        """Ask for news of a version. Who listens is known before the keeper is, or the first news had no address."""
+        try:
+            self.listeners[subscription.number] = subscription
+            subscription.line = self
+            call = next(self._calls)
+            self._expect(m.Done, self._ask(m.Watch(call, *subscription.key), call))
+        except BaseException:
+            self.listeners.pop(subscription.number, None)
+            raise
+
+    def pump(self) -> None:
+        """Read what there is, without waiting. Raises what ends the connection."""
+        if not self._reading.acquire(blocking=False):  # in the thread, where no interrupt comes
+            time.sleep(0.001)  # a caller of `watch` reads, and leaves to the thread what is for it
+            return
+        try:
+            with contextlib.suppress(WaitTimeoutError):
+                while True:
+                    self._read_one(0)
+        finally:
+            self._reading.release()
+            self._wake_waiters()
+
+    def _deliver(self, answer: Answer) -> None:
+        if isinstance(answer.reply, m.Notice):
+            self.heard.append(answer.reply)
+            answer.give_back()
+        else:
+            super()._deliver(answer)
+
+
+class _Thread:
+    """The thread, and what it looks after. One for each process; anew after a fork."""
+
+    def __init__(self) -> None:
+        # Reentrant only to be asked who has it: a signal handler must not wait for the thread that it interrupted.
+        self._lock = threading.RLock()
+        self._lines: list[_Line] = []
+        self._left: deque[Subscription] = deque()
+        self._thread: threading.Thread | None = None
+        self._bell: tuple[Channel, Channel] | None = None  # (ours to read, everybody's to write)
+
+    def join(self, like: RpcConnection, subscription: Subscription) -> None:
+        """Have a version watched, and the thread run."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+            raise BusyError("this thread is about to listen already: what interrupted it cannot listen as well")
+        try:
+            with self._lock:
+                self._start()
+                line = next((one for one in reversed(self._lines) if one.is_like(like) and one.is_usable), None)
+                if line is not None:
+                    try:
+                        line.watch(subscription)
+                        return
+                    except CapacityError:  # for one connection; it may be one of its own only
+                        pass
+                line = _Line.connect(like.path, label=like.label, like=like)
+                self._lines.append(line)  # the thread closes it if nobody comes to listen on it
+                line.watch(subscription)
+        finally:
+            self._wake()
+
+    def leave(self, subscription: Subscription) -> None:
+        """Somebody stopped listening. Never waits: finalizers and callbacks come here."""
+        line = subscription.line
+        # Not in a forked child, and not after the call: the thread may be over, and nobody would look at the queue.
+        if line is not None and line._pid == os.getpid() and subscription.number in line.listeners:
+            self._left.append(subscription)
+            self._wake()
+
+    def _start(self) -> None:
+        # Not only whether there is one: an interrupt may have come before it started.
+        if self._thread is None or not self._thread.is_alive():
+            self._bell = bell = Channel.pair()
+            self._thread = threading.Thread(target=self._run, args=(bell[0],), name="vram: revoked leases", daemon=True)
+            try:
+                begin(self._thread)
+            except BaseException:  # interrupted: it may run, and ends with its bell
+                self._bell = self._thread = None
+                for end in bell:
+                    end.close()
+                raise
+
+    def _wake(self) -> None:
+        bell = self._bell
+        if bell is not None:
+            with contextlib.suppress(VramError, OSError):  # full, or closed: it is awake, or there is nothing to do
+                bell[1].send(b"!", timeout=0)
+
+    # -- in the thread ----------------------------------------------------------------------------------------------
+    def _run(self, bell: Channel) -> None:
+        while self._sleep(bell):
+            for line in tuple(self._lines):
+                try:
+                    line.pump()
+                except VramError:  # the keeper is gone, and what it said before is heard
+                    with contextlib.suppress(ValueError):
+                        self._lines.remove(line)
+                    line.close()
+                _pass_on(line)
+                if line not in self._lines:
+                    line.listeners.clear()
+                del line  # or what it knows stayed until the next news
+            self._drop_those_who_left()
+            if self._is_over():
+                return
+
+    def _sleep(self, bell: Channel) -> bool:
+        """Wait for news or the bell; return whether there still is one."""
+        poll = select.poll()
+        try:
+            poll.register(bell.fileno(), select.POLLIN)
+        except ClosedError:
+            return False
+        for line in tuple(self._lines):
+            with contextlib.suppress(ClosedError):
+                poll.register(line._channel.fileno(), select.POLLIN)
+        poll.poll()
+        try:
+            while True:
+                bell.recv(timeout=0)
+        except WaitTimeoutError:
+            return True
+        except VramError:
+            return False
+
+    def _drop_those_who_left(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                subscription = self._left.popleft()
+                if subscription.line is not None:
+                    subscription.line.listeners.pop(subscription.number, None)
+
+    def _is_over(self) -> bool:
+        """Close what nobody listens on, and say whether that was all."""
+        if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
+            return False  # somebody comes to listen, and wakes us
+        try:
+            for line in [one for one in self._lines if not one.listeners]:
+                self._lines.remove(line)
+                line.close()
+            if self._lines:
+                return False
+            bell, self._bell, self._thread = self._bell, None, None
+            for end in bell or ():
+                end.close()
+            return True
+        finally:
+            self._lock.release()
+
+
+def _pass_on(line: _Line) -> None:
+    while line.heard:
+        notice = line.heard.popleft()
+        if notice.reason != "revoked":
+            continue  # a newer version harms nobody
+        key = (notice.name, notice.version)
+        told: Sequence[Subscription] = [one for one in tuple(line.listeners.values()) if one.key == key]
+        for subscription in told:
+            line.listeners.pop(subscription.number, None)
+            subscription.call()
+
+
+def listen(connection: RpcConnection, key: Key, owner: object, tell: Callable[[Any], object]) -> Subscription:
+    """Have ``tell(owner)`` called once, in this process's listening thread, when a version is revoked.
+
+    That has happened already: it is called at once, in that thread too.
+
+    Parameters
+    ----------
+    connection : RpcConnection
+        The one that the version is leased over.
+    key : tuple of str and int
+        Name and version. There must be a lease on it: a version that nobody holds any more is only gone.
+    owner : object
+        Held weakly.
+
+    Raises
+    ------
+    PeerGoneError, CapacityError, ...
+        What connecting to the keeper raises, and asking it.
+    BusyError
+        In a signal handler that interrupted this very function.
+    """
+    subscription = Subscription(key, owner, tell)
+    try:
+        _thread.join(connection, subscription)
+    except BaseException:  # interrupted, perhaps, when the keeper had agreed
+        subscription.stop()
+        raise
+    return subscription
+
+
+_thread = _Thread()
+
+
+def _after_fork_in_child() -> None:
+    """The thread is the parent's, and so is what it listens on, which the channels have closed here."""
+    global _thread
+    _thread = _Thread()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,152 @@
+"""What can be asked of a keeper: what is there, how much of it, and who holds it.
+
+The classes of the answers are loaded by the first question: each takes a millisecond to make, and whoever only attaches
+asks none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..errors import NotFoundError
+from ..lifetime import stuck
+from . import messages as m
+from .rpc_connection import RpcConnection
+from .rules import check_name, check_prefix
+
+if TYPE_CHECKING:
+    from .reports import EntryInfo, HolderInfo, StatisticsInfo
+
+__all__ = ["Queries"]
+
+
+class Queries(RpcConnection):
+    """The questions of :class:`~vram.keeper.client.KeeperClient` that change nothing."""
+
+    def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
+        """Return the entries whose names begin with `prefix`, in order.
+
+        Parameters
+        ----------
+        most_meta : int, optional
+            Bytes of meta, as it is sent; an entry that says more comes without any, and with how much it was.
+        """
+        from .reports import entry_info
+
+        check_prefix(prefix)
+        most = m.saturated(2**63 if most_meta is None else most_meta)
+        found: list[EntryInfo] = []
+        after, more = "", True
+        while more:
+            call = next(self._calls)
+            page = self._expect(m.Listing, self._ask(m.List(call, prefix, after, most), call))
+            found += [entry_info(row) for row in page.rows]
+            more = page.more and bool(page.rows)
+            after = found[-1].name if found else ""
+        return found
+
+    def show(self, name: str) -> EntryInfo:
+        """Return everything the keeper knows about a name: its versions, and who holds them.
+
+        Raises
+        ------
+        NotFoundError
+            If there is nothing under that name.
+        """
+        from .reports import EntryInfo, version_info
+
+        check_name(name)
+        versions = [
+            version_info(row, tuple(self.holders_of(name, row)) if row.readers else ()) for row in self.versions(name)
+        ]
+        held = [version for version in versions if version.holders]
+        current = next((version for version in versions if version.is_current), None)
+        shown = current or versions[-1]
+        return EntryInfo(
+            name,
+            0 if current is None else current.version,
+            shown.owner,
+            0 if current is None else current.nbytes,
+            len(shown.sizes),
+            shown.writable,
+            shown.readers,
+            len(versions) - (current is not None),
+            shown.age,
+            shown.ttl_left,
+            shown.meta,
+            tuple(versions),
+            leases=sum(len(version.holders) for version in held),
+            held_bytes=sum(version.nbytes for version in held),
+        )
+
+    def versions(self, name: str, after: int = 0) -> Iterator[m.VersionRow]:
+        """Yield the versions of a name that are above `after`, as the keeper has them, oldest first.
+
+        Raises
+        ------
+        NotFoundError
+            If the name has none at all.
+        """
+        more = True
+        while more:
+            call = next(self._calls)
+            page = self._expect(m.VersionList, self._ask(m.Versions(call, name, after), call))
+            for row in page.rows:
+                yield row
+                after = row.version
+            more = page.more and bool(page.rows)
+
+    def holders_of(self, name: str, version: m.VersionRow) -> Iterator[HolderInfo]:
+        """Yield who holds a version, longest first; nobody, once it or its name is gone."""
+        from .reports import holder_info
+
+        after, more = 0, True
+        while more:
+            call = next(self._calls)
+            try:
+                page = self._expect(m.HolderList, self._ask(m.Holders(call, name, version.version, after), call))
+            except NotFoundError:
+                return
+            for row in page.rows:
+                # The name and the bytes are what an older keeper does not say.
+                yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
+                after = row.lease
+            more = page.more and bool(page.rows)
+
+    def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
+        """Return who holds what under names that begin with `prefix`, by name, version and age.
+
+        Also what was taken out of the catalogue and is still held. Asks on a connection of its own, since a keeper
+        of before does not know the question and hangs up.
+
+        Raises
+        ------
+        ProtocolError
+            If the keeper is that old.
+        """
+        from .reports import holder_info
+
+        check_prefix(prefix)
+        found: list[HolderInfo] = []
+        with RpcConnection.connect(self.path, label=self.label) as asking:
+            after, more = 0, True
+            while more:
+                call = next(asking._calls)
+                page = asking._expect(m.HolderList, asking._ask(m.Leases(call, prefix, after), call))
+                found += [holder_info(row) for row in page.rows]
+                more = page.more and bool(page.rows)
+                after = page.rows[-1].lease if page.rows else 0
+        return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
+
+    def statistics(self) -> StatisticsInfo:
+        """Return what the keeper holds, and how much this process could not take back."""
+        from .reports import StatisticsInfo
+
+        call = next(self._calls)
+        reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
+        said = StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
+        return dataclasses.replace(said, stuck=len(stuck()))

@@ -1,0 +1,579 @@
+"""One connection to a keeper, shared by all threads of a process: requests, answers, and what nobody waits for.
+
+How threads share it: each sends its request and waits for the answer with its number. One of those who wait reads for
+all of them, puts down what is for others and, when its own answer has come, leaves reading to the next.
+
+Waiting takes no lock, because an interrupt (Ctrl-C) is raised at almost any line and ``threading.Condition`` is Python
+code, which it can leave locked. Who waits first hangs up a bell, then looks, then sleeps; who changes something does
+so in one call, then rings all bells. The locks for sending and for reading are entered by ``with``, or tried.
+
+A signal handler runs in the middle of whatever its thread does. It cannot have an answer while its own thread is the
+one that reads or sends, so a call inside a call of the same thread is refused (:meth:`RpcConnection._refuse_inside`).
+
+An interrupt costs no answer, of this thread's call or of another's: what was taken off the socket is delivered before
+the interrupt is passed on, and an :class:`Answer` that nobody makes anything of gives back what it grants (I12).
+
+Finalizers give leases back too (S5), and may run in any thread at any point: :meth:`RpcConnection.release_later` only
+appends to a queue and *tries* to send; who holds the lock for sending looks at the queue again (I3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec
+
+from ..errors import BusyError, ClosedError, DriverError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
+from . import messages as m
+from .failures import raised
+from .paths import check_directory, check_server, find_path
+from .rules import clip_host, clip_label
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["CONNECT_SECONDS", "GRACE", "Answer", "RpcConnection", "greet", "open_channel", "own_host"]
+
+CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
+GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
+_LENDERS_GRACE = 2.0  # the same of a lender, which has little to do, and may be stopped
+_LENDER_GONE = (
+    "the lender at {path} is gone. What came by descriptor stays; memory of cudaMalloc or of a pool is undefined, "
+    "unless it was asked back before. Borrow again when somebody lends there"
+)
+_TAKE_BACK = 1.0  # seconds that an interrupt is kept waiting for what came of the call that it met
+_NAP = 1.0  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
+_R = TypeVar("_R", bound=msgspec.Struct)
+
+
+class Answer:
+    """What came for a call.
+
+    Attributes
+    ----------
+    fds : list of int
+        The descriptors that came with it, which are closed with this list.
+    lost : DescriptorsLostError or None
+        The error, if there was no room for all of them.
+    owner : RpcConnection or None
+        Whom what it grants is given back to when this is dropped. Whoever takes that over sets it to None.
+    """
+
+    __slots__ = ("__weakref__", "fds", "lost", "owner", "payload", "reply")
+
+    def __init__(self, payload: bytes, fds: list[int], lost: DescriptorsLostError | None) -> None:
+        self.payload = payload
+        self.fds = fds
+        self.lost = lost
+        self.reply: m.Reply | None = None
+        self.owner: RpcConnection | None = None
+
+    def give_back(self) -> None:
+        """Give back what it grants, if nobody has taken it over. Idempotent, never waits, never raises."""
+        owner = self.owner
+        if owner is not None:
+            self.owner = None
+            owner._lost(self.reply, self.fds)
+
+    def __del__(self) -> None:
+        if getattr(self, "owner", None) is not None:
+            self.give_back()
+
+
+class RpcConnection:
+    """A connection to a keeper, without words of its own: :class:`~vram.keeper.client.KeeperClient` has those.
+
+    Attributes
+    ----------
+    lends : str
+        Which lender that is, empty for a keeper: what a lender has may be memory that lives only as long as it does.
+    grace : float
+        Seconds within which it has to answer what it need not wait for.
+    lost_message : str
+        What is said once the other side is gone; ``{path}`` is where it was.
+    """
+
+    lends = ""
+    grace = GRACE
+
+    lost_message = (
+        "the keeper at {path} is gone; what is mapped stays, its leases are over. Start one with "
+        "`vram keep --socket {path}` and publish again"
+    )
+
+    def __init__(self, channel: Channel, path: str, label: str, server_pid: int) -> None:
+        self.path = path
+        self.label = label
+        self.server_pid = server_pid
+        self._channel = channel
+        self._pid = os.getpid()
+        self._calls = itertools.count(1)
+        self._sending = threading.Lock()
+        self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
+        self._reading = threading.Lock()  # had by who reads for all; only ever tried
+        self._come: list[tuple[bytes, list[int], DescriptorsLostError | None] | Answer] = []  # one, not delivered yet
+        self._expected: dict[int, deque[Answer]] = {}  # a tray for each call that waits
+        self._inside: set[int] = set()  # threads in the middle of a call, perhaps
+        self._failure: VramError | None = None
+        self._given_back: deque[int] = deque()  # leases; claims are below zero
+        self._leases: dict[int, tuple[str, int]] = {}
+        self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
+
+    @classmethod
+    def connect(
+        cls,
+        path: str | None = None,
+        *,
+        timeout: float = CONNECT_SECONDS,
+        label: str = "",
+        like: RpcConnection | None = None,
+    ) -> Self:
+        """Connect to a keeper.
+
+        Parameters
+        ----------
+        path : str or None
+            Its socket; None is the default path of this user (:func:`~vram.keeper.paths.default_path`).
+        timeout : float
+            Seconds for all of it.
+        label : str
+            What this process calls itself, shown to whoever asks who holds what. Not verified.
+        like : RpcConnection, optional
+            Another connection to the same: what came to the path meanwhile is not taken for it.
+
+        Raises
+        ------
+        PeerGoneError
+            If no keeper is there, or one that knows nothing of what was said over `like`.
+        AccessDeniedError
+            If the path does not let this user in, or a user listens there who is not to be trusted.
+        ProtocolError
+            If what listens there is no keeper.
+        UnsupportedError
+            If the keeper speaks no protocol version that this library speaks.
+        WaitTimeoutError
+            If it did not answer in time.
+        """
+        deadline = time.monotonic() + timeout
+        found, chosen = find_path(path)
+        channel = open_channel(found, chosen, timeout)
+        try:
+            welcome = greet(channel, found, label, deadline - time.monotonic())
+            if like is not None and like.lends != welcome.lends:
+                raise PeerGoneError(like.lost_message.format(path=found))
+        except BaseException:
+            channel.close()
+            raise
+        made = cls(channel, found, label, welcome.pid)
+        if welcome.lends:
+            made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
+        return made
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this is the process that connected and, as far as is known, the keeper is still there."""
+        if self._pid != os.getpid() or self._failure is not None:
+            return False
+        try:
+            return not self._channel.is_hung_up()
+        except ClosedError:
+            return False
+
+    def close(self) -> None:
+        """End the connection; the keeper takes all its leases back. Idempotent."""
+        if self._pid != os.getpid():  # the parent's; its locks may be held by threads that are not here
+            return
+        if self._failure is None:
+            self._failure = PeerGoneError(f"the connection to the keeper at {self.path} was closed here")
+        self._wake_waiters()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path}, {'open' if self.is_usable else 'closed'}>"
+
+    # -- giving back ------------------------------------------------------------------------------------------------
+    def release_later(self, lease_id: int) -> None:
+        """Give a lease back without waiting; with the next call at the latest. Safe in a finalizer; never raises."""
+        self._leases.pop(lease_id, None)
+        self._given_back.append(lease_id)
+        self._flush()
+
+    def abandon_later(self, claim: int) -> None:
+        """The same with a claim on a name."""
+        self._given_back.append(-claim)
+        self._flush()
+
+    # -- asking -----------------------------------------------------------------------------------------------------
+    def _ask(self, request: m.Request, call: int, fds: Sequence[int] = ()) -> m.Reply:
+        """Send a request whose answer carries no descriptors and return the answer."""
+        answer = self._converse(request, call, fds, self.grace)
+        reply = cast("m.Reply", answer.reply)
+        if answer.fds:
+            answer.give_back()
+            raise self._protocol_error(reply)
+        return reply
+
+    def _converse(self, request: m.Request, call: int, fds: Sequence[int], timeout: float | None) -> Answer:
+        """Send a request and wait for the answer with its number; an answer that is an error is raised."""
+        if self._pid != os.getpid():
+            self._channel.fileno()  # raises ForkedError, before any lock that a lost thread may hold
+        me = threading.get_ident()
+        if me in self._inside:
+            self._refuse_inside()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        tray: deque[Answer] = deque()
+        try:
+            self._inside.add(me)
+            self._expected[call] = tray
+            self._send(m.encode(request), fds)
+            answer = self._wait(call, tray, deadline)
+        except BaseException as error:
+            # Interrupted, or too late: the answer may still come, and must not be taken for nobody's lease.
+            self._expected.pop(call, None)
+            arrived = _take(tray)
+            if arrived is not None:
+                arrived.give_back()
+            elif not isinstance(error, (PeerGoneError, ClosedError)) and not isinstance(request, m.Cancel):
+                self._take_back(call, me, isinstance(error, VramError))
+            raise
+        finally:
+            self._inside.discard(me)
+        if isinstance(answer.reply, m.Error):
+            close_fds(answer.fds)
+            raise raised(answer.reply)
+        if answer.lost is not None:
+            answer.give_back()
+            raise DriverError(
+                f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
+            )
+        return answer
+
+    def _take_back(self, call: int, me: int, is_late: bool) -> None:
+        """Tell the keeper that nobody waits for the answer to a call any more.
+
+        After an interrupt it is waited for a moment: the answer that was on its way is here once this one's is, and has
+        given back what it grants. A keeper that is late already is only told.
+        """
+        if is_late:
+            self._say_unheard(m.Cancel(0, call))
+            return
+        self._inside.discard(me)
+        number = next(self._calls)
+        with contextlib.suppress(VramError, OSError):
+            self._converse(m.Cancel(number, call), number, (), _TAKE_BACK)
+
+    def _refuse_inside(self) -> None:
+        """Refuse a call from a signal handler that interrupted a call of the same thread."""
+        # An interrupt at the wrong moment may have left us in there: the stack has the truth.
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is RpcConnection._converse.__code__ and frame.f_locals.get("self") is self:
+                raise BusyError(
+                    f"this thread is in the middle of a call to the keeper at {self.path}, which a signal handler or "
+                    f"finalizer interrupted: do it after that call, or in another thread"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def _send(self, payload: bytes, fds: Sequence[int]) -> None:
+        if self._failure is not None:
+            raise self._failure_again()
+        try:
+            with self._sending:
+                if self._given_back:
+                    self._give_back(GRACE)
+                self._channel.send(payload, fds, timeout=GRACE)
+        except (PeerGoneError, ClosedError):
+            raise self._fail() from None
+        finally:
+            if self._given_back:  # a finalizer in this very block found the lock taken
+                self._flush()
+
+    def _wait(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
+        held: list[bool] = []
+        try:
+            while True:
+                if not held:  # take the lock and remember it in one call, as in _flush
+                    held.extend(filter(None, map(self._reading.acquire, (False,))))
+                bell = None if held else self._hang_up_a_bell()  # before the look: what comes in between rings it
+                if tray:
+                    del self._expected[call]  # first, or the reader would put a second answer into it
+                    return tray.popleft()
+                if self._failure is not None:
+                    raise self._failure_again()
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise self._timed_out()
+                if bell is None:
+                    self._read_one(left)
+                    continue
+                if self._reading.locked():
+                    bell.acquire(timeout=_NAP if left is None else min(left, _NAP))
+                with contextlib.suppress(ValueError):
+                    self._bells.remove(bell)  # nobody rang
+        finally:
+            if held:
+                try:
+                    self._reading.release()
+                finally:
+                    if self._bells:
+                        self._wake_waiters()
+
+    def _hang_up_a_bell(self) -> threading.Lock:
+        bell = threading.Lock()
+        bell.acquire()
+        self._bells.append(bell)
+        return bell
+
+    def _wake_waiters(self) -> None:
+        """Wake everybody who waits, to look again."""
+        while self._bells:
+            try:
+                self._bells.popleft().release()
+            except IndexError:  # another thread was quicker
+                return
+
+    def _read_one(self, timeout: float | None) -> None:
+        """Read one message and give it to whom it is for. Called with the lock for reading."""
+        if not self._come:
+            lost: DescriptorsLostError | None = None
+            try:
+                payload, fds = self._channel.take(timeout=timeout)
+            except WaitTimeoutError:
+                raise self._timed_out() from None
+            except ClosedError:
+                raise self._fail() from None
+            except DescriptorsLostError as error:  # a matter of one call, not of the connection
+                payload, fds, lost = error.payload, [], error
+            except PeerGoneError as error:
+                raise self._fail(error) from None
+            except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
+                self._unreadable(error)
+                return
+            self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
+        try:
+            self._sort()
+        except BaseException:
+            if self._come:  # an interrupt: whoever the message is for may wait for it for ever
+                self._sort()
+            raise
+
+    def _sort(self) -> None:
+        """Deliver what was taken off the socket. After an interrupt it is called again, and finds the same answer."""
+        answer = self._come[0]
+        if not isinstance(answer, Answer):
+            made = Answer(answer[0], answer[1], answer[2])
+            self._come[0] = answer = made
+            answer.owner = self
+        if answer.reply is None:
+            try:
+                answer.reply = m.decode_reply(answer.payload)
+            except ProtocolError as error:
+                del self._come[0]
+                self._unreadable(error)
+                return
+        if not answer.fds and not isinstance(answer.reply, (m.Attached, m.Claimed)):
+            answer.owner = None  # it grants nothing
+        try:
+            self._deliver(answer)
+        except VramError:  # no interrupt: it is what the message says
+            self._come.clear()
+            raise
+        del self._come[0]
+
+    def _unreadable(self, error: ProtocolError) -> None:
+        """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
+
+        The connection goes on: with it would go every lease of this process, for one number in one reply.
+        """
+        whose, lease = getattr(error, "call", None), getattr(error, "lease", 0)
+        if lease:
+            self.release_later(lease)
+        for number in list(self._expected) if whose is None else [whose]:
+            if number in self._expected:
+                failed = Answer(b"", [], None)
+                failed.reply = m.Error(number, ProtocolError.__name__, str(error)[:4000])
+                self._deliver(failed)
+
+    def _deliver(self, answer: Answer) -> None:
+        reply = answer.reply
+        number = getattr(reply, "call", 0)  # a greeting has none
+        whose = self._expected.get(number)
+        if whose is not None:
+            whose += (answer,)
+            if self._bells:
+                self._wake_waiters()
+            # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
+            if self._expected.get(number) is not whose:
+                left = _take(whose)
+                if left is not None:
+                    left.give_back()
+            return
+        if number == 0 and isinstance(reply, m.Error):
+            close_fds(answer.fds)
+            if len(reply.details) == 2 and reply.details[1].isdecimal():
+                self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
+            raise self._fail(raised(reply), said=True)
+        answer.give_back()
+
+    def _lost(self, reply: object, fds: list[int]) -> None:
+        """An answer that nobody waits for: give back what it grants. Finalizers come here."""
+        try:
+            if isinstance(reply, m.Attached):
+                self.release_later(reply.lease)
+            elif isinstance(reply, m.Claimed):
+                self.abandon_later(reply.claim)
+        finally:
+            close_fds(fds)
+
+    def _say_unheard(self, request: m.Request) -> None:
+        """Send what needs no answer, if that is possible at all."""
+        with contextlib.suppress(VramError, OSError):
+            with self._sending:
+                self._channel.send(m.encode(request), timeout=1.0)
+        self._flush()
+
+    def _give_back(self, timeout: float) -> None:
+        """Send what finalizers queued, as much as one message holds. Called with the lock for sending."""
+        queue = self._given_back
+        # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
+        some = [queue[at] for at in range(min(len(queue), 4096))]
+        while some:
+            claims = [at for at, number in enumerate(some) if number < 0]
+            leases = some[: claims[0]] if claims else some[:]
+            request = m.Release(0, leases) if leases else m.Abandon(0, -some[0])
+            self._channel.send(m.encode(request), timeout=timeout)
+            for _ in leases or some[:1]:
+                queue.popleft()
+            del some[: len(leases) or 1]
+
+    def _flush(self) -> None:
+        """Send what finalizers queued, unless somebody is sending: they look at the queue again. Never waits."""
+        while self._given_back and self._failure is None and self._pid == os.getpid():
+            held: list[bool] = []
+            try:
+                # Take the lock and remember it in one call: an interrupt comes between calls, and the lock would stay.
+                held.extend(filter(None, map(self._sending.acquire, (False,))))
+                if not held:
+                    return
+                self._give_back(0)
+            except (VramError, OSError):
+                return  # no room now
+            finally:
+                if held:
+                    self._sending.release()
+
+    # -- inside: failing ------------------------------------------------------------------------------------------
+    def _fail(self, error: VramError | None = None, *, said: bool = False) -> VramError:
+        """The connection is of no use any more; say so to everybody, in the other side's words if it `said` why."""
+        gone = error is None or (isinstance(error, PeerGoneError) and not said)
+        if self._failure is None and gone:
+            self._hear_goodbye()
+        if self._failure is None:
+            self._failure = PeerGoneError(self.lost_message.format(path=self.path)) if error is None or gone else error
+        self._wake_waiters()
+        self._channel.close()
+        return self._failure_again()
+
+    def _hear_goodbye(self) -> None:
+        """Read what came before the other side hung up: it may have said why. Never waits."""
+        held: list[bool] = []
+        if self._pid != os.getpid():
+            return
+        try:
+            held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
+            with contextlib.suppress(VramError):
+                while held and self._failure is None:
+                    self._read_one(0)
+        finally:
+            if held:
+                self._reading.release()
+
+    def _failure_again(self) -> VramError:
+        failure = self._failure or PeerGoneError("no failure")
+        try:
+            return type(failure)(*failure.args)
+        except TypeError:  # an exception of more arguments than its message
+            return PeerGoneError(str(failure))
+
+    def _timed_out(self) -> WaitTimeoutError:
+        return WaitTimeoutError(f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time")
+
+    def _protocol_error(self, reply: object) -> VramError:
+        return self._fail(ProtocolError(f"the keeper at {self.path} answered {type(reply).__name__} out of turn"))
+
+    def _expect(self, kind: type[_R], reply: object) -> _R:
+        if type(reply) is not kind:
+            raise self._protocol_error(reply)
+        return reply
+
+
+def _take(tray: deque[Answer]) -> Answer | None:
+    """Take what is in a tray: of two who try, one gets it."""
+    try:
+        return tray.popleft()
+    except IndexError:
+        return None
+
+
+def open_channel(path: str, chosen: bool, timeout: float, *, through: str | None = None) -> Channel:
+    """Connect to whoever listens at `path`, and make sure that they are to be trusted.
+
+    Parameters
+    ----------
+    through : str, optional
+        Another path to the socket that was found there, such as one of a descriptor of it.
+    """
+    if not chosen:
+        check_directory(os.path.dirname(path))
+    try:
+        channel = Channel.connect(through or path, timeout)
+    except PeerGoneError as error:
+        raise PeerGoneError(f"no keeper: {error}; start one with `vram keep --socket {path}`") from None
+    try:
+        check_server(path, chosen, channel.peer())
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def own_host() -> str:
+    """Return what this process's host is called: in a container its own name, unless it was given another's."""
+    return clip_host(os.uname().nodename)
+
+
+def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
+    """Say hello and return what the keeper answers; see :meth:`RpcConnection.connect` for the errors."""
+    with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
+    try:
+        payload, fds = channel.take(timeout=max(0.01, timeout))
+        close_fds(fds)
+        reply = m.decode_reply(payload)
+    except WaitTimeoutError:
+        raise WaitTimeoutError(f"what listens at {path} did not answer: a keeper that hangs, or no keeper") from None
+    except PeerGoneError:
+        raise PeerGoneError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None
+    except ProtocolError as error:
+        raise ProtocolError(f"what listens at {path} is no keeper ({error})") from None
+    if isinstance(reply, m.Error):
+        raise raised(reply)
+    if not isinstance(reply, m.Welcome):
+        raise ProtocolError(f"what listens at {path} is no keeper: it answered {type(reply).__name__}")
+    return reply

@@ -1,0 +1,198 @@
+"""From a region to a descriptor and its file descriptors, and back to a region in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import driver as drivers
+from ..driver import visible
+from ..driver.protocol import Driver
+from ..errors import AccessDeniedError, BusyError, ProtocolError, UnsupportedError, UsageError
+from ..lifetime import Handle
+from ..memory import PhysicalAllocation, Received, Region
+from ..open_files import is_read_only
+from ..spec import HOST, Access, HandleKind, Location
+from .descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
+
+__all__ = [
+    "ACCESS",
+    "describe",
+    "describe_allocations",
+    "describe_held",
+    "device_name",
+    "extend_memory",
+    "location_of",
+    "map_memory",
+]
+
+_POSIX_FD = int(HandleKind.POSIX_FD)
+ACCESS = {"r": Access.READ, "rw": Access.READ_WRITE, "cow": Access.READ_WRITE}
+
+
+def device_name(location: Location) -> str:
+    """Return what a device is called on the wire: ``"host"`` or its UUID, never an ordinal (S1)."""
+    if location == HOST:
+        return "host"
+    try:
+        return drivers.get(location).device_info(location).uuid
+    except UsageError:
+        raise UnsupportedError(
+            f"sharing memory on {location}", "memory of a GPU, or of the host driver",
+            "memory of the host that NVIDIA's driver made", 'Use device="host" for what is shared',
+        ) from None  # fmt: skip
+
+
+def describe(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, list[int]]:
+    """Describe the bytes from `start` to `stop` of a region.
+
+    Returns
+    -------
+    descriptor : MemoryDescriptor
+        The allocations that cover the span, whole, and where in them the span lies.
+    fds : list of int
+        One for each allocation, lent by it.
+
+    Raises
+    ------
+    UsageError
+        If the memory cannot leave this process, or has more segments than one descriptor may name.
+    """
+    descriptor, allocations = describe_held(region, start, stop)
+    return descriptor, [allocation.export() for allocation in allocations]
+
+
+def describe_held(region: Region, start: int, stop: int) -> tuple[MemoryDescriptor, tuple[PhysicalAllocation, ...]]:
+    """Describe the bytes from `start` to `stop` of a region, and return its allocations, each with a claim of its own.
+
+    See :func:`describe`; the descriptors are theirs to lend.
+    """
+    allocations, offset = region.segments(start, stop)
+    return describe_allocations(region, allocations, offset, stop - start), allocations
+
+
+def describe_allocations(
+    region: Region, allocations: Sequence[PhysicalAllocation], offset: int, nbytes: int
+) -> MemoryDescriptor:
+    """Describe `nbytes` bytes of a region that begin at an offset of the first of the allocations that hold them."""
+    if len(allocations) > MAX_SEGMENTS:
+        raise UsageError(
+            f"{len(allocations)} segments hold these {nbytes} bytes; at most {MAX_SEGMENTS} travel together. "
+            f"Create the array with a larger chunk="
+        )
+    segments = [SegmentEntry(one.nbytes, _POSIX_FD) for one in allocations]
+    return MemoryDescriptor(device_name(region.location), tuple(segments), offset, nbytes, region.capacity)
+
+
+def map_memory(
+    memory: MemoryDescriptor,
+    fds: Sequence[int],
+    *,
+    access: str,
+    depends: Sequence[Handle] = (),
+    follow: bool = False,
+    user: Location | None = None,
+    sealed: bool = False,
+) -> Region:
+    """Map memory that another process described.
+
+    Parameters
+    ----------
+    memory : MemoryDescriptor
+        Checked already.
+    fds : sequence of int
+        One for each segment; lent.
+    access : {"r", "rw", "cow"}
+        How to map it.
+    depends : sequence of Handle
+        What must outlive each mapping, such as a lease.
+    follow : bool
+        Set the owner's whole capacity aside, so that growth can be mapped behind the same address.
+    user : Location, optional
+        The GPU that will work on memory of a GPU; by default the one that it is on.
+    sealed : bool
+        Whether it was said that nobody can write to it. Of memory of the host the kernel is asked; memory of a GPU has
+        no seals.
+
+    Raises
+    ------
+    ProtocolError
+        If a descriptor is not what was stated, the numbers are such as no memory has, or somebody can write to what is
+        said to be read-only.
+    AccessDeniedError
+        For "rw" on what its owner sealed.
+    """
+    location = location_of(memory.device)
+    received = _received(memory.segments, fds)
+    driver = drivers.get(location)
+    try:
+        if sealed and location == HOST:
+            for one in received:
+                if not is_read_only(one.fd):
+                    _complete_seal(driver, one)
+        return Region.from_allocations(
+            driver,
+            received,
+            capacity=memory.capacity if follow else None,
+            access=ACCESS[access],
+            private=access == "cow",
+            depends=depends,
+            location=location,
+            users=() if user is None or location == HOST else (user,),
+            managed=True,
+        )
+    except UsageError as error:
+        raise _not_memory(error) from None
+
+
+def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
+    """Map what a followed memory has grown by, behind the same address. `fds` are lent."""
+    more = _received(segments, fds)
+    try:
+        region.extend(more, region.mapped + sum(one.nbytes for one in more))
+    except UsageError as error:
+        raise _not_memory(error) from None
+
+
+def _complete_seal(driver: Driver, one: Received) -> None:
+    """Seal memory that is said to be read-only, and is not quite.
+
+    Versions of vram before the one that asks for ``F_SEAL_WRITE`` made their own mappings read-only, and then set
+    ``F_SEAL_FUTURE_WRITE``. What they published is still served by a keeper that took it over, or was never updated.
+    With such memory the kernel grants the other seal, too, unless somebody kept a mapping that can write.
+    """
+    try:
+        with PhysicalAllocation.import_(driver, one.fd, one.nbytes) as memory:
+            memory.seal()
+    except (BusyError, AccessDeniedError) as error:
+        raise ProtocolError(
+            f"memory that is said to be read-only can still be written by others, its publisher for one: {error}"
+        ) from None
+
+
+def _received(segments: Sequence[SegmentEntry], fds: Sequence[int]) -> list[Received]:
+    """Put each segment together with its descriptor."""
+    if len(segments) != len(fds):
+        raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
+    for segment in segments:
+        if segment.kind != _POSIX_FD:
+            raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
+    return [Received(fd, segment.nbytes) for segment, fd in zip(segments, fds, strict=True)]
+
+
+def _not_memory(error: UsageError) -> ProtocolError:
+    """What would be a mistake of the caller's is one of the peer, who chose the numbers (S7)."""
+    return ProtocolError(f"memory that another process described cannot be mapped: {error}")
+
+
+def location_of(device: str) -> Location:
+    """The place that a peer named. An ordinal would be the peer's own, so it is refused (S1)."""
+    if device == "host":
+        return HOST
+    if device.startswith("GPU-"):
+        try:
+            named = Location.parse(f"cuda:{device}")
+        except UsageError:
+            pass
+        else:
+            return visible(named)
+    raise ProtocolError(f"memory on a device called {device[:64]!r}, which is neither host nor a UUID")
