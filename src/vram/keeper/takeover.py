@@ -63,6 +63,7 @@ from .accounts import Quotas
 from .connection import Connection, Held, Partial
 from .conversation import greet, open_channel
 from .failures import raised
+from .killed import was_killed
 from .listener import Listener, Permissions
 from .snapshot import Books, restore, save
 from .strangers import pass_rights
@@ -301,6 +302,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         who = channel.peer()
         if who.uid != os.geteuid():
             raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
+        if was_killed(who.pid):
+            return None
         greet(channel, server.path, "successor", PATIENCE)
         channel.send(m.encode(m.Takeover(1, goes_on=True)), timeout=PATIENCE)
         state, fds = _receive(channel)
