@@ -375,14 +375,19 @@ def test_a_socket_that_another_process_has_too_than_the_one_killed_is_left_alone
     """Who listened last is stuck, and who serves is not: it answers, as a keeper does whose successor was killed."""
     with short_directory() as place, unanswered_files() as files, socket.socket(socket.AF_UNIX, SEQPACKET) as sock:
         sock.bind(f"{place}/k")
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             sock.listen(16)
-            os.close(os.open(f"{files.place}/file", os.O_RDWR))
+            os.open(f"{files.place}/file", os.O_RDWR)
+            os.write(writer, b"r")
+            signal.pause()
             os._exit(1)
+        os.close(writer)
         serving = threading.Thread(target=hang_up_on_two, args=(sock,))
         try:
-            until(lambda: threads(child) == [(child, "S")])
+            with open(reader, "rb") as pipe:
+                assert pipe.read(1) == b"r"
             os.kill(child, signal.SIGKILL)
             until(lambda: was_killed(child))
             serving.start()
