@@ -15,6 +15,7 @@ import functools
 import grp
 import os
 import secrets
+import select
 import socket
 import stat
 import time
@@ -23,12 +24,14 @@ from collections.abc import Iterator
 from ..errors import AccessDeniedError, BusyError, NotFoundError, UsageError
 from ..lifetime import uninterrupted
 from ..sharing.channel import peer_credentials
+from .killed import was_killed
 
 __all__ = ["Listener", "Permissions", "clear_path", "group_id", "lock_directory"]
 
 _LAST_GROUP = 2**32 - 2  # the one after it means "leave it as it is" to chown(2)
 _START_WAIT = 5.0  # seconds to wait for another keeper of this user that is starting at the same path
 _TRIES = 16  # how often the path is looked at again when what was there has changed meanwhile
+_ANSWER = 2.0  # seconds for an answer of what listens, where the process that did was killed
 _LONGEST = 64  # bytes of a name that is bound to, behind /proc/self/fd/<number>/
 
 
@@ -364,7 +367,7 @@ def clear_path(path: str, directory: int) -> None:
 
 
 def _probe(path: str, through: str) -> None:
-    """Raise unless nobody listens on a socket."""
+    """Raise unless nobody listens on a socket, or only a process that was killed and does not go."""
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         probe.setblocking(False)
@@ -378,12 +381,25 @@ def _probe(path: str, through: str) -> None:
             raise UsageError(f"cannot tell who is at {path}: {error.strerror}; choose another path") from None
     else:
         who = peer_credentials(probe)
+        if was_killed(who.pid) and not _is_heard(probe):
+            return
         raise BusyError(
             f"pid {who.pid}, uid {who.uid} serves {path} already; use that, choose another path, or replace a "
             f"keeper with --takeover"
         )
     finally:
         probe.close()
+
+
+def _is_heard(probe: socket.socket) -> bool:
+    """Whether anybody answers, or hangs up: another process may have the socket of one that was killed, and serve."""
+    try:
+        probe.send(b"?")
+    except OSError:
+        return True
+    poll = select.poll()
+    poll.register(probe, select.POLLIN)
+    return bool(poll.poll(_ANSWER * 1000))
 
 
 def _inode(name: str, directory: int) -> tuple[int, int] | None:

@@ -154,7 +154,8 @@ class RpcConnection:
         Raises
         ------
         PeerGoneError
-            If no keeper is there, or one that knows nothing of what was said over `like`.
+            If no keeper is there, or one that knows nothing of what was said over `like`, or one that was killed and
+            is stuck in closing what it was sent.
         AccessDeniedError
             If the path does not let this user in, or a user listens there who is not to be trusted.
         ProtocolError
@@ -512,7 +513,15 @@ class RpcConnection:
             return PeerGoneError(str(failure))
 
     def _timed_out(self) -> WaitTimeoutError:
-        return WaitTimeoutError(f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time")
+        late = f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time"
+        from .killed import stuck_words, was_killed
+
+        with contextlib.suppress(ClosedError):
+            # Who listened when this connected: it may have been taken over since, so the connection is left as it is.
+            pid = self._channel.peer().pid
+            if was_killed(pid):
+                late += f"; {stuck_words(self.path, pid)}"
+        return WaitTimeoutError(late)
 
     def _protocol_error(self, reply: object) -> VramError:
         return self._fail(ProtocolError(f"the keeper at {self.path} answered {type(reply).__name__} out of turn"))
@@ -567,6 +576,11 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
         close_fds(fds)
         reply = m.decode_reply(payload)
     except WaitTimeoutError:
+        from .killed import stuck_words, was_killed
+
+        pid = channel.peer().pid
+        if was_killed(pid):
+            raise PeerGoneError(stuck_words(path, pid)) from None
         raise WaitTimeoutError(f"what listens at {path} did not answer: a keeper that hangs, or no keeper") from None
     except PeerGoneError:
         raise PeerGoneError(f"what listens at {path} hung up: a keeper that stops, or no keeper") from None

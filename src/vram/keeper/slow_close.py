@@ -59,7 +59,8 @@ class SlowCloser:
 
     Notes
     -----
-    The threads are daemons, at most 64: the process ends whatever they are stuck in.
+    The threads are daemons, at most 64. The process cannot end while one of them is stuck in the kernel, not even
+    killed: what it has open stays so until then (:mod:`vram.keeper.killed`).
     """
 
     def __init__(self, room: int, message: int, own: int, on_room: Callable[[], None]) -> None:

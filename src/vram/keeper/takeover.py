@@ -63,6 +63,7 @@ from .accounts import Quotas
 from .bind import Listener, Permissions
 from .connection import Connection, Held, Partial
 from .failures import raised
+from .killed import was_killed
 from .rpc_connection import greet, open_channel
 from .slow_close import pass_rights
 from .snapshot import Books, restore, save
@@ -301,6 +302,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         who = channel.peer()
         if who.uid != os.geteuid():
             raise AccessDeniedError(f"the keeper at {server.path} is of uid {who.uid}, not of uid {os.geteuid()}")
+        if was_killed(who.pid):
+            return None
         greet(channel, server.path, "successor", PATIENCE)
         channel.send(m.encode(m.Takeover(1, goes_on=True)), timeout=PATIENCE)
         state, fds = _receive(channel)
