@@ -20,7 +20,7 @@ pytestmark = [needs_root, needs_fuse]
 
 
 @pytest.mark.xfail(
-    reason="docs/security.md, What nobody prevents: F_ADD_SEALS waits for the inode's lock, which whoever may write holds",
+    reason="docs/security.md, What nobody prevents: F_ADD_SEALS waits for the inode's lock, which a writer may hold",
     raises=AssertionError,
     strict=True,
 )

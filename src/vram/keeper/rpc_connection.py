@@ -308,6 +308,8 @@ class RpcConnection:
     def _wait(self, call: int, tray: deque[Answer], deadline: float | None) -> Answer:
         held: list[bool] = []
         try:
+            # Not the loop first: an interrupt at its end counts, in Python 3.11, as one before its beginning.
+            left = deadline
             while True:
                 if not held:  # take the lock and remember it in one call, as in _flush
                     held.extend(filter(None, map(self._reading.acquire, (False,))))
