@@ -33,9 +33,11 @@ import itertools
 import os
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -64,6 +66,8 @@ _T = TypeVar("_T")
 
 _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
+_guards: dict[int, _Guard] = {}  # by serial number, of every claim
+_lost: deque[_Guard] = deque()  # of claims that went, and that nobody has released
 _live: dict[int, Handle] = {}
 _stuck: list[Handle] = []
 _serials = itertools.count(1)
@@ -73,6 +77,7 @@ _local = threading.local()
 
 _OPEN, _CLOSING, _OWED, _CLOSED, _STUCK = range(5)  # owed: an interrupt came while it was closing
 _INTERRUPTS = 8  # that an undo may meet, one after the other, before it is given up as failed
+_claimed = attrgetter("claimed")
 _RELEASED, _COLLECTED = 0, -1  # in place of a claim's serial number, which is positive
 
 
@@ -150,6 +155,8 @@ class Handle:
                 # Two steps that no interrupt divides: there is somebody who gives it up.
                 self._claims[serial] = (holder, tag)
                 claim._serial = serial
+                _guards[serial] = guard = _Guard(claim, _lost.append)
+                guard.claimed = (self, serial)
         finally:
             if _released:
                 _settle()
@@ -184,6 +191,7 @@ class Handle:
                     other._claims[serial] = (self, None)
                     self._depends[serial] = other
                     claim._serial = _RELEASED
+                    _guards.pop(serial, None)
         finally:
             if _released:
                 _settle()
@@ -245,6 +253,18 @@ class Handle:
                     raise interrupt[0]
                 finally:
                     interrupt.clear()  # they hold this frame
+
+
+class _Guard(weakref.ref["Claim"]):
+    """Sees a claim go whose finalizer an interrupt kept from running (I12).
+
+    An interrupt can come where a finalizer begins, and Python drops the rest of it. What this calls is C, where none
+    comes. The claim is released with whatever is released next.
+    """
+
+    __slots__ = ("claimed",)
+
+    claimed: tuple[Handle, int]
 
 
 class Claim:
@@ -352,6 +372,8 @@ def own(
     handle._generation, handle._state, handle._id = _generation, _OPEN, serial
     claim.handle, claim._serial = handle, serial
     try:
+        _guards[serial] = guard = _Guard(claim, _lost.append)
+        guard.claimed = (handle, serial)
         if depends:
             with _lock:  # Handle.depend for each, under one lock
                 for other in depends:
@@ -365,6 +387,7 @@ def own(
     except BaseException:
         handle._undo = None
         handle._state = _CLOSED
+        _guards.pop(serial, None)
         _released.extend((other, s) for s, other in reversed(handle._depends.items()))
         _settle()
         raise
@@ -619,6 +642,10 @@ def close_all(fds: list[int]) -> None:
 
 def _settle() -> None:
     """Work off the queue of released claims. Never waits: whoever holds the lock will look at the queue again."""
+    while _lost:
+        with contextlib.suppress(IndexError):  # another thread was quicker
+            # From one queue to the other in one step.
+            _released.extend(map(_claimed, itertools.starmap(_lost.popleft, ((),))))
     while _released and not _lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
         due: Handle | None = None
         try:
@@ -630,6 +657,7 @@ def _settle() -> None:
                 while _released and due is None:
                     handle, serial = _released[0]
                     handle._claims.pop(serial, None)
+                    _guards.pop(serial, None)
                     if not handle._claims and handle._state in (_OPEN, _OWED):
                         handle._state = _CLOSING
                         due = handle
@@ -680,6 +708,8 @@ def _after_fork_in_child() -> None:
     _generation += 1
     _lock = threading.RLock()
     _released.clear()
+    _guards.clear()
+    _lost.clear()
     _live.clear()
     _stuck.clear()
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.interrupts import interrupt_finalizers, room
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
@@ -831,3 +832,20 @@ def test_i9_stays_open_for_what_depends_on_it(log):
     assert is_open(fd)
     user.close()
     assert not is_open(fd)
+
+
+@pytest.mark.parametrize("kept", ["own", "claim"])
+def test_a_claim_whose_finalizer_an_interrupt_kept_from_running_is_released_with_the_next_i12(kept: str) -> None:
+    """An interrupt where a finalizer begins: Python prints it, and drops the finalizer."""
+    undone: list[str] = []
+    first = own("it", lambda: undone.append("it"))
+    held = [first]
+    if kept == "claim":
+        held = [first.handle.claim("another")]
+        first.release()
+    del first
+    assert interrupt_finalizers(1, held.clear, room("lifetime.py"))
+    assert undone == []
+    own("something else", None).release()
+    assert undone == ["it"]
+    assert not lifetime._guards.keys() - {serial for each in lifetime._live.values() for serial in each._claims}
