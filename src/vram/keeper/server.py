@@ -133,9 +133,9 @@ class KeeperServer:
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.lingering: dict[Connection, None] = {}  # closed, with descriptors in flight that may still be read
         self.by_user: dict[int, int] = {}  # connections, until their sockets are closed
-        self.connected = 0  # all of them
         # By user, who sent descriptors before others of the same user were closed.
         self.aside: dict[int, dict[Connection, None]] = {}
+        self._resuming: set[int] = set()  # users of those, whose turn to go on has been asked for
         self._refused = 0  # sockets of connections that were refused, until they are closed
         self.paused = False
         self.closing = False
@@ -312,7 +312,7 @@ class KeeperServer:
 
     def _greet(self, sock: socket.socket, credentials: Credentials) -> None:
         sock.setblocking(False)
-        total, most = self.connected, self.max_connections
+        total, most = sum(self.by_user.values()), self.max_connections
         own = credentials.uid == self.catalogue.accounts.keeper_uid
         if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
             self._refuse(
@@ -334,7 +334,6 @@ class KeeperServer:
         """Count a connection, until its socket is closed."""
         uid = connection.credentials.uid
         self.by_user[uid] = self.by_user.get(uid, 0) + 1
-        self.connected += 1
 
     def _refuse_without_descriptors(self) -> None:
         """At the limit, accept with the one descriptor kept for it: to be told is better than to hang."""
@@ -398,7 +397,6 @@ class KeeperServer:
     def _left(self, connection: Connection) -> None:
         """From now on its user has one connection less."""
         uid = connection.credentials.uid
-        self.connected -= 1
         self.by_user[uid] -= 1
         if not self.by_user[uid]:
             del self.by_user[uid]
@@ -432,18 +430,23 @@ class KeeperServer:
     def _resume_aside(self) -> None:
         if self.paused or not self.aside:
             return
-        closer = self.slow_closer
-        closer.is_awaited = True
-        for uid in list(self.aside):
-            if not closer.takes(uid):
-                continue
-            with self.turns.charged(uid):
-                waiting = self.aside[uid]
-                for connection in list(islice(waiting, _RESUMED)):
-                    self.no_longer_aside(connection)
-                    connection.unpark(self.now())
-            if waiting:
-                self.turns.later(uid, self._resume_aside)
+        self.slow_closer.is_awaited = True  # before the question
+        for uid in self.aside.keys() - self._resuming:
+            self._resume_later(uid)
+
+    def _resume_later(self, uid: int) -> None:
+        """Read again from some of a user's connections, when it is that user's turn, as long as there is room."""
+        if self.slow_closer.takes(uid):
+            self._resuming.add(uid)
+            self.turns.later(uid, partial(self._resume_some, uid))
+
+    def _resume_some(self, uid: int) -> None:
+        self._resuming.discard(uid)
+        for connection in list(islice(self.aside.get(uid, ()), _RESUMED)):
+            self.no_longer_aside(connection)
+            connection.unpark(self.now())
+        if uid in self.aside:
+            self._resume_later(uid)
 
     # -- time -----------------------------------------------------------------------------------------------------
     def schedule(self) -> None:

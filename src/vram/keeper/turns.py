@@ -92,7 +92,7 @@ class Turns:
 
         Other users, and the next request of this one, get their turn before.
         """
-        now = time.thread_time() + self.selector.idle
+        now = self._now()
         self.fairness.spent(uid, 0.0, now, waited=True)
         self.fairness.wait(uid, _Work(uid, work))
         self._wake(now)
@@ -135,12 +135,15 @@ class Turns:
         """Whether to accept a connection now. If not, `work` is called when it is time."""
         if len(self._server.by_user) < 2:
             return True
-        now = time.thread_time() + self.selector.idle
+        now = self._now()
         if self.fairness.may(_ACCEPTING, now):
             return True
         self.fairness.wait(_ACCEPTING, _Work(_ACCEPTING, work))
         self._wake(now)
         return False
+
+    def _now(self) -> float:
+        return time.thread_time() + self.selector.idle
 
     def _wake(self, now: float) -> None:
         """Have the next turn taken when it is due."""
@@ -159,16 +162,13 @@ class Turns:
         self._timer_at = float("inf")
         if self._server.paused:  # a successor has everything
             return
-        begin = time.thread_time()
-        now = begin + self.selector.idle
+        now = self._now()
         due = self.fairness.next(now)
-        if due is not None:
-            uid = due.uid if isinstance(due, _Work) else due.credentials.uid
-            try:
-                if isinstance(due, _Work):
-                    due.run()
-                elif due.unpark(self._server.now()):
+        if isinstance(due, _Work):
+            with self.charged(due.uid):
+                due.run()
+        elif due is not None:
+            with self.charged(due.credentials.uid):
+                if due.unpark(self._server.now()):
                     due.read()
-            finally:
-                self.fairness.spent(uid, time.thread_time() - begin, now, waited=True)
         self._wake(now)
