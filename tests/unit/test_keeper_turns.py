@@ -259,15 +259,26 @@ def many_leases(first: KeeperServer, count: int) -> Session:
     return session
 
 
+def about_to_be_taken_over(
+    stack: contextlib.ExitStack, path: str
+) -> tuple[KeeperServer, KeeperServer, KeeperClient, Channel]:
+    """Return a keeper that serves, its successor, and two clients of the first."""
+    first, second = make(path, connections=20), make(path, connections=20)
+    stack.enter_context(serving(first))
+    return first, second, connect(stack, path), raw(stack, path)
+
+
+def publish_one(owner: KeeperClient, meta: dict[str, str] | None = None) -> None:
+    with memfds(1) as fds:
+        owner.publish("w", [Segment(4096)], fds, meta=meta or {})
+
+
 @pytest.mark.usefixtures("parted")
 def test_a_takeover_comes_between_the_parts_of_the_end_of_a_connection(path: str, successor_of: str) -> None:
     """Whoever held much does not keep the others waiting for a takeover, and nothing of it stays."""
     with contextlib.ExitStack() as stack:
-        first, second = make(path, connections=20), make(path, connections=20)
-        stack.enter_context(serving(first))
-        owner, reader = connect(stack, path), connect(stack, path)
-        with memfds(1) as fds:
-            owner.publish("w", [Segment(4096)], fds)
+        first, second, owner, _ = about_to_be_taken_over(stack, path)
+        publish_one(owner)
         session = many_leases(first, 20_000)
         gone = first.connections[session.id]
         first.loop.call_soon_threadsafe(gone.close)
@@ -279,17 +290,13 @@ def test_a_takeover_comes_between_the_parts_of_the_end_of_a_connection(path: str
         until(lambda: list(second.catalogue.sessions) != [session.id] and len(second.catalogue.sessions) == 1)
         owner.remove("w")
         assert owner.statistics().descriptors == 0
-        del reader
 
 
 @pytest.mark.usefixtures("parted")
 def test_a_takeover_comes_between_the_parts_of_a_release(path: str, successor_of: str) -> None:
     with contextlib.ExitStack() as stack:
-        first, second = make(path, connections=20), make(path, connections=20)
-        stack.enter_context(serving(first))
-        owner, reader = connect(stack, path), raw(stack, path)
-        with memfds(1) as fds:
-            owner.publish("w", [Segment(4096)], fds)
+        first, second, owner, reader = about_to_be_taken_over(stack, path)
+        publish_one(owner)
         session = many_leases(first, 4_000)
         say(reader, m.Release(7, list(session.leases)))
         until(lambda: len(first.catalogue.leases) < 4_000, what="the first part")
@@ -304,14 +311,11 @@ def test_a_takeover_comes_between_the_parts_of_a_release(path: str, successor_of
 @pytest.mark.usefixtures("parted")
 def test_a_takeover_comes_between_the_parts_of_a_publication_that_many_wait_for(path: str, successor_of: str) -> None:
     with contextlib.ExitStack() as stack:
-        first, second = make(path, connections=20), make(path, connections=20)
-        stack.enter_context(serving(first))
-        owner, reader = connect(stack, path), raw(stack, path)
+        first, second, owner, reader = about_to_be_taken_over(stack, path)
         for call in range(1, 1_001):
             say(reader, m.Attach(call, "w", expect={"is": "other"}, wait=None))
         until(lambda: first.catalogue.waiting == 1_000, what="those who wait")
-        with memfds(1) as fds:
-            owner.publish("w", [Segment(4096)], fds, meta={"is": "this"})
+        publish_one(owner, {"is": "this"})
         assert take_over(second)
         assert (second.catalogue.waiting > 300) == (successor_of == "this")
         stack.enter_context(serving(second))
