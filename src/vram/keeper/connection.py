@@ -28,7 +28,8 @@ __all__ = ["Connection", "Held", "Partial"]
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
 _EACH = 256  # bytes that any answer in a queue costs besides, about
-_DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
+# A plain int: the flags of the socket module are enums, and their | costs a microsecond in every message.
+_DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _SENT, _LOST = 0, -1
 # Seconds until descriptors that could not be put in flight are tried again: at first, and at most. It doubles, since
 # thousands of peers that do not read must not keep the loop busy.
