@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from ..driver.protocol import Driver, Sealing
+from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received, is_sealed, seal_memory
+from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
 from .chunks import Chunks
 from .pin import Pin, Span
 from .reservation import copy_on_write
@@ -125,7 +125,7 @@ class Region(Owned):
         """
         self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
         row = self._chunks.row
-        if not row or not isinstance(self.driver, Sealing):
+        if not row or not can_seal(cast("Any", self.driver)):
             return self._frozen
         if not self._imported and None in [chunk.known for chunk in row]:
             return False  # what was made here, and that nobody ever wanted to have, nobody can have sealed
@@ -607,7 +607,7 @@ class Region(Owned):
             using = self.handle.claim("freeze")  # another thread may close this object meanwhile
             try:
                 right = min(self._access, Access.READ)
-                if isinstance(self.driver, Sealing):
+                if can_seal(cast("Any", self.driver)):
                     for chunk in self._chunks.row:
                         seal_memory(chunk.memory)
                         self._frozen, self._access = True, right
