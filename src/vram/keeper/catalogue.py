@@ -796,8 +796,11 @@ class Catalogue:
             line.sort(key=lambda one: one.claims and one.session.uid in late)
         return deque(line)
 
-    def serve_on(self, name: str, now: float) -> list[Effect]:
-        """Serve the next of those who wait for a name; the last effect is to go on with them, if there are more."""
+    def serve_on(self, name: str, now: float, whose: dict[int, int] | None = None) -> list[Effect]:
+        """Serve the next of those who wait for a name; the last effect is to go on with them, if there are more.
+
+        Of each user, `whose` counts those who were looked at.
+        """
         among = self._rounds.get(name)
         effects: list[Effect] = []
         if among is None:
@@ -811,6 +814,8 @@ class Catalogue:
             if waiter.order not in line:
                 continue  # it has gone since
             among.effort += 1
+            if whose is not None:
+                whose[waiter.session.uid] = whose.get(waiter.session.uid, 0) + 1
             try:
                 result = self._try(waiter, now, among)
             except VramError as error:

@@ -165,7 +165,7 @@ class Service:
             if not isinstance(effect, (Serve, Releasing, Generator)):
                 self._due.append((effect, uid))
             elif effect not in self._parts:
-                # Who publishes is not to pay for those who wait for it, whoever they are.
+                # Who publishes is not to pay for those who wait for it, whoever they are: these do.
                 whose = NOBODY if isinstance(effect, Serve) else uid
                 self._parts[effect] = whose
                 if self.server.loop is not None:
@@ -183,7 +183,9 @@ class Service:
     def _decide(self, part: Part) -> Sequence[Effect | Part]:
         """Return what a part comes to; the last is how it goes on, if it does."""
         if isinstance(part, Serve):
-            return self.catalogue.serve_on(part.name, self.server.now())
+            whose: dict[int, int] = {}
+            with self.server.turns.shared(whose):
+                return self.catalogue.serve_on(part.name, self.server.now(), whose)
         if isinstance(part, Releasing):
             return self._release_some(part)
         decided = next(part, None)

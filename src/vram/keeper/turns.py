@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import selectors
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from .fairness import Fairness
@@ -32,11 +32,13 @@ class _Work:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Counts how long the loop had nothing to do."""
+    """Counts how long the loop had nothing to do, and when its turn began."""
 
     idle = 0.0  # seconds
+    began = 0.0  # of this thread's own time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.began = time.thread_time()
         begin = time.monotonic()
         try:
             return super().select(timeout)
@@ -55,6 +57,9 @@ class Turns:
     Time here is the keeper's own: when it works, and when it has nothing to do. While another process has the
     processor it stands still. On a busy machine a user would else have its share of what passes, and that may be all
     that the keeper gets; and who is interrupted in the middle of a request would pay for it.
+
+    What the loop does in order to come to a request is charged with it: that is as much as a short request itself, and
+    who makes the loop turn for every one of a thousand connections would else have twice its share.
     """
 
     def __init__(self, server: KeeperServer) -> None:
@@ -63,13 +68,14 @@ class Turns:
         self._server = server
         self._timer: asyncio.Handle | None = None
         self._timer_at = float("inf")
+        self._charged = 0.0  # until when this thread's time is charged to somebody
 
     def ready(self, connection: Connection) -> None:
         """There is something to read: answer it now, or when it is its turn."""
         if len(self._server.by_user) < 2:  # nobody to be fair to
             connection.read()
             return
-        uid, begin = connection.credentials.uid, time.thread_time()
+        uid, begin = connection.credentials.uid, self._begin()
         now = begin + self.selector.idle
         waits = not self.fairness.may(uid, now)
         try:
@@ -78,7 +84,7 @@ class Turns:
             else:
                 connection.read()
         finally:
-            self.fairness.spent(uid, time.thread_time() - begin, now, waited=waits)
+            self.fairness.spent(uid, self._since(begin), now, waited=waits)
         if waits:
             self.fairness.wait(uid, connection)
             self._wake(now)
@@ -100,11 +106,31 @@ class Turns:
     @contextlib.contextmanager
     def charged(self, uid: int) -> Iterator[None]:
         """Charge a block to a user whose request it goes back to."""
+        begin = self._begin()
+        try:
+            yield
+        finally:
+            self.fairness.spent(uid, self._since(begin), begin + self.selector.idle, waited=True)
+
+    @contextlib.contextmanager
+    def shared(self, users: Mapping[int, int]) -> Iterator[None]:
+        """Charge a block in nobody's turn to those it is done for as well.
+
+        Or who waits and has something done for all who wait, again and again, would have nobody's share besides its
+        own.
+
+        Parameters
+        ----------
+        users : mapping
+            Their parts of it, once it has ended.
+        """
         begin = time.thread_time()
         try:
             yield
         finally:
-            self.fairness.spent(uid, time.thread_time() - begin, begin + self.selector.idle, waited=True)
+            took, now = time.thread_time() - begin, begin + self.selector.idle
+            for uid, part in users.items():
+                self.fairness.spent(uid, took * part / sum(users.values()), now, waited=True)
 
     @contextlib.contextmanager
     def accepting(self, *, in_turn: bool) -> Iterator[Callable[[int], None]]:
@@ -119,16 +145,16 @@ class Turns:
             Whether this is what waited: then it is charged to that share already.
         """
         users: list[int] = []
-        begin = time.thread_time()
+        begin = self._begin()
         now = begin + self.selector.idle
         try:
             yield users.append
         finally:
-            spent = time.thread_time() - begin
+            spent = self._since(begin)
             for uid in users if len(self._server.by_user) > 1 else ():
-                may = self.fairness.may(uid, now)
-                self.fairness.spent(uid, spent, now, waited=not may)
-                if not may and not in_turn:
+                keeps_share = self.fairness.keeps_share(uid, now)  # not its pauses: who connects waits without a turn
+                self.fairness.spent(uid, spent, now, waited=not keeps_share)
+                if not keeps_share and not in_turn:
                     self.fairness.spent(_ACCEPTING, spent, now, waited=True)
 
     def may_accept(self, work: Callable[[], None]) -> bool:
@@ -141,6 +167,15 @@ class Turns:
         self.fairness.wait(_ACCEPTING, _Work(_ACCEPTING, work))
         self._wake(now)
         return False
+
+    def _begin(self) -> float:
+        """Return since when this thread has worked for what is charged next."""
+        return max(self._charged, self.selector.began)
+
+    def _since(self, begin: float) -> float:
+        """Return what this thread has worked since then, and begin anew."""
+        self._charged = time.thread_time()
+        return self._charged - begin
 
     def _now(self) -> float:
         return time.thread_time() + self.selector.idle
