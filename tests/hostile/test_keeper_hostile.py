@@ -104,8 +104,7 @@ def running(path: str, *options: str, launcher: Sequence[str] = ()) -> Iterator[
     process = KeeperProcess(path, options, launcher=launcher)
     try:
         yield process
-        assert process.stop() == 0
-        assert process.said() == ""
+        assert (process.stop(), process.said()) == (0, "")
     finally:
         process.kill()
 
