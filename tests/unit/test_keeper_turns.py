@@ -270,7 +270,7 @@ def about_to_be_taken_over(
 ) -> tuple[KeeperServer, KeeperServer, KeeperClient, Channel]:
     """Return a keeper that serves, its successor, and two clients of the first.
 
-    The first does two parts of what it is asked. Then it waits, or it might have done them all before its successor comes.
+    The first does two parts of what it is asked. Then it waits, or it might have done all before its successor comes.
     """
     first, second = make(path, connections=20), make(path, connections=20)
     first.turns.fairness = gate = Gate()
