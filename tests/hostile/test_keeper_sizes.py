@@ -16,7 +16,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,16 +125,15 @@ def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
     newest, _ = older.commit(older.begin(older.sessions[session.id], "c", nbytes=1, handles=1), "c", 0.0)
     newest.body = next(older.versions_of("c")).body
     older.attach(older.sessions[session.id], "c", 0.0)
-    server = SimpleNamespace(catalogue=older, pid=1, started=0.0, now=lambda: 1.0, connections=())
     said: list[m.Reply] = [
         listing.entries(older, m.List(1), 1.0),
         listing.versions(older, m.Versions(1, "c"), 1.0),
         listing.holders(older, m.Holders(1, "a", 1), 1.0),
         listing.leases(older, older.sessions[session.id], m.Leases(1), 1.0),
-        listing.statistics(server, m.Statistics(1)),  # type: ignore[arg-type]
+        listing.statistics(older, m.Statistics(1), pid=1, uptime=1.0, connections=0),
     ]
     heard: list[Any] = [m.decode_reply(m.encode(reply)) for reply in said]
-    assert [row.held for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
+    assert [row.held_bytes for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
     assert (heard[4].nbytes, heard[4].max_bytes) == (2**63 - 1, 2**63 - 1)
 
 

@@ -131,7 +131,7 @@ def test_s9_rows_of_an_older_keeper_are_read() -> None:
     assert isinstance(versions, m.VersionList)
     assert isinstance(holders, m.HolderList)
     assert (entry_info(listing.rows[0]).leases, entry_info(listing.rows[0]).held_bytes) == (0, 0)
-    assert versions.rows[0].revoked is None
+    assert versions.rows[0].is_revoked is None
     assert not version_info(versions.rows[0], ()).is_revoked
     assert holder_info(holders.rows[0]).pid is None
     assert (version_info(versions.rows[0], ()).publisher_host, holder_info(holders.rows[0]).host) == ("", "")

@@ -296,7 +296,7 @@ class KeeperClient(Queries):
             return True
         with contextlib.suppress(NotFoundError):
             for row in self.versions(name, version - 1):
-                return row.version == version and bool(row.revoked)
+                return row.version == version and bool(row.is_revoked)
         return False
 
     def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Subscription:
@@ -398,7 +398,9 @@ class KeeperClient(Queries):
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
-        asked = {row.version for row in self._left(name) if row.revoked is not False} if version is None else {version}
+        asked = (
+            {row.version for row in self._left(name) if row.is_revoked is not False} if version is None else {version}
+        )
         pause = _FIRST_LOOK
         while True:
             left = [row for row in self._left(name) if row.version in asked]
@@ -438,7 +440,7 @@ class KeeperClient(Queries):
     def _left(self, name: str) -> tuple[m.VersionRow, ...]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
         try:
-            return tuple(row for row in self.versions(name) if row.readers and not row.current)
+            return tuple(row for row in self.versions(name) if row.readers and not row.is_current)
         except NotFoundError:
             return ()
 

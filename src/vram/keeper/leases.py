@@ -83,15 +83,15 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
             raise ProtocolError(f"a lease came with memory on device {piece.device} of {len(entry.devices)}")
         segments.append(Segment(piece.size, piece.kind, entry.devices[piece.device]))
     return Attachment(
-        reply.lease,
-        entry.name,
-        entry.version,
-        entry.owner,
-        tuple(segments),
-        fds,
-        entry.manifest,
-        fds[0] if entry.manifest_fd else None,
-        entry.meta,
-        entry.writable,
-        answer,
+        lease_id=reply.lease,
+        name=entry.name,
+        version=entry.version,
+        owner=entry.owner,
+        segments=tuple(segments),
+        fds=fds,
+        manifest=entry.manifest,
+        manifest_fd=fds[0] if entry.manifest_fd else None,
+        meta=entry.meta,
+        writable=entry.writable,
+        answer=answer,
     )

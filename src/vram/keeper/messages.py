@@ -375,7 +375,7 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
 class EntryRow(Struct, frozen=True, array_like=True):
     """One name: its current version, and how many older ones are still held.
 
-    `leases` counts those on all its versions, and `held` the bytes of the versions that they are on, each once.
+    `leases` counts those on all its versions, and `held_bytes` is what the versions that they are on have, each once.
     `left_out` is how many bytes its meta has if that was left out.
     """
 
@@ -391,16 +391,16 @@ class EntryRow(Struct, frozen=True, array_like=True):
     ttl_left: float | None
     meta: Notes
     leases: Number = 0
-    held: Size = 0
+    held_bytes: Size = 0
     left_out: Size = 0
 
 
 class VersionRow(Struct, frozen=True, array_like=True):
-    """One version of a name; `age` in seconds. `revoked` is None from a keeper that does not say."""
+    """One version of a name; `age` in seconds. `is_revoked` is None from a keeper that does not say."""
 
     version: Number
     owner: Number
-    current: bool
+    is_current: bool
     writable: bool
     nbytes: Size
     sizes: Annotated[list[Size], Meta(max_length=1024)]
@@ -411,7 +411,7 @@ class VersionRow(Struct, frozen=True, array_like=True):
     publisher_pid: Number
     publisher_label: Label
     meta: Notes
-    revoked: bool | None = None
+    is_revoked: bool | None = None
     publisher_host: Label = ""
 
 
@@ -421,7 +421,7 @@ class HolderRow(Struct, frozen=True, array_like=True):
     `nbytes` is what its version has, which it shares with the other leases on it.
     """
 
-    lease: Number
+    lease_id: Number
     version: Number
     pid: Number
     uid: Number

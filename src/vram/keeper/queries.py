@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from ..errors import NotFoundError
 from ..lifetime import stuck
 from . import messages as m
@@ -57,31 +55,13 @@ class Queries(RpcConnection):
         NotFoundError
             If there is nothing under that name.
         """
-        from .reports import EntryInfo, version_info
+        from .reports import shown_entry, version_info
 
         check_name(name)
         versions = [
             version_info(row, tuple(self.holders_of(name, row)) if row.readers else ()) for row in self.versions(name)
         ]
-        held = [version for version in versions if version.holders]
-        current = next((version for version in versions if version.is_current), None)
-        shown = current or versions[-1]
-        return EntryInfo(
-            name,
-            0 if current is None else current.version,
-            shown.owner,
-            0 if current is None else current.nbytes,
-            len(shown.sizes),
-            shown.writable,
-            shown.readers,
-            len(versions) - (current is not None),
-            shown.age,
-            shown.ttl_left,
-            shown.meta,
-            tuple(versions),
-            leases=sum(len(version.holders) for version in held),
-            held_bytes=sum(version.nbytes for version in held),
-        )
+        return shown_entry(name, versions)
 
     def versions(self, name: str, after: int = 0) -> Iterator[m.VersionRow]:
         """Yield the versions of a name that are above `after`, as the keeper has them, oldest first.
@@ -114,7 +94,7 @@ class Queries(RpcConnection):
             for row in page.rows:
                 # The name and the bytes are what an older keeper does not say.
                 yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
-                after = row.lease
+                after = row.lease_id
             more = page.more and bool(page.rows)
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
@@ -139,14 +119,13 @@ class Queries(RpcConnection):
                 page = asking._expect(m.HolderList, asking._ask(m.Leases(call, prefix, after), call))
                 found += [holder_info(row) for row in page.rows]
                 more = page.more and bool(page.rows)
-                after = page.rows[-1].lease if page.rows else 0
+                after = page.rows[-1].lease_id if page.rows else 0
         return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
 
     def statistics(self) -> StatisticsInfo:
         """Return what the keeper holds, and how much this process could not take back."""
-        from .reports import StatisticsInfo
+        from .reports import statistics_info
 
         call = next(self._calls)
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
-        said = StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
-        return dataclasses.replace(said, stuck=len(stuck()))
+        return statistics_info(reply, len(stuck()))

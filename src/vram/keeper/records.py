@@ -1,4 +1,8 @@
-"""What the catalogue's books consist of, and what it tells its caller to do."""
+"""What the catalogue's books consist of, and what it tells its caller to do.
+
+Behind a record stands the row in which it moves to a keeper that takes over, see :mod:`.snapshot`: keepers of other
+versions read and write it, so a field goes at its end, with a default, and none ever leaves.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import VramError
 from .ordered import Ordered
@@ -25,13 +30,18 @@ __all__ = [
     "Name",
     "Notify",
     "Publication",
+    "PublicationRow",
     "Refused",
     "Round",
     "Serve",
     "Session",
+    "SessionRow",
     "Tally",
+    "TermRow",
     "Version",
+    "VersionRow",
     "Waiter",
+    "WaiterRow",
     "packed",
 ]
 
@@ -82,6 +92,16 @@ class Session:
         return describe_process(self.pid, self.uid, self.label, self.host)
 
 
+class SessionRow(Struct, array_like=True):
+    """A session, as it moves to a successor."""
+
+    id: int
+    uid: int
+    pid: int
+    label: str
+    host: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Version:
     """One version of a name. `handles` counts descriptors; `body` is carried, not read.
@@ -128,6 +148,31 @@ class Version:
         self.body = msgspec.Raw(body)
 
 
+class VersionRow(Struct, array_like=True):
+    """A version, as it moves; `token` is a number that the caller chose, `body` is encoded as readers get it."""
+
+    name: str
+    number: int
+    current: bool
+    owner: int
+    token: int
+    nbytes: int
+    handles: int
+    writable: bool
+    meta: dict[str, str]
+    body: bytes
+    published: float
+    expires: float | None
+    publisher_pid: int
+    publisher_label: str
+    withdrawn: bool
+    leases: list[tuple[int, int, str, float]]  # id, session, access, since
+    watchers: list[int]  # sessions
+    revoked: bool = False
+    publisher_host: str = ""
+    record: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """The right of one connection to use one version."""
@@ -167,6 +212,22 @@ class Publication:
         return _unpack(self.notes)
 
 
+class PublicationRow(Struct, array_like=True):
+    """A publication, as it moves."""
+
+    id: int
+    session: int
+    name: str
+    nbytes: int
+    handles: int
+    entries: int
+    writable: bool
+    meta: dict[str, str]
+    ttl: float | None
+    claim: int
+    record: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Claim:
     """The right and duty of one connection to publish a name that others wait for.
@@ -190,6 +251,16 @@ class Claim:
     until: float | None
     number: int
     run: dict[int, float]
+
+
+class TermRow(Struct, array_like=True):
+    """How long a claim lasts, and what was before it; those of an older keeper begin anew."""
+
+    claim: int
+    since: float
+    until: float | None
+    number: int
+    run: list[tuple[int, float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -221,6 +292,21 @@ class Waiter:
     def expect(self) -> dict[str, str] | None:
         """What the meta of a version has to say."""
         return None if self.expected is None else _unpack(self.expected)
+
+
+class WaiterRow(Struct, array_like=True):
+    """An attach that waits, as it moves."""
+
+    order: int
+    session: int
+    call: int
+    name: str
+    wants: int
+    access: str
+    expect: dict[str, str] | None
+    claims: bool
+    deadline: float | None
+    owner: int | None = None
 
 
 @dataclass(slots=True, eq=False)

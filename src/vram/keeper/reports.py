@@ -1,12 +1,15 @@
-"""What a keeper says of what it holds: plain values, independent of the wire."""
+"""What a keeper says of what it holds: plain values, independent of the wire.
+
+They have the fields of the rows in :mod:`.messages` by the same names, so that what a row has more comes by itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from . import messages as m
+from .fields import record_from
 from .rules import clip_host, clip_label, describe_process
 
 __all__ = [
@@ -18,6 +21,8 @@ __all__ = [
     "VersionInfo",
     "entry_info",
     "holder_info",
+    "shown_entry",
+    "statistics_info",
     "version_info",
 ]
 
@@ -180,43 +185,48 @@ class StatisticsInfo:
 
 def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:
     """Read a row of a page of versions."""
-    return VersionInfo(
-        row.version,
-        row.owner,
-        row.current,
-        row.writable,
-        row.nbytes,
-        tuple(row.sizes),
-        tuple(row.devices),
-        row.readers,
-        row.age,
-        row.ttl_left,
-        row.publisher_pid or None,
-        clip_label(row.publisher_label),
-        row.meta,
-        holders,
-        bool(row.revoked),
-        clip_host(row.publisher_host),
+    return record_from(
+        VersionInfo,
+        row,
+        sizes=tuple(row.sizes),
+        devices=tuple(row.devices),
+        publisher_pid=row.publisher_pid or None,
+        publisher_label=clip_label(row.publisher_label),
+        publisher_host=clip_host(row.publisher_host),
+        holders=holders,
+        is_revoked=bool(row.is_revoked),
     )
 
 
 def entry_info(row: m.EntryRow) -> EntryInfo:
     """Read a row of a listing."""
-    said = msgspec.structs.asdict(row)
-    return EntryInfo(held_bytes=said.pop("held"), **said)
+    return record_from(EntryInfo, row)
+
+
+def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:
+    """Return what there is under a name, which is at least one version: the current one, or else the newest."""
+    current = next((version for version in versions if version.is_current), None)
+    shown = current or versions[-1]
+    held = [version for version in versions if version.holders]
+    return record_from(
+        EntryInfo,
+        shown,
+        name=name,
+        version=0 if current is None else current.version,
+        nbytes=0 if current is None else current.nbytes,
+        segments=len(shown.sizes),
+        retired=len(versions) - (current is not None),
+        versions=tuple(versions),
+        leases=sum(len(version.holders) for version in held),
+        held_bytes=sum(version.nbytes for version in held),
+    )
 
 
 def holder_info(row: m.HolderRow) -> HolderInfo:
     """Read a row of a page of holders."""
-    return HolderInfo(
-        row.lease,
-        row.pid or None,
-        row.uid,
-        clip_label(row.label),
-        row.access,
-        row.age,
-        row.name,
-        row.version,
-        row.nbytes,
-        clip_host(row.host),
-    )
+    return record_from(HolderInfo, row, pid=row.pid or None, label=clip_label(row.label), host=clip_host(row.host))
+
+
+def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
+    """Read what a keeper says that it holds."""
+    return record_from(StatisticsInfo, reply, stuck=stuck)

@@ -19,6 +19,7 @@ from .admission import InadmissibleError, admit
 from .catalogue import PART
 from .connection import Connection, Held, Partial
 from .failures import failure
+from .fields import record_from
 from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Immediate, Lease, Notify, Refused, Serve, Session
 from .turns import NOBODY
 
@@ -356,21 +357,7 @@ class Service:
             held.drop()
             raise
         notes: Any = msgspec.Raw(version.notes)
-        version.settle(
-            m.encode(
-                m.Entry(
-                    version.name,
-                    version.number,
-                    version.owner,
-                    version.writable,
-                    request.segments,
-                    request.devices,
-                    request.manifest,
-                    request.manifest_fd,
-                    notes,
-                )
-            )
-        )
+        version.settle(m.encode(record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)))
         connection.send(m.encode(m.Published(call, version.number)))
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()
@@ -473,7 +460,15 @@ class Service:
         connection.send(m.encode(listing.leases(self.catalogue, session, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
-        connection.send(m.encode(listing.statistics(self.server, request)))
+        server = self.server
+        counts = listing.statistics(
+            self.catalogue,
+            request,
+            pid=server.pid,
+            uptime=server.now() - server.started,
+            connections=len(server.connections),
+        )
+        connection.send(m.encode(counts))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(
