@@ -18,7 +18,8 @@ from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 
-# Frozen: a keeper of last year hands over to one of today, and the other way round. It may grow at the ends of rows.
+# Frozen: a keeper of last year hands over to one of today, and the other way round. Where a row grows at its end, what
+# was written before stays here as well, to be read.
 GOLDEN = (
     "9c110482a17702a4676f6e65019192a772656d6f76656401929501cd03e90ba3616e6ea3626f789502cd03ea0ca3626f62a374756293dc00"
     "14a17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102c2a3"
@@ -73,6 +74,12 @@ def moved(books: Catalogue) -> tuple[bytes, Catalogue]:
 
 def test_s9_the_state_of_a_takeover_has_golden_bytes(books: Catalogue) -> None:
     assert moved(books)[0].hex() == GOLDEN
+
+
+def test_s9_the_state_of_an_older_keeper_is_read(books: Catalogue) -> None:
+    tokens = [version.token for version in books.all_versions()]
+    read = msgspec.msgpack.decode(bytes.fromhex(GOLDEN), type=Books)
+    assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
 
 
 def test_every_field_of_a_record_is_there_after_a_takeover(books: Catalogue) -> None:
