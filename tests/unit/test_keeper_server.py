@@ -27,7 +27,7 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import FORMAT, take_over
+from vram.keeper.takeover import FORMAT, hand_over, take_over
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
@@ -43,7 +43,7 @@ def path() -> Iterator[str]:
 
 def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6, kept_back: int = 0) -> KeeperServer:
     """Return a keeper that another user runs, as far as it knows, and that serves few connections."""
-    server = KeeperServer(path, raises_limit=False)
+    server = KeeperServer(path, raises_limit=False, hand_over=hand_over)
     server.catalogue.accounts.keeper_uid = uid
     server.max_connections = connections
     server.kept_back = kept_back

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from ..errors import CapacityError
+from ..errors import CapacityError, UnsupportedError
 from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
 from ..spec import format_size
 from . import messages as m
@@ -74,7 +74,10 @@ class KeeperServer:
     raises_limit : bool
         Whether to raise this process's limit of descriptors as far as it goes.
     directory_fd : int
-        Lent: a descriptor of the socket's directory that holds its lock.
+        Borrowed: a descriptor of the socket's directory that holds its lock.
+    hand_over : callable
+        Gives everything to a successor that asks for it, as :func:`.takeover.hand_over` does; without, nobody can take
+        over.
     """
 
     listener: Listener
@@ -93,12 +96,14 @@ class KeeperServer:
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
         directory_fd: int = -1,
+        hand_over: Callable[[KeeperServer, Connection, m.Takeover], None] | None = None,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
         self.gid = None if group is None else group_id(group)  # or UsageError, before anything is taken over
         self._directory_fd = directory_fd
+        self._hand_over = hand_over
         self.patience = patience
         self.pid = os.getpid()
         self.now = time.monotonic
@@ -121,7 +126,7 @@ class KeeperServer:
         handles = limit - self.max_connections - spare - slow
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
-        self.in_flight = InFlight(self, limit)
+        self.in_flight = InFlight(limit, is_own=self.is_own, now=self.now)
         self.catalogue = Catalogue(
             Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
             keeper_uid=os.geteuid(),
@@ -177,7 +182,7 @@ class KeeperServer:
         ready : callable
             Called once clients can connect.
         parent_fd : int
-            Lent; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
+            Borrowed; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
             wanted.
         signals : bool
             Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up; only in a process's
@@ -222,6 +227,10 @@ class KeeperServer:
             self.service.go_on(self.left_over)
         self.schedule()
 
+    def is_own(self, uid: int) -> bool:
+        """Whether this is the user who runs the keeper, whom the ceilings for each user do not bind."""
+        return uid == self.catalogue.accounts.keeper_uid
+
     @property
     def is_chosen(self) -> bool:
         """Whether somebody chose the path."""
@@ -259,10 +268,12 @@ class KeeperServer:
                 self.stop()
 
     def hand_over(self, connection: Connection, request: m.Takeover) -> None:
-        """Let another process of the same user take over; see :mod:`.takeover`."""
-        from .takeover import hand_over  # only the keeper that is replaced needs it
-
-        hand_over(self, connection, request)
+        """Let another process of the same user take over, if there was said how."""
+        if self._hand_over is None:
+            raise UnsupportedError(
+                "taking over", "a keeper that was started by `vram keep`", f"one inside of pid {self.pid}"
+            )
+        self._hand_over(self, connection, request)
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
@@ -313,7 +324,7 @@ class KeeperServer:
     def _greet(self, sock: socket.socket, credentials: Credentials) -> None:
         sock.setblocking(False)
         total, most = sum(self.by_user.values()), self.max_connections
-        own = credentials.uid == self.catalogue.accounts.keeper_uid
+        own = self.is_own(credentials.uid)
         if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
             self._refuse(
                 sock,
@@ -538,7 +549,7 @@ class KeeperServer:
         It counts no more, but who publishes and removes faster than one thread frees would hold any amount.
         """
         quotas = self.catalogue.accounts.quotas
-        ceilings = [quotas.max_bytes, None if uid == self.catalogue.accounts.keeper_uid else quotas.user_bytes]
+        ceilings = [quotas.max_bytes, None if self.is_own(uid) else quotas.user_bytes]
         waits = self.freeing.get(uid, 0)
         for most in ceilings:
             if most is not None and waits > most:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,17 +16,53 @@ from ..sharing.channel import MAX_MESSAGE
 from . import listing
 from . import messages as m
 from .admission import InadmissibleError, admit
-from .catalogue import PART
-from .connection import Connection, Held, Partial
+from .catalogue import PART, Catalogue
+from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
 from .fields import record_from
 from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Immediate, Lease, Notify, Refused, Serve, Session
 from .turns import NOBODY
 
-if TYPE_CHECKING:
-    from .server import KeeperServer
+__all__ = ["Service", "ServiceHost"]
 
-__all__ = ["Service"]
+
+class ServiceHost(ConnectionHost, Protocol):
+    """What this needs of its server, besides what a connection needs.
+
+    Attributes
+    ----------
+    path : str
+        Where it listens.
+    started : float
+        When it began, on its clock.
+    patience : float
+        Seconds that a peer may keep it waiting.
+    connections : dict of int to Connection
+        Those that have said hello, by their session's id.
+    """
+
+    path: str
+    pid: int
+    started: float
+    patience: float
+    catalogue: Catalogue
+    connections: dict[int, Connection]
+
+    def welcome(self, connection: Connection, session: Session) -> None:
+        """A connection has said hello: from now on it is known by its session."""
+        ...
+
+    def check_freeing(self, uid: int) -> None:
+        """Raise CapacityError while more of what a user took out waits to be freed than that user may have."""
+        ...
+
+    def schedule(self) -> None:
+        """Have the catalogue's next deadline met."""
+        ...
+
+    def hand_over(self, connection: Connection, request: m.Takeover) -> None:
+        """Let another process of the same user take over."""
+        ...
 
 
 class Releasing:
@@ -54,7 +90,7 @@ class Service:
     lends = ""  # of a lender, its random id
     takes_descriptors = True
 
-    def __init__(self, server: KeeperServer) -> None:
+    def __init__(self, server: ServiceHost) -> None:
         self.server = server
         self.catalogue = server.catalogue
         self._due: deque[tuple[Immediate, int]] = deque()  # decided, and whose doing it is

@@ -42,7 +42,7 @@ import socket
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -65,11 +65,9 @@ from .connection import Connection, Held, Partial
 from .failures import raised
 from .killed import was_killed
 from .rpc_connection import greet, open_channel
+from .server import KeeperServer
 from .slow_close import pass_rights
 from .snapshot import Books, restore, save
-
-if TYPE_CHECKING:
-    from .server import KeeperServer
 
 __all__ = ["Succession", "hand_over", "take_over"]
 

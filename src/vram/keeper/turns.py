@@ -7,18 +7,55 @@ import contextlib
 import selectors
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ..sharing.channel import Credentials
 from .fairness import Fairness
 
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .server import KeeperServer
-
-__all__ = ["NOBODY", "Turns"]
+__all__ = ["NOBODY", "Readable", "Turns", "TurnsHost"]
 
 NOBODY = -1  # whose turn it is when the keeper works for no user: at the end of a claim's time, for example
 _ACCEPTING = -2  # the same for accepting, while somebody connects beyond their share
+
+
+class TurnsHost(Protocol):
+    """What this has to know of the server.
+
+    Attributes
+    ----------
+    by_user : dict of int to int
+        How many connections each user has; users without any are not in it.
+    loop : AbstractEventLoop
+        There once it serves.
+    paused : bool
+        Whether a successor has everything.
+    """
+
+    by_user: dict[int, int]
+    loop: asyncio.AbstractEventLoop
+    paused: bool
+
+    def now(self) -> float:
+        """Return the time in seconds, on the wall."""
+        ...
+
+
+class Readable(Protocol):
+    """A connection, as far as it waits here; see :class:`~vram.keeper.connection.Connection`."""
+
+    credentials: Credentials
+
+    def read(self) -> None:
+        """Take one message off the socket and have it answered."""
+        ...
+
+    def park(self, now: float) -> None:
+        """Watch its socket no more, until :meth:`unpark`."""
+        ...
+
+    def unpark(self, now: float) -> bool:
+        """It is its turn; return whether to read."""
+        ...
 
 
 class _Work:
@@ -57,14 +94,14 @@ class Turns:
     that the keeper gets; and who is interrupted in the middle of a request would pay for it.
     """
 
-    def __init__(self, server: KeeperServer) -> None:
-        self.fairness: Fairness[Connection | _Work] = Fairness()
+    def __init__(self, server: TurnsHost) -> None:
+        self.fairness: Fairness[Readable | _Work] = Fairness()
         self.selector = _Selector()
         self._server = server
         self._timer: asyncio.Handle | None = None
         self._timer_at = float("inf")
 
-    def ready(self, connection: Connection) -> None:
+    def ready(self, connection: Readable) -> None:
         """There is something to read: answer it now, or when it is its turn."""
         if len(self._server.by_user) < 2:  # nobody to be fair to
             connection.read()
@@ -83,7 +120,7 @@ class Turns:
             self.fairness.wait(uid, connection)
             self._wake(now)
 
-    def drop(self, connection: Connection) -> None:
+    def drop(self, connection: Readable) -> None:
         """It waits no longer."""
         self.fairness.drop(connection.credentials.uid, connection)
 
