@@ -304,3 +304,10 @@ def test_a_keeper_that_is_not_handed_over_says_why(
         finally:
             thread.join(SOON)
         assert os.path.exists(path)
+
+
+def test_a_keeper_that_cannot_hand_over_says_so_and_serves_on(path: str) -> None:
+    with serving(KeeperServer(path, raises_limit=False)), KeeperClient.connect(path) as client:
+        with pytest.raises(UnsupportedError, match=f"started by `vram keep`; have one inside of pid {os.getpid()}"):
+            take_over(KeeperServer(path, raises_limit=False))
+        assert client.list() == []

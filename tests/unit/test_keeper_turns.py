@@ -267,7 +267,7 @@ def many_leases(first: KeeperServer, count: int) -> Session:
 def about_to_be_taken_over(
     stack: contextlib.ExitStack, path: str
 ) -> tuple[KeeperServer, KeeperServer, KeeperClient, Channel]:
-    """Return a keeper that serves, its successor, and two clients of the first, which does two parts of what it is asked.
+    """Return a keeper that serves, its successor, and two clients of the first, which does two parts of what is asked.
 
     Then it waits, or it might have done them all before its successor comes.
     """
