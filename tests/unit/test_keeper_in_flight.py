@@ -11,7 +11,7 @@ import pytest
 from tests.keeper_here import serving
 from tests.unit.test_keeper_server import connect, make
 
-from vram.errors import CapacityError
+from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import Connection
@@ -99,7 +99,7 @@ def test_sockets_that_linger_are_among_the_connections_of_their_user(path: str) 
         for label in "ab":
             unread(stack, server, path, label)
             within(server, of(server, label).close)
-        with pytest.raises(CapacityError, match="half of them for one user"):
+        with pytest.raises(QuotaError, match="half of them for one user"):
             connect(stack, path)
 
 

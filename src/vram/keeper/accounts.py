@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ..errors import CapacityError
+from ..errors import QuotaError
 from ..spec import format_count, format_size
 from .records import Session, Tally, Version
 
@@ -81,10 +81,10 @@ class Accounts:
         tally.watches += len(session.watches)
 
     def check(self, session: Session, what: str) -> None:
-        """Raise CapacityError if the session's user has as many ``leases``, ... as one user may have."""
+        """Raise QuotaError if the session's user has as many ``leases``, ... as one user may have."""
         most = getattr(MOST, what)
         if getattr(session.tally, what) >= most and session.uid != self.keeper_uid:
-            raise CapacityError(
+            raise QuotaError(
                 f"uid {session.uid} has {most} {what} at this keeper already, as many as one user may have on all its "
                 f"connections together; give some back"
             )
@@ -94,7 +94,7 @@ class Accounts:
         return self._by_user.get(uid) or Usage()
 
     def admit(self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None) -> None:
-        """Raise CapacityError unless this much more fits. What a commit would free at once counts as free."""
+        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free."""
         freed_bytes = freed_handles = 0
         if replaced is not None and not replaced.leases:
             freed_bytes, freed_handles = replaced.charge, replaced.handles
@@ -116,14 +116,14 @@ class Accounts:
             ]
         for limit, total, asked, what, whose in limits:
             if limit is not None and total > limit and asked:
-                raise CapacityError(
+                raise QuotaError(
                     f"no room for {_written(asked, what)} more: {whose} may hold {_written(limit, what)} and would "
                     f"hold {format_size(total) if what == 'byte' else total}; remove entries, wait for readers of old "
                     f"versions, or raise the keeper's limit{self._old_ones(uid)}"
                 )
 
     def check_lease(self, uid: int, version: Version, *, is_current: bool) -> None:
-        """Raise CapacityError if a user may not have a lease on a version.
+        """Raise QuotaError if a user may not have a lease on a version.
 
         That is who has come past its ceilings by leases on what is not current any more, or would by this one.
         """
@@ -135,7 +135,7 @@ class Accounts:
         handles = used.handles + (version.handles if new else 0)
         for limit, total, what in ((quotas.user_bytes, nbytes, "byte"), (quotas.user_handles, handles, "descriptor")):
             if limit is not None and total > limit:
-                raise CapacityError(
+                raise QuotaError(
                     f"no lease on {version.name!r} version {version.number}: uid {uid} may hold "
                     f"{_written(limit, what)} and {'would hold' if new else 'holds'} "
                     f"{format_size(total) if what == 'byte' else total}, with the versions that it leases and that "

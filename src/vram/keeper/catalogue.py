@@ -47,9 +47,9 @@ from typing import Any
 from ..errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     MismatchError,
     NotFoundError,
+    QuotaError,
     UsageError,
     VramError,
     WaitTimeoutError,
@@ -222,8 +222,10 @@ class Catalogue:
             If the claim passed on, and somebody published since.
         AccessDeniedError
             If the name is somebody else's or under the name of another user, or this user may own nothing.
+        QuotaError
+            If there is no room under the quotas.
         CapacityError
-            If there is no room under the quotas, or no process could map so much.
+            If no process could map so much.
         """
         check_name(name)
         meta = check_meta(meta or {})
@@ -232,7 +234,7 @@ class Catalogue:
         if not least <= handles <= MAX_SEGMENTS + 1:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
-            raise CapacityError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
+            raise QuotaError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
         if claim:
             self._check_claim(session, name, claim)
         self._may_publish(session, name)
@@ -252,7 +254,7 @@ class Catalogue:
 
         Raises
         ------
-        CapacityError
+        QuotaError
             If there is no room for it; the publication is as it was.
         """
         more = check_size(nbytes) - publication.nbytes
@@ -276,7 +278,7 @@ class Catalogue:
 
         Raises
         ------
-        AccessDeniedError, BusyError, CapacityError
+        AccessDeniedError, BusyError, QuotaError
             If the state changed in between so that :meth:`begin` would refuse.
         """
         session, name = publication.session, publication.name
@@ -382,7 +384,7 @@ class Catalogue:
         AccessDeniedError
             For ``"rw"`` on what was published read-only, or a claim of a user who may not publish that name, or not
             for `owner`, while nobody who may is about to.
-        CapacityError, UsageError
+        QuotaError, UsageError
         """
         if access not in ACCESS:
             raise UsageError(f"access {access!r} is not one of {', '.join(map(repr, ACCESS))}")
@@ -403,7 +405,7 @@ class Catalogue:
         if call in session.waiters:
             raise UsageError(f"call {call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
-            raise CapacityError(f"{MAX_WAITERS} calls of this connection wait already")
+            raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
         self.accounts.check(session, "waiters")
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
@@ -576,7 +578,7 @@ class Catalogue:
             effects.append(Notify(session, name, version, reason, number))
         if watched is not None:
             if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
-                raise CapacityError(f"this connection watches {MAX_WATCHES} versions already")
+                raise QuotaError(f"this connection watches {MAX_WATCHES} versions already")
             if (name, version) not in session.watches:
                 self.accounts.check(session, "watches")
                 session.tally.watches += 1
@@ -708,7 +710,7 @@ class Catalogue:
         if there is not None and there.until is not None:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
-            raise CapacityError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
+            raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
         self.accounts.check(session, "claims")
         if there is not None:
             self._pass_on(there)
@@ -753,7 +755,7 @@ class Catalogue:
                 f'"cow" for private changes, or publish it with writable=True'
             )
         if len(session.leases) >= MAX_LEASES:
-            raise CapacityError(f"this connection holds {MAX_LEASES} leases already; close some")
+            raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check(session, "leases")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         session.tally.leases += 1

@@ -86,7 +86,7 @@ class KeeperClient(Queries):
             For a name, meta or ttl that cannot be.
         AccessDeniedError
             If the name belongs to another user, or a lender is at the path.
-        CapacityError
+        QuotaError
             If the keeper has no room for it.
         ProtocolError
             If the keeper finds the memory unfit to be shared.
@@ -199,7 +199,7 @@ class KeeperClient(Queries):
             If its meta differs from `expect`, or it belongs to another than `owner`; also while it is waited for.
         AccessDeniedError
             For writing to what was published read-only.
-        CapacityError
+        QuotaError
             If this user leases more than it may have of what is not current any more, or this connection too much.
         """
         leased = self.lease(name, version=version, access=access, expect=expect, timeout=timeout, owner=owner)
@@ -313,7 +313,7 @@ class KeeperClient(Queries):
             If this connection has no such lease.
         PeerGoneError
             If the keeper that granted it is gone.
-        CapacityError
+        QuotaError
             If the keeper has no room for another watch.
         """
         name, version = self._leased(lease_id)

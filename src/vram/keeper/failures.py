@@ -11,7 +11,6 @@ _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
     for kind in (
         errors.UsageError,
-        errors.CapacityError,
         errors.RangeError,
         errors.BusyError,
         errors.PeerGoneError,
@@ -23,11 +22,15 @@ _KINDS: dict[str, type[errors.VramError]] = {
         errors.UnsupportedError,
     )
 }
+# What it was called on the wire before it had a name of its own, and is still: an older client knows no other.
+_KINDS["CapacityError"] = errors.QuotaError
+_WRITTEN = {"QuotaError": "CapacityError"}
 
 
 def failure(call: int, error: Exception) -> Error:
     """Write an exception as a message. One that is not ours says no more than that something broke."""
-    kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "")
+    names = (_WRITTEN.get(base.__name__, base.__name__) for base in type(error).__mro__)
+    kind = next((name for name in names if name in _KINDS), "")
     if not kind:
         return Error(call, "InternalError", "the keeper could not do this: an error of its own, see its log")
     details: list[str] = []

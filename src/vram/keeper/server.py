@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from ..errors import CapacityError, UnsupportedError
+from ..errors import QuotaError, UnsupportedError
 from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
 from ..spec import format_size
 from . import messages as m
@@ -112,9 +112,11 @@ class KeeperServer:
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
         self.kept_back = min(_KEPT_BACK, limit // 48)
         if limit < _LEAST:
-            raise CapacityError(
-                f"a keeper needs {_LEAST} descriptors at least and may have {limit} (RLIMIT_NOFILE): "
-                f"ulimit -n {_LEAST}, better 1024 or more"
+            raise UnsupportedError(
+                "a keeper",
+                f"{_LEAST} descriptors at least",
+                f"{limit} (RLIMIT_NOFILE)",
+                f"ulimit -n {_LEAST}, better 1024 or more",
             )
         spare = min(_SPARE, max(16, limit // 32))
         # Kept back too, for what others sent and takes long to close: as much of each as one message brings.
@@ -360,7 +362,7 @@ class KeeperServer:
     def _refuse(self, sock: socket.socket, why: str) -> None:
         try:
             with contextlib.suppress(OSError):
-                transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
+                transmit(sock, m.encode(failure(0, QuotaError(why))), (), socket.MSG_DONTWAIT)
         finally:
             if not self.slow_closer.close_socket(sock, peer_credentials(sock).uid, self._refused_closed):
                 self._refused += 1
@@ -544,7 +546,7 @@ class KeeperServer:
             del self.freeing[uid]
 
     def check_freeing(self, uid: int) -> None:
-        """Raise CapacityError while more of what a user took out waits to be freed than that user may have.
+        """Raise QuotaError while more of what a user took out waits to be freed than that user may have.
 
         It counts no more, but who publishes and removes faster than one thread frees would hold any amount.
         """
@@ -553,7 +555,7 @@ class KeeperServer:
         waits = self.freeing.get(uid, 0)
         for most in ceilings:
             if most is not None and waits > most:
-                raise CapacityError(
+                raise QuotaError(
                     f"{format_size(waits)} that uid {uid} had here are still being freed, more than the "
                     f"{format_size(most)} that it may have; try again when they are"
                 )

@@ -53,7 +53,7 @@ class ServiceHost(ConnectionHost, Protocol):
         ...
 
     def check_freeing(self, uid: int) -> None:
-        """Raise CapacityError while more of what a user took out waits to be freed than that user may have."""
+        """Raise QuotaError while more of what a user took out waits to be freed than that user may have."""
         ...
 
     def schedule(self) -> None:
@@ -294,7 +294,7 @@ class Service:
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
             raise errors.ProtocolError(f"a message is longer than {MAX_MESSAGE} bytes")
-        raise errors.CapacityError(
+        raise errors.QuotaError(
             "the keeper has no room for so many descriptors in one message (RLIMIT_NOFILE): remove entries, or send "
             "fewer at once"
         )
