@@ -1,4 +1,4 @@
-"""Exceptions as messages and back: what fails in the keeper is raised in its client, by the same name."""
+"""Exceptions as messages and back: an error of the keeper is raised in its client, by the same name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS: dict[str, type[errors.VramError]] = {
         errors.UnsupportedError,
     )
 }
-# What it was called on the wire before it had a name of its own, and is still: an older client knows no other.
+# Its name on the wire, from before it had one of its own: an older client knows no other.
 _KINDS["CapacityError"] = errors.QuotaError
 _WRITTEN = {"QuotaError": "CapacityError"}
 
@@ -63,7 +63,7 @@ def raised(error: Error) -> errors.VramError:
 
 
 def no_keeper(path: str, pid: int) -> errors.AccessDeniedError:
-    """Return what is said to whoever asks a lender for what only a keeper does."""
+    """Return the error for a client that asks a lender for something that only a keeper does."""
     return errors.AccessDeniedError(
         f"{path} is a lender, not a keeper: what it lends is its process's own. Borrow it, or look at it with "
         f"`vram ls` and `vram show`; only pid {pid} can ask for it back (Lending.revoke)"

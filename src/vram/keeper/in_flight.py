@@ -38,7 +38,7 @@ class Receiver(Protocol):
 
 
 class Share:
-    """What one user has not read: summed over its connections, and those of them that are closed.
+    """What one user has left unread: the sum over its connections, closed ones included.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class Share:
     queued, max_queued : float
         Bytes in the queues of its connections, and how many may be.
     unread : dict
-        Its connections with something in flight; who was not looked at for longest comes first.
+        Its connections with descriptors in flight, the one that was polled longest ago first.
     """
 
     __slots__ = ("count", "looked", "max_queued", "queued", "reserved", "unread")
@@ -64,12 +64,12 @@ class Share:
 
     @property
     def excess(self) -> int:
-        """How many come out of what all users share."""
+        """How many of them are taken from the pool that all users share."""
         return max(0, self.count - self.reserved)
 
 
 class InFlight:
-    """Who may have how many descriptors in flight.
+    """Limits the descriptors in flight of each user.
 
     Half of what the process may have is for all users together. One may have as many as it leaves free: a quarter of
     all, while it is alone. With `n` users that do not read, each has one part of `n + 1`, and so does whoever comes
@@ -99,7 +99,7 @@ class InFlight:
         """Return a user's share: the same one until :meth:`forget`."""
         share = self._shares.get(uid)
         if share is None:
-            own = self._is_own(uid)  # who runs the keeper has no ceiling
+            own = self._is_own(uid)  # the user who runs the keeper has no ceiling
             share = Share(self.reserve if own else 0, float("inf") if own else MAX_QUEUED_OF_USER)
             self._shares[uid] = share
         return share
@@ -129,7 +129,7 @@ class InFlight:
         self._used += share.excess - before
 
     def has_room(self, share: Share, count: int) -> bool:
-        """Whether so many more may be sent to this user, after a look at who has read meanwhile."""
+        """Whether so many more may be sent to this user, after polling those that may have read meanwhile."""
         if self._fits(share, count):
             return True
         now = self._now()

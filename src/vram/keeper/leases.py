@@ -1,4 +1,4 @@
-"""What publishing takes and attaching gives: plain values, independent of the wire."""
+"""Arguments of publishing and results of attaching: plain values, independent of the wire."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Attachment:
     owner : int
         The uid of its publisher, as the keeper verified it.
     answer : Answer or None
-        What gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is None where
-        only the caller does.
+        The reply, which gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is
+        None where only the caller does that.
     """
 
     lease_id: int

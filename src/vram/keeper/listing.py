@@ -1,4 +1,4 @@
-"""What people are shown of a catalogue, cut into pages that fit into one message each."""
+"""Listings of a catalogue, in pages that fit into one message each."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Version
 
 
 def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
-    """Add a row, encoded, if there is room for it or none before it; return what it takes.
+    """Add a row, encoded, if there is room for it or none before it; return its size.
 
-    Measured, not estimated: a row longer than was thought would make a page that no message carries, and the end of
-    whoever asked.
+    Measured, not estimated: a row longer than was thought would make a page that no message carries, and the
+    end of the connection that asked for it.
     """
     encoded = m.encode(row)
     if len(encoded) <= room or not rows:
@@ -76,7 +76,7 @@ def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
 
 
 def _packed(version: Version) -> Any:
-    """The meta of a version as it is kept, which is as it is sent."""
+    """The meta of a version, packed: it is stored as it is sent."""
     return msgspec.Raw(version.notes)
 
 
@@ -113,12 +113,12 @@ def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderLis
 def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:
     """Return the leases on names that begin with ``request.prefix``, as many as fit, by name, version and number.
 
-    Those behind ``request.after``, which is the last that this session was told of, or one that is there.
+    The page begins behind ``request.after``: the last lease that this session was sent, or one that still exists.
 
     Raises
     ------
     NotFoundError
-        If it is neither: where it was is not known any more.
+        If it is neither, so that its place in the order is not known any more.
     """
     check_prefix(request.prefix)
     place = ("", 0, 0)
@@ -140,8 +140,8 @@ def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
     rows: list[m.HolderRow] = []
     room = 2 * _PAGE  # these rows are made more quickly
     for lease in asked:
-        who, version = lease.session, lease.version
-        room -= 80 + 4 * len(who.label) + len(who.host) + len(version.name)
+        session, version = lease.session, lease.version
+        room -= 80 + 4 * len(session.label) + len(session.host) + len(version.name)
         if room < 0 and rows:
             return m.HolderList(call, rows, True)
         rows.append(holder(lease, now))
@@ -149,26 +149,26 @@ def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
 
 
 def holder(lease: Lease, now: float) -> m.HolderRow:
-    """Return what is shown of one lease."""
-    who, version = lease.session, lease.version
+    """Return the row of one lease."""
+    session, version = lease.session, lease.version
     return m.HolderRow(
         lease_id=lease.id,
         version=version.number,
-        pid=who.pid,
-        uid=who.uid,
-        label=who.label,
+        pid=session.pid,
+        uid=session.uid,
+        label=session.label,
         access=lease.access,
         age=now - lease.since,
         nbytes=m.saturated(version.nbytes),
         name=version.name,
-        host=who.host,
+        host=session.host,
     )
 
 
 def statistics(
     catalogue: Catalogue, request: m.Statistics, *, pid: int, uptime: float, connections: int
 ) -> m.KeeperStatistics:
-    """Return what a keeper holds: what its books say, and what they do not know."""
+    """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
     return m.KeeperStatistics(
         call=request.call,

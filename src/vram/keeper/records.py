@@ -1,4 +1,4 @@
-"""What the catalogue's books consist of, and what it tells its caller to do.
+"""The records of the catalogue, and the effects that it returns to its caller.
 
 Behind a record stands the row in which it moves to a keeper that takes over, see :mod:`.snapshot`: keepers of other
 versions read and write it, so a field goes at its end, with a default, and none ever leaves.
@@ -47,7 +47,7 @@ __all__ = [
 
 _encode = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(dict[str, str]).decode
-_LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of what they are part of
+_LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of the body that they are part of
 
 
 def packed(notes: dict[str, str]) -> bytes:
@@ -56,13 +56,13 @@ def packed(notes: dict[str, str]) -> bytes:
 
 
 def _exact(encoded: bytes) -> bytes:
-    """Return the same in memory of its own size: an encoder leaves room behind what it made, up to half as much."""
+    """Return a copy in memory of its own size: an encoder leaves room behind its output, up to half as much."""
     return bytes(memoryview(encoded))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Tally:
-    """How much all sessions of one user hold together, of what takes no memory but the keeper's own."""
+    """Counts over all sessions of one user: things that take no memory but the keeper's own."""
 
     leases: int = 0
     waiters: int = 0
@@ -72,13 +72,13 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connection: who it is, and all that ends with it."""
+    """One connection: the process at its other end, and everything that ends with it."""
 
     id: int
     uid: int
     pid: int
     label: str
-    host: str = ""  # what it says of both is believed by nobody
+    host: str = ""  # claimed by the process, as the label is: neither is believed
     leases: dict[int, Lease] = field(default_factory=dict)
     publications: dict[int, Publication] = field(default_factory=dict)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
@@ -137,11 +137,11 @@ class Version:
 
     @property
     def meta(self) -> dict[str, str]:
-        """What its publisher said of it."""
+        """The metadata that its publisher gave."""
         return _unpack(self.notes)
 
     def settle(self, body: bytes) -> None:
-        """Keep what readers are told, encoded, and the notes no second time if it ends with them."""
+        """Keep the encoded entry that readers get; the notes are kept once, where it ends with them."""
         body = _exact(body)
         if len(self.notes) > _LITTLE and body.endswith(self.notes):
             self.notes = memoryview(body)[-len(self.notes) :]
@@ -208,7 +208,7 @@ class Publication:
 
     @property
     def meta(self) -> dict[str, str]:
-        """What its publisher says of it."""
+        """The metadata that its publisher gave."""
         return _unpack(self.notes)
 
 
@@ -241,7 +241,7 @@ class Claim:
     number : int
         The last version that the name had by then.
     run : dict of int to float
-        Until when each user could have it who had it since it passed from one to the next.
+        For each user who has had it since it first passed on: the time at which that user's turn ended.
     """
 
     id: int
@@ -254,7 +254,7 @@ class Claim:
 
 
 class TermRow(Struct, array_like=True):
-    """How long a claim lasts, and what was before it; those of an older keeper begin anew."""
+    """When a claim ends, and the version before it, as they move. An older keeper sends none: its claims begin anew."""
 
     claim: int
     since: float
@@ -285,12 +285,12 @@ class Waiter:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What the meta of a version has to say, where that is anything."""
+        """The metadata that a version must have; empty if any will do."""
         return self.expect or {}
 
     @property
     def expect(self) -> dict[str, str] | None:
-        """What the meta of a version has to say."""
+        """The metadata that a version must have, or None if any will do."""
         return None if self.expected is None else _unpack(self.expected)
 
 
@@ -311,12 +311,12 @@ class WaiterRow(Struct, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """Where the keeper has got to with those who wait for a name.
+    """The state of one round over the waiters of a name, which is served in parts.
 
     Attributes
     ----------
     rest : deque of Waiter or None
-        Who has not been tried yet, and may have gone since; None: the round has not begun.
+        Waiters that were not tried yet, some of which may be gone; None before the round has begun.
     before : Claim or None
         The claim that was on the name until the round began.
     every : bool
@@ -326,7 +326,7 @@ class Round:
     found : dict or None
         The notes of that version, while a part of the round is under way.
     effort : int
-        What the part under way has cost so far, in tries.
+        The cost of the part under way so far, in tries.
     """
 
     rest: deque[Waiter] | None = None
@@ -338,7 +338,7 @@ class Round:
     effort: int = 0
 
     def turn_to(self, version: Version) -> None:
-        """Forget what is known of another version of this name."""
+        """Clear the cache if it is of another version of this name."""
         if self.number != version.number:
             self.number, self.found = version.number, None
             self.known.clear()
@@ -353,7 +353,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Nobody has a right to this memory any more; the last who had one was user `whose`."""
+    """This memory has no claim left; the last one was of user `whose`."""
 
     token: Any
     whose: int | None = field(default=None, compare=False)
@@ -388,7 +388,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Something happened to the version that the session watches; `current` is the number of what is, or 0."""
+    """An event of a version that the session watches; `current` is the number of the current version, or 0."""
 
     session: Session
     name: str
@@ -408,7 +408,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """More of those who wait for this name are to be served, after everybody else had a turn."""
+    """The remaining waiters of this name are to be served later, after other requests had a turn."""
 
     name: str
 
@@ -419,7 +419,7 @@ Effect = Immediate | Serve
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """What is known of a name: exists while it has a version that somebody may use or holds."""
+    """The state of a name; it exists while the name has a version that is current or leased."""
 
     name: str
     current: Version | None = None

@@ -14,12 +14,12 @@ from .fairness import Fairness
 
 __all__ = ["NOBODY", "Readable", "Turns", "TurnsHost"]
 
-NOBODY = -1  # whose turn it is when the keeper works for no user: at the end of a claim's time, for example
+NOBODY = -1  # the user id for work that the keeper does for no user, such as ending a claim whose time is over
 _ACCEPTING = -2  # the same for accepting, while somebody connects beyond their share
 
 
 class TurnsHost(Protocol):
-    """What this has to know of the server.
+    """The server as :class:`Turns` uses it.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Readable(Protocol):
 
 
 class _Work:
-    """Something that waits for its user's turn and is no request."""
+    """Work that waits for its user's turn and is no request."""
 
     __slots__ = ("run", "uid")
 
@@ -82,7 +82,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class Turns:
-    """Who may be read from now, and who waits.
+    """Decides which connections are read from now, and which wait.
 
     A connection that waits is not watched by the loop: a thousand that are ready would else cost everybody a thousand
     calls in each of its turns.
@@ -91,7 +91,7 @@ class Turns:
     -----
     Time here is the keeper's own: when it works, and when it has nothing to do. While another process has the
     processor it stands still. On a busy machine a user would else have its share of what passes, and that may be all
-    that the keeper gets; and who is interrupted in the middle of a request would pay for it.
+    that the keeper gets; and a user whose request is interrupted in the middle would pay for it.
     """
 
     def __init__(self, server: TurnsHost) -> None:
@@ -102,7 +102,7 @@ class Turns:
         self._timer_at = float("inf")
 
     def ready(self, connection: Readable) -> None:
-        """There is something to read: answer it now, or when it is its turn."""
+        """A message can be read: answer it now, or when it is its user's turn."""
         if len(self._server.by_user) < 2:  # nobody to be fair to
             connection.read()
             return
@@ -121,11 +121,11 @@ class Turns:
             self._wake(now)
 
     def drop(self, connection: Readable) -> None:
-        """It waits no longer."""
+        """Forget a connection that waits."""
         self.fairness.drop(connection.credentials.uid, connection)
 
     def later(self, uid: int, work: Callable[[], None]) -> None:
-        """Do something that a user's request left to be done, when it is that user's turn again.
+        """Run work that is left of a user's request, when it is that user's turn again.
 
         Other users, and the next request of this one, get their turn before.
         """
@@ -136,7 +136,7 @@ class Turns:
 
     @contextlib.contextmanager
     def charged(self, uid: int) -> Iterator[None]:
-        """Charge a block to a user whose request it goes back to."""
+        """Charge a block to the user whose request caused it."""
         begin = time.thread_time()
         try:
             yield
@@ -153,7 +153,7 @@ class Turns:
         Parameters
         ----------
         in_turn : bool
-            Whether this is what waited: then it is charged to that share already.
+            Whether this connection waited for its turn: then that share is charged already.
         """
         users: list[int] = []
         begin = time.thread_time()
@@ -194,7 +194,7 @@ class Turns:
         self._timer = loop.call_later(delay, self._turn) if delay > 0 else loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Do one thing: between two of them the loop sees who else has come."""
+        """Run one piece of work: between two of them the loop polls the other connections."""
         self._timer = None
         self._timer_at = float("inf")
         if self._server.paused:  # a successor has everything
