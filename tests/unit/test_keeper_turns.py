@@ -25,7 +25,7 @@ from vram.keeper.private import short_directory
 from vram.keeper.records import Session
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
-from vram.keeper.turns import Turns
+from vram.keeper.turns import Turns, TurnsHost
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, memfds, until
 
@@ -403,7 +403,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def turns_at(clock: Clock) -> Turns:
     server = SimpleNamespace(by_user={GREEDY: 1, MODEST: 1}, loop=clock, paused=False, now=clock.thread_time)
-    turns = Turns(cast("KeeperServer", server))
+    turns = Turns(cast("TurnsHost", server))
     turns.selector.close()
 
     def turn() -> None:

@@ -1,6 +1,6 @@
 """Whose request is answered next, where several users ask: they share a keeper's time, not its connections.
 
-No I/O and no clock: the caller says what time it is, how long each request took, and keeps what waits.
+No I/O and no clock: the caller says what time it is, how long each request took, and keeps the work that waits.
 
 * Whoever asks alone is answered at once, whatever it costs.
 * Beside others each user has a share of the time, and some in advance: within that, requests are answered at once.
@@ -28,10 +28,10 @@ SHARE: Final = 0.125  # of the time, for each user
 ADVANCE: Final = 0.005  # seconds of work that a user may owe and still be answered at once
 MOST: Final = 0.010  # seconds of work that a user can owe before its last request: it may have been alone so far
 LONG: Final = 0.00005  # seconds of work, from which on a request counts for more than it takes
-RECENT: Final = 10.0  # seconds for which somebody who asked is reckoned with
-RESERVED: Final = 0.1  # seconds for which time is kept free for somebody who keeps within the share
+RECENT: Final = 10.0  # seconds for which a user who made a request counts as company
+RESERVED: Final = 0.1  # seconds for which time is kept free for a user who keeps within the share
 LONGEST: Final = (MOST - ADVANCE) / SHARE
-_NOTHING = 1e-9  # seconds: what rounding leaves
+_NOTHING = 1e-9  # seconds, for rounding errors
 
 T = TypeVar("T")
 
@@ -55,10 +55,10 @@ class _User(Generic[T]):
 
 
 class Fairness(Generic[T]):
-    """What users owe, and what of theirs waits."""
+    """The time that users owe, and their work that waits."""
 
     def __init__(self) -> None:
-        self._users: OrderedDict[int, _User[T]] = OrderedDict()  # who was served last is last
+        self._users: OrderedDict[int, _User[T]] = OrderedDict()  # in the order in which they were served last
         self._modest: OrderedDict[int, float] = OrderedDict()  # when who keeps within the share was served, as above
         self._waiting: dict[int, _User[T]] = {}
         self._clock = 0.0  # where that scale is: that of who was answered last
@@ -78,7 +78,7 @@ class Fairness(Generic[T]):
         return user is None or user.owes(now) <= ADVANCE or not self._has_company(uid, now)
 
     def spent(self, uid: int, seconds: float, now: float, *, waited: bool = False) -> None:
-        """Note what a request took, and whether it had waited."""
+        """Note how long a request took, and whether it had waited."""
         user = self._users.get(uid)
         if user is None:
             user = self._users[uid] = _User(now)
@@ -93,31 +93,31 @@ class Fairness(Generic[T]):
             self._modest.move_to_end(uid)
         self._forget(now)
 
-    def wait(self, uid: int, item: T) -> None:
-        """Keep what :meth:`may` not be answered yet."""
+    def wait(self, uid: int, work: T) -> None:
+        """Queue work that :meth:`may` not be done yet."""
         user = self._waiting[uid] = self._users[uid]
         if not user.waiting:
             user.clock = max(user.clock, self._clock)
-        user.waiting[item] = None
+        user.waiting[work] = None
 
-    def drop(self, uid: int, item: T) -> None:
-        """Let go of what waits, if it does."""
+    def drop(self, uid: int, work: T) -> None:
+        """Take work out of the queue, if it is there."""
         user = self._waiting.get(uid)
-        if user is not None and user.waiting.pop(item, self) is None and not user.waiting:
+        if user is not None and user.waiting.pop(work, self) is None and not user.waiting:
             del self._waiting[uid]
 
     def next(self, now: float) -> T | None:
-        """Take what is answered next, if the time for something has come."""
+        """Take the work that is due, if any is."""
         ready = [uid for uid, user in self._waiting.items() if self._delay(uid, user, now) <= _NOTHING]
         if not ready:
             return None
         uid = min(ready, key=lambda uid: self._waiting[uid].clock)
         user = self._waiting[uid]
         self._clock = max(self._clock, user.clock)
-        item, _ = user.waiting.popitem(last=False)
+        work, _ = user.waiting.popitem(last=False)
         if not user.waiting:
             del self._waiting[uid]
-        return item
+        return work
 
     def delay(self, now: float) -> float | None:
         """Return in how many seconds :meth:`next` has something, if nothing else happens; None if nothing waits."""
@@ -140,7 +140,7 @@ class Fairness(Generic[T]):
         return last is not None and now - last.at < RECENT
 
     def _forget(self, now: float) -> None:
-        """Let go of those who did not ask for long."""
+        """Forget users who have made no request for long."""
         uid, user = next(iter(self._users.items()))
         if now - user.at >= RECENT and not user.waiting:
             del self._users[uid]

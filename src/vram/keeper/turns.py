@@ -7,22 +7,59 @@ import contextlib
 import selectors
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from ..sharing.channel import Credentials
 from .fairness import Fairness
 
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .server import KeeperServer
+__all__ = ["NOBODY", "Readable", "Turns", "TurnsHost"]
 
-__all__ = ["NOBODY", "Turns"]
-
-NOBODY = -1  # whose turn it is when the keeper works for no user: at the end of a claim's time, for example
+NOBODY = -1  # the user id for work that the keeper does for no user, such as ending a claim whose time is over
 _ACCEPTING = -2  # the same for accepting, while somebody connects beyond their share
 
 
+class TurnsHost(Protocol):
+    """The server as :class:`Turns` uses it.
+
+    Attributes
+    ----------
+    by_user : dict of int to int
+        How many connections each user has; users without any are not in it.
+    loop : AbstractEventLoop
+        There once it serves.
+    paused : bool
+        Whether a successor has everything.
+    """
+
+    by_user: dict[int, int]
+    loop: asyncio.AbstractEventLoop
+    paused: bool
+
+    def now(self) -> float:
+        """Return the time in seconds, on the wall."""
+        ...
+
+
+class Readable(Protocol):
+    """A connection, as far as it waits here; see :class:`~vram.keeper.connection.Connection`."""
+
+    credentials: Credentials
+
+    def read(self) -> None:
+        """Take one message off the socket and have it answered."""
+        ...
+
+    def park(self, now: float) -> None:
+        """Watch its socket no more, until :meth:`unpark`."""
+        ...
+
+    def unpark(self, now: float) -> bool:
+        """It is its turn; return whether to read."""
+        ...
+
+
 class _Work:
-    """Something that waits for its user's turn and is no request."""
+    """Work that waits for its user's turn and is no request."""
 
     __slots__ = ("run", "uid")
 
@@ -47,7 +84,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class Turns:
-    """Who may be read from now, and who waits.
+    """Decides which connections are read from now, and which wait.
 
     A connection that waits is not watched by the loop: a thousand that are ready would else cost everybody a thousand
     calls in each of its turns.
@@ -56,22 +93,22 @@ class Turns:
     -----
     Time here is the keeper's own: when it works, and when it has nothing to do. While another process has the
     processor it stands still. On a busy machine a user would else have its share of what passes, and that may be all
-    that the keeper gets; and who is interrupted in the middle of a request would pay for it.
+    that the keeper gets; and a user whose request is interrupted in the middle would pay for it.
 
-    What the loop does in order to come to a request is charged with it: that is as much as a short request itself, and
-    who makes the loop turn for every one of a thousand connections would else have twice its share.
+    The loop's own work for a request is charged with it: it is as much as a short request itself, and a user who makes
+    the loop turn for each of a thousand connections would else have twice its share.
     """
 
-    def __init__(self, server: KeeperServer) -> None:
-        self.fairness: Fairness[Connection | _Work] = Fairness()
+    def __init__(self, server: TurnsHost) -> None:
+        self.fairness: Fairness[Readable | _Work] = Fairness()
         self.selector = _Selector()
         self._server = server
         self._timer: asyncio.Handle | None = None
         self._timer_at = float("inf")
         self._charged = 0.0  # until when this thread's time is charged to somebody
 
-    def ready(self, connection: Connection) -> None:
-        """There is something to read: answer it now, or when it is its turn."""
+    def ready(self, connection: Readable) -> None:
+        """A message can be read: answer it now, or when it is its user's turn."""
         if len(self._server.by_user) < 2:  # nobody to be fair to
             connection.read()
             return
@@ -89,12 +126,12 @@ class Turns:
             self.fairness.wait(uid, connection)
             self._wake(now)
 
-    def drop(self, connection: Connection) -> None:
-        """It waits no longer."""
+    def drop(self, connection: Readable) -> None:
+        """Forget a connection that waits."""
         self.fairness.drop(connection.credentials.uid, connection)
 
     def later(self, uid: int, work: Callable[[], None]) -> None:
-        """Do something that a user's request left to be done, when it is that user's turn again.
+        """Run work that is left of a user's request, when it is that user's turn again.
 
         Other users, and the next request of this one, get their turn before.
         """
@@ -105,7 +142,7 @@ class Turns:
 
     @contextlib.contextmanager
     def charged(self, uid: int) -> Iterator[None]:
-        """Charge a block to a user whose request it goes back to."""
+        """Charge a block to the user whose request caused it."""
         begin = self._begin()
         try:
             yield
@@ -114,10 +151,9 @@ class Turns:
 
     @contextlib.contextmanager
     def shared(self, users: Mapping[int, int]) -> Iterator[None]:
-        """Charge a block in nobody's turn to those it is done for as well.
+        """Charge a block in nobody's turn to the users for whom it is done, too.
 
-        Or who waits and has something done for all who wait, again and again, would have nobody's share besides its
-        own.
+        A user whose waiters are served again and again would else have nobody's share besides its own.
 
         Parameters
         ----------
@@ -142,7 +178,7 @@ class Turns:
         Parameters
         ----------
         in_turn : bool
-            Whether this is what waited: then it is charged to that share already.
+            Whether this connection waited for its turn: then that share is charged already.
         """
         users: list[int] = []
         begin = self._begin()
@@ -192,7 +228,7 @@ class Turns:
         self._timer = loop.call_later(delay, self._turn) if delay > 0 else loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Do one thing: between two of them the loop sees who else has come."""
+        """Run one piece of work: between two of them the loop polls the other connections."""
         self._timer = None
         self._timer_at = float("inf")
         if self._server.paused:  # a successor has everything
