@@ -11,8 +11,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    MismatchError,
+    NotFoundError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+)
 from ..sharing.channel import OwnedFds
+from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment
@@ -120,14 +129,19 @@ class KeeperClient(Queries):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
         )
-        reply = self._ask(request, call, everything[:_PART])
-        while isinstance(reply, m.NextPart):
-            sent = reply.received
-            if not 0 < sent < len(everything):
-                raise self._protocol_error(reply)
-            part = next(self._calls)
-            reply = self._ask(m.Part(part, call, sent), part, everything[sent : sent + _PART])
-        return self._expect(m.Published, reply).version
+        reply: m.Reply | None = None
+        parcels = Sender(len(everything), _PART)
+        for part in parcels:
+            said = m.Part(next(self._calls), call, part.start) if part.start else request
+            reply = self._ask(said, said.call, everything[part])
+            if parcels.sent < parcels.total:
+                try:
+                    parcels.acknowledge(self._expect(m.NextPart, reply).received)
+                except ProtocolError as error:
+                    raise self._fail(error) from None
+        if type(reply) is not m.Published:
+            raise self._protocol_error(reply)
+        return reply.version
 
     def offer(
         self,
@@ -471,14 +485,8 @@ class KeeperClient(Queries):
             if not isinstance(reply, m.Attached):
                 self._expect(m.Claimed, reply)
                 return answer
-            fds = answer.fds
-            while len(fds) < reply.total:
-                part = next(self._calls)
-                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
-                if self._expect(m.Descriptors, more.reply).offset != len(fds) or not more.fds:
-                    raise self._protocol_error(more.reply)
-                fds += more.fds  # two steps, and no interrupt comes in between
-                del more.fds[:]
+            if len(answer.fds) < reply.total:
+                self._collect(reply, answer)
             leased = attachment(reply, answer)
             if owner not in (None, leased.owner):  # an older keeper does not look
                 raise MismatchError(
@@ -490,6 +498,19 @@ class KeeperClient(Queries):
         except BaseException:
             answer.give_back()  # now, and not once the traceback is gone
             raise
+
+    def _collect(self, reply: m.Attached, answer: Answer) -> None:
+        """Ask for the descriptors of a lease that did not come with it."""
+        fds = Collector(reply.total)
+        try:
+            fds.take(0, answer.fds)
+            answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
+            while not fds.is_complete:
+                part = next(self._calls)
+                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
+                fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
+        except ProtocolError as error:
+            raise self._fail(error) from None
 
 
 _clients: dict[str, KeeperClient] = {}
