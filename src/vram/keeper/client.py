@@ -25,12 +25,11 @@ from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment
-from .notices import Subscription, listen
+from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
 from .rpc_connection import CONNECT_SECONDS, Answer
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_label
-from .watch import Watch
 
 if TYPE_CHECKING:
     from .reports import RevokeInfo
@@ -40,8 +39,8 @@ __all__ = [
     "KeeperClient",
     "PublishClaim",
     "Segment",
+    "Signal",
     "Subscription",
-    "Watch",
     "client",
     "own_label",
 ]
@@ -330,31 +329,26 @@ class KeeperClient(Queries):
         CapacityError
             If the keeper has no room for another watch.
         """
-        name, version = self._leased(lease_id)
+        return listen(self, self._watchable(lease_id), owner, tell)
+
+    def signal(self, lease_id: int) -> Signal:
+        """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end.
+
+        Raises what :meth:`listen` does.
+        """
+        return signal(self, self._watchable(lease_id))
+
+    def _watchable(self, lease_id: int) -> tuple[str, int]:
+        leased = self._leased(lease_id)
         if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, which knows nothing of this lease
-        return listen(self, (name, version), owner, tell)
+            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
+        return leased
 
     def _leased(self, lease_id: int) -> tuple[str, int]:
         leased = self._leases.get(lease_id)
         if leased is None:
             raise UsageError(f"lease {lease_id} is not held by this connection to {self.path}")
         return leased
-
-    def watch(self, lease_id: int) -> Watch:
-        """Open a connection on which the keeper tells what happens to the leased version.
-
-        Raises
-        ------
-        UsageError
-            If this connection has no such lease.
-        PeerGoneError
-            If the keeper that granted it is gone.
-        """
-        leased = self._leased(lease_id)
-        if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
-        return Watch(KeeperClient.connect(self.path, label=self.label, like=self), *leased)
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
