@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -36,7 +37,7 @@ from vram.keeper import rpc_connection
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import until
+from vram.testing.keeper import AT_ONCE, until
 
 X = {"x": np.arange(3)}
 DEEP = np.zeros((1,) * 40)
@@ -366,6 +367,7 @@ def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
             view = lease["x"].numpy()
             assert lease.fileno() > 0
             keeper.kill()
+            assert select.select([lease], [], [], AT_ONCE)[0] == [lease]
             for act in everything(place):
                 refuses(act, PeerGoneError, "vram keep")
             for use in (lambda: lease.stale, lease.upgrade):

@@ -11,17 +11,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    MismatchError,
+    NotFoundError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+)
 from ..sharing.channel import OwnedFds
+from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment
-from .notices import Subscription, listen
+from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
 from .rpc_connection import CONNECT_SECONDS, Answer
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_label
-from .watch import Watch
 
 if TYPE_CHECKING:
     from .reports import RevokeInfo
@@ -31,8 +39,8 @@ __all__ = [
     "KeeperClient",
     "PublishClaim",
     "Segment",
+    "Signal",
     "Subscription",
-    "Watch",
     "client",
     "own_label",
 ]
@@ -120,14 +128,19 @@ class KeeperClient(Queries):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
         )
-        reply = self._ask(request, call, everything[:_PART])
-        while isinstance(reply, m.NextPart):
-            sent = reply.received
-            if not 0 < sent < len(everything):
-                raise self._protocol_error(reply)
-            part = next(self._calls)
-            reply = self._ask(m.Part(part, call, sent), part, everything[sent : sent + _PART])
-        return self._expect(m.Published, reply).version
+        reply: m.Reply | None = None
+        parcels = Sender(len(everything), _PART)
+        for part in parcels:
+            said = m.Part(next(self._calls), call, part.start) if part.start else request
+            reply = self._ask(said, said.call, everything[part])
+            if parcels.sent < parcels.total:
+                try:
+                    parcels.acknowledge(self._expect(m.NextPart, reply).received)
+                except ProtocolError as error:
+                    raise self._fail(error) from None
+        if type(reply) is not m.Published:
+            raise self._protocol_error(reply)
+        return reply.version
 
     def offer(
         self,
@@ -316,31 +329,26 @@ class KeeperClient(Queries):
         QuotaError
             If the keeper has no room for another watch.
         """
-        name, version = self._leased(lease_id)
+        return listen(self, self._watchable(lease_id), owner, tell)
+
+    def signal(self, lease_id: int) -> Signal:
+        """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end.
+
+        Raises what :meth:`listen` does.
+        """
+        return signal(self, self._watchable(lease_id))
+
+    def _watchable(self, lease_id: int) -> tuple[str, int]:
+        leased = self._leased(lease_id)
         if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, which knows nothing of this lease
-        return listen(self, (name, version), owner, tell)
+            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
+        return leased
 
     def _leased(self, lease_id: int) -> tuple[str, int]:
         leased = self._leases.get(lease_id)
         if leased is None:
             raise UsageError(f"lease {lease_id} is not held by this connection to {self.path}")
         return leased
-
-    def watch(self, lease_id: int) -> Watch:
-        """Open a connection on which the keeper tells what happens to the leased version.
-
-        Raises
-        ------
-        UsageError
-            If this connection has no such lease.
-        PeerGoneError
-            If the keeper that granted it is gone.
-        """
-        leased = self._leased(lease_id)
-        if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
-        return Watch(KeeperClient.connect(self.path, label=self.label, like=self), *leased)
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
@@ -473,14 +481,8 @@ class KeeperClient(Queries):
             if not isinstance(reply, m.Attached):
                 self._expect(m.Claimed, reply)
                 return answer
-            fds = answer.fds
-            while len(fds) < reply.total:
-                part = next(self._calls)
-                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
-                if self._expect(m.Descriptors, more.reply).offset != len(fds) or not more.fds:
-                    raise self._protocol_error(more.reply)
-                fds += more.fds  # two steps, and no interrupt comes in between
-                del more.fds[:]
+            if len(answer.fds) < reply.total:
+                self._collect(reply, answer)
             leased = attachment(reply, answer)
             if owner not in (None, leased.owner):  # an older keeper does not look
                 raise MismatchError(
@@ -492,6 +494,19 @@ class KeeperClient(Queries):
         except BaseException:
             answer.give_back()  # now, and not once the traceback is gone
             raise
+
+    def _collect(self, reply: m.Attached, answer: Answer) -> None:
+        """Ask for the descriptors of a lease that did not come with it."""
+        fds = Collector(reply.total)
+        try:
+            fds.take(0, answer.fds)
+            answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
+            while not fds.is_complete:
+                part = next(self._calls)
+                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
+                fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
+        except ProtocolError as error:
+            raise self._fail(error) from None
 
 
 _clients: dict[str, KeeperClient] = {}

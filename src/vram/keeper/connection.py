@@ -18,6 +18,7 @@ from functools import partial
 from typing import Protocol
 
 from ..sharing.channel import ALL_FDS, Credentials, receive, transmit
+from ..sharing.parcels import Collector
 from .in_flight import InFlight
 from .records import Publication, Session
 from .slow_close import SlowCloser, brings_fds, receive_whole
@@ -69,6 +70,8 @@ class Partial:
 
     Attributes
     ----------
+    fds : Collector
+        Those that have, which the server disposes of.
     nbytes : int
         What is behind those that have, as it is counted.
     since : float
@@ -81,7 +84,7 @@ class Partial:
         self.publication = publication
         self.request = request
         self.since = since
-        self.fds: list[int] = []
+        self.fds = Collector(publication.handles, is_armed=False)
         self.nbytes = 0
 
 
@@ -404,7 +407,7 @@ class Connection:
         self.queue.clear()
         self._count_queued(-self.queued)
         for unfinished in self.partials.values():
-            self.server.dispose(unfinished.fds, unfinished.nbytes, uid=self.credentials.uid)
+            self.server.dispose(unfinished.fds.detach(), unfinished.nbytes, uid=self.credentials.uid)
         self.partials.clear()
         self.server.gone(self)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
+from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
 from .admission import InadmissibleError, admit
@@ -350,15 +351,10 @@ class Service:
         """Check one part of a publication and keep it; with the last part the version is published."""
         request: m.Publish = partial.request  # type: ignore[assignment]
         publication = partial.publication
-        total = publication.handles
-        have = len(partial.fds)
         try:
-            if offset != have or not fds or have + len(fds) > total:
-                raise errors.ProtocolError(
-                    f"part at {offset} with {len(fds)} descriptors: {have} of {total} are here, the next is {have}"
-                )
+            partial.fds.check(offset, fds)
             nbytes = 0
-            for index, fd in enumerate(fds, start=have - request.manifest_fd):
+            for index, fd in enumerate(fds, start=offset - request.manifest_fd):
                 if index < 0:
                     nbytes += admit(fd, 1, kind=1, device="host", writable=False, what="the manifest")
                 else:
@@ -378,9 +374,8 @@ class Service:
             self.give_up(connection, partial)
             raise
         partial.nbytes += nbytes
-        partial.fds += fds
-        fds.clear()
-        if len(partial.fds) < total:
+        partial.fds.take(offset, fds)
+        if not partial.fds.is_complete:
             if request.meta:  # the catalogue has it, in less room
                 partial.request = msgspec.structs.replace(request, meta={})
             partial.since = self.server.now()
@@ -388,7 +383,9 @@ class Service:
             connection.send(m.encode(m.NextPart(call, len(partial.fds))))
             return
         del connection.partials[request.call]
-        held = Held(partial.fds, partial.nbytes, functools.partial(self.server.dispose, uid=publication.session.uid))
+        held = Held(
+            partial.fds.detach(), partial.nbytes, functools.partial(self.server.dispose, uid=publication.session.uid)
+        )
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
         except BaseException:
@@ -405,7 +402,7 @@ class Service:
         request: m.Publish = partial.request  # type: ignore[assignment]
         del connection.partials[request.call]
         self.catalogue.abandon(partial.publication)
-        self.server.dispose(partial.fds, partial.nbytes, uid=partial.publication.session.uid)
+        self.server.dispose(partial.fds.detach(), partial.nbytes, uid=partial.publication.session.uid)
 
     def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
         self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()), session.uid)
@@ -440,19 +437,19 @@ class Service:
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
         held: Held = version.token
-        total = len(held.fds)
-        payload = m.encode(m.AttachedRaw(call, lease.id, total, version.body))
-        connection.send(payload, held, 0, min(total, self.server.part))
+        payload = m.encode(m.AttachedRaw(call, lease.id, len(held.fds), version.body))
+        self._send_part(connection, payload, held, 0)
 
     def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
         lease = session.leases.get(request.lease)
         if lease is None:
             raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
-        held: Held = lease.version.token
-        if request.offset >= len(held.fds):
-            raise errors.ProtocolError(f"descriptor {request.offset} of {len(held.fds)} was asked for")
-        stop = min(len(held.fds), request.offset + self.server.part)
-        connection.send(m.encode(m.Descriptors(request.call, request.offset)), held, request.offset, stop)
+        payload = m.encode(m.Descriptors(request.call, request.offset))
+        self._send_part(connection, payload, lease.version.token, request.offset)
+
+    def _send_part(self, connection: Connection, payload: bytes, held: Held, start: int) -> None:
+        part = next_part(len(held.fds), start, self.server.part)
+        connection.send(payload, held, part.start, part.stop)
 
     def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
         if len(request.leases) <= PART:

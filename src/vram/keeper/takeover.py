@@ -57,7 +57,8 @@ from ..errors import (
     UnsupportedError,
     VramError,
 )
-from ..sharing.channel import MAX_FDS, Channel, close_fds, peer_credentials
+from ..sharing.channel import Channel, close_fds, peer_credentials
+from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .accounts import Quotas
 from .bind import Listener, Permissions
@@ -206,16 +207,11 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
         channel.send(m.encode(m.HandOver(call, FORMAT, len(payload), len(fds))), [memory], timeout=PATIENCE)
     finally:
         os.close(memory)
-    sent = 0
-    while True:
-        taken = _hear(channel, m.Received)
-        if taken.received != sent:
-            raise ProtocolError(f"the successor has {taken.received} descriptors of {sent}")
-        if sent == len(fds):
-            break
-        part = fds[sent : sent + MAX_FDS]
-        channel.send(m.encode(m.Descriptors(call, sent)), part, timeout=PATIENCE)
-        sent += len(part)
+    parcels = Sender(len(fds))
+    parcels.acknowledge(_hear(channel, m.Received).received)  # the state
+    for part in parcels:
+        channel.send(m.encode(m.Descriptors(call, part.start)), fds[part], timeout=PATIENCE)
+        parcels.acknowledge(_hear(channel, m.Received).received)
     _hear(channel, m.Commit)
     try:
         channel.send(m.encode(m.Committed()), timeout=PATIENCE)
@@ -338,32 +334,32 @@ def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
 
 
 def _receive(channel: Channel) -> tuple[State, list[int]]:
-    fds: list[int] = []
+    offer, memory = _hear_with_fds(channel, m.HandOver)
     try:
-        offer, memory = _hear_with_fds(channel, m.HandOver)
-        try:
-            if offer.format != FORMAT:
-                raise UnsupportedError(
-                    "taking over", f"state of format {FORMAT}", f"format {offer.format}", "Update the older keeper"
-                )
-            if len(memory) != 1 or offer.size > _MAX_STATE:
-                raise ProtocolError("a hand-over without its state")
-            with open(memory[0], "rb", closefd=False) as file:
-                file.seek(0)
-                payload = file.read(offer.size)
-        finally:
-            close_fds(memory)
-        try:
-            state = _state.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
+        if offer.format != FORMAT:
+            raise UnsupportedError(
+                "taking over", f"state of format {FORMAT}", f"format {offer.format}", "Update the older keeper"
+            )
+        if len(memory) != 1 or offer.size > _MAX_STATE:
+            raise ProtocolError("a hand-over without its state")
+        with open(memory[0], "rb", closefd=False) as file:
+            file.seek(0)
+            payload = file.read(offer.size)
+    finally:
+        close_fds(memory)
+    try:
+        state = _state.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
+    fds = Collector(offer.total)
+    try:
         channel.send(m.encode(m.Received(0)), timeout=PATIENCE)
-        while len(fds) < offer.total:
+        while not fds.is_complete:
             part, came = _hear_with_fds(channel, m.Descriptors)
-            at = len(fds)
-            fds += came
-            if part.offset != at or not came or len(fds) > offer.total:
-                raise ProtocolError("descriptors out of order")
+            try:
+                fds.take(part.offset, came)
+            finally:
+                close_fds(came)  # of a part that was not taken
             channel.send(m.encode(m.Received(len(fds))), timeout=PATIENCE)
     except BaseException:
         close_fds(fds)
@@ -419,7 +415,8 @@ def _unpack(
             connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
-            partial.fds, rest = rest[: part.descriptors], rest[part.descriptors :]
+            came, rest = rest[: part.descriptors], rest[part.descriptors :]
+            partial.fds.take(0, came)
             partial.nbytes = part.nbytes
             connection.partials[part.call] = partial
         left_over += [(connection, call, leases) for call, leases in row.releasing]
