@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import socket
 import threading
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 
 from vram.errors import (
-    CapacityError,
     DriverError,
     InternalError,
     NotFoundError,
     PeerGoneError,
     ProtocolError,
+    QuotaError,
     UnsupportedError,
     VramError,
     WaitTimeoutError,
@@ -83,7 +84,7 @@ def says(*words: bytes | tuple[bytes, int]) -> Callable[[Channel], None]:
     [
         (b"220 mail.example ESMTP", ProtocolError),
         (m.encode(m.Done(0)), ProtocolError),
-        (m.encode(m.Error(0, "CapacityError", "full")), CapacityError),
+        (m.encode(m.Error(0, "CapacityError", "full")), QuotaError),
         (m.encode(m.Error(0, "UnsupportedError", "x", ["a", "b", "c", "d"])), UnsupportedError),
         (m.encode(m.Error(0, "MemoryError", "x")), InternalError),
         (None, PeerGoneError),
@@ -127,6 +128,7 @@ BAD_ANSWERS: list[tuple[str, Any, Sequence[Any]]] = [
     ("too many descriptors", "attach", [(ATTACHED, 2)]),
     ("more descriptors that do not come", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 1), m.encode(m.Done(2))]),
     ("no further descriptors", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 1), m.encode(m.Descriptors(2, 1))]),
+    ("none first", "attach", [m.encode(m.Attached(1, 1, 1, ENTRY)), (m.encode(m.Descriptors(2, 0)), 1)]),
     ("others first", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 1), (m.encode(m.Descriptors(2, 0)), 1)]),
     ("as many as it says but not as it describes", "attach", [(m.encode(m.Attached(1, 1, 2, ENTRY)), 2)]),
     (
@@ -149,6 +151,68 @@ def test_answers_that_cannot_be(what: str, call: str, words: Sequence[Any]) -> N
                 "list": lambda: client.list(),
                 "publish": lambda: client.publish("w", [Segment(4096)], fds),
             }[call]()
+
+
+@pytest.mark.parametrize("received", [0, 1, 31, 33, 70, 71])
+def test_s4_a_keeper_that_asks_for_other_parts_than_the_next_is_sent_no_more(received: int) -> None:
+    """One that asks for the second again and again was sent parts without end."""
+    heard: list[m.Request] = []
+
+    def answer(channel: Channel) -> None:
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        for _ in range(4):
+            payload, fds = channel.recv(timeout=SOON)
+            close_fds(fds)
+            heard.append(m.decode_request(payload))
+            channel.send(m.encode(m.NextPart(heard[-1].call, received)), timeout=SOON)
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client, memfds(70) as fds:
+        with pytest.raises(ProtocolError, match=f"has {received} descriptors, and 32 of 70 were sent"):
+            client.publish("w", [Segment(4096)] * 70, fds)
+    assert [type(one) for one in heard] == [m.Publish]
+
+
+def test_s4_what_goes_over_the_wire_in_parts() -> None:
+    """S9: byte for byte, of both ends: keepers and clients of other releases say the same."""
+    heard: list[tuple[str, int]] = []
+
+    def answer(channel: Channel) -> None:
+        def hear() -> list[int]:
+            payload, fds = channel.recv(timeout=SOON)
+            heard.append((payload.hex(), len(fds)))
+            return fds
+
+        channel.recv(timeout=SOON)
+        channel.send(m.encode(m.Welcome(1, 1)), timeout=SOON)
+        fds: list[int] = []
+        for call, said in ((1, m.NextPart(1, 32)), (2, m.NextPart(2, 64)), (3, m.Published(3, 9))):
+            fds += hear()
+            assert said.call == call
+            channel.send(m.encode(said), timeout=SOON)
+        entry = m.Entry("w", 1, 0, False, [PIECE] * 70, ["host"], b"", False, {})
+        close_fds(hear())
+        channel.send(m.encode(m.Attached(4, 7, 70, entry)), fds[:32], timeout=SOON)
+        close_fds(hear())
+        channel.send(m.encode(m.Descriptors(5, 32)), fds[32:33], timeout=SOON)
+        close_fds(hear())
+        channel.send(m.encode(m.Descriptors(6, 33)), fds[33:], timeout=SOON)
+        close_fds(fds)
+
+    with impostor(answer) as path, KeeperClient.connect(path) as client, memfds(70) as fds:
+        assert client.publish("w", [Segment(4096)] * 70, fds) == 9
+        got = client.attach("w")
+        assert [os.fstat(fd).st_ino for fd in got.fds] == [os.fstat(fd).st_ino for fd in fds]
+        close_fds(got.fds)
+    piece = "93cd10000100"
+    assert heard == [
+        (f"9ba77075626c69736801a177dc0046{piece * 70}91a4686f7374c400c2c280c000", 32),
+        ("94a470617274020120", 32),
+        ("94a470617274030140", 6),
+        ("99a661747461636804a17700a172c0cb0000000000000000c2c0", 0),
+        ("94a46d6f7265050720", 0),
+        ("94a46d6f7265060721", 0),
+    ]
 
 
 def test_a_page_that_never_ends_ends() -> None:

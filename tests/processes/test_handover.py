@@ -875,6 +875,19 @@ def test_s7_the_same_memory_is_not_described_twice(hostile: tuple[socket.socket,
     assert mappings() == before
 
 
+def test_s4_an_acknowledgement_of_no_part_is_refused(hostile: tuple[socket.socket, ArrayChannel]) -> None:
+    """A part may be acknowledged before it is counted, so one comes too early, and no more."""
+    sock, channel = hostile
+    for number in range(3):
+        tell(sock, encode(["g"]), [])
+        tell(sock, encode(["x", number]), [])
+    assert channel.recv(timeout=SOON) == 0
+    for number in (1, 2):
+        with pytest.raises(ProtocolError, match="2 parts were acknowledged, and 0 were sent"):
+            channel.recv(timeout=SOON)
+        assert channel.recv(timeout=SOON) == number
+
+
 def test_s7_random_messages_cost_nothing_but_themselves(hostile: tuple[socket.socket, ArrayChannel]) -> None:
     """Well-formed messages with single items spoilt, with the wrong descriptors, in any order."""
     sock, channel = hostile

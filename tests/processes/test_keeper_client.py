@@ -28,7 +28,6 @@ import vram
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     ClosedError,
     DriverError,
     ForkedError,
@@ -36,6 +35,7 @@ from vram.errors import (
     NotFoundError,
     PeerGoneError,
     ProtocolError,
+    QuotaError,
     UnsupportedError,
     UsageError,
     VramError,
@@ -44,6 +44,7 @@ from vram.errors import (
 from vram.keeper import client as module
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
 from vram.keeper.messages import Attach
+from vram.keeper.notices import Signal
 from vram.keeper.private import KeeperProcess, private_keeper, short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
@@ -255,14 +256,14 @@ def test_quotas() -> None:
     with private_keeper(max_bytes=10_000, max_entries=2) as path, KeeperClient.connect(path) as connection:
         publish(connection, "a")
         publish(connection, "b")
-        with pytest.raises(CapacityError, match="entries"):
+        with pytest.raises(QuotaError, match="entries"):
             publish(connection, "c")
         held = attach(connection, "a")
-        with pytest.raises(CapacityError, match=r"12 KiB"):
+        with pytest.raises(QuotaError, match=r"12 KiB"):
             publish(connection, "a")
         connection.release([held.lease_id])
         publish(connection, "a")
-        with memfds(1, 1 << 20) as fds, pytest.raises(CapacityError):
+        with memfds(1, 1 << 20) as fds, pytest.raises(QuotaError):
             connection.publish("b", [KIB4], fds)  # what it really is counts, not what was stated
         assert connection.statistics().nbytes == 8192
 
@@ -565,36 +566,54 @@ def test_many_threads_share_one_connection(one: KeeperClient) -> None:
 # -- news -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_watch_becomes_readable_with_the_news(one: KeeperClient, other: KeeperClient) -> None:
+def is_readable(one: Signal, seconds: float = 0) -> bool:
+    poll = select.poll()
+    poll.register(one, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def test_a_signal_becomes_readable_with_the_first_news_and_stays_so(one: KeeperClient, other: KeeperClient) -> None:
     publish(one, "w")
     held = attach(other, "w")
-    with other.watch(held.lease_id) as watch:
-        poll = select.poll()
-        poll.register(watch, select.POLLIN)
-        assert not poll.poll(0)
-        assert not watch.pump()
+    told, before = other.signal(held.lease_id), one.statistics().connections
+    with contextlib.closing(told), contextlib.closing(other.signal(held.lease_id)) as also:
+        assert not is_readable(told)
         publish(one, "w")
-        assert poll.poll(SOON * 1000)
-        assert watch.pump()
-        assert (watch.reason, watch.current) == ("replaced", 2)
-        assert not poll.poll(0)
-        one.remove("w", 1, revoke=True)
-        assert poll.poll(SOON * 1000)
-        watch.pump()
-        assert watch.reason == "revoked"
-    with other.watch(held.lease_id) as late:
-        until(late.pump)
-        assert late.reason == "revoked"
+        assert is_readable(told, SOON)
+        assert is_readable(also, SOON)
+        with contextlib.closing(other.signal(held.lease_id)) as late:
+            assert is_readable(late, SOON)
+        with socket.socket(fileno=os.dup(told.fileno())) as reader:
+            assert reader.recv(1) == b"", "whoever reads changes nothing"
+        assert is_readable(told)
+        assert one.statistics().connections <= before, "all have one connection"
+    with pytest.raises(ClosedError):
+        told.fileno()
     with pytest.raises(UsageError, match="lease"):
-        other.watch(12345)
+        other.signal(12345)
 
 
-def test_expiry_is_news_too(one: KeeperClient) -> None:
+@pytest.mark.parametrize("news", ["replaced", "removed", "expired", "revoked"])
+def test_whatever_happens_to_a_version_is_news_of_it_and_of_no_other(one: KeeperClient, news: str) -> None:
+    publish(one, "w", ttl=0.15 if news == "expired" else None)
+    publish(one, "other")
+    held, other = attach(one, "w"), attach(one, "other")
+    with contextlib.closing(one.signal(held.lease_id)) as told, contextlib.closing(one.signal(other.lease_id)) as rest:
+        if news == "replaced":
+            publish(one, "w")
+        elif news != "expired":
+            one.remove("w", revoke=news == "revoked")
+        assert is_readable(told, SOON)
+        assert one.is_stale(held.lease_id)
+        assert one.is_revoked(held.lease_id) is (news == "revoked")
+        assert not is_readable(rest)
+
+
+def test_what_has_expired_goes_with_its_last_lease(one: KeeperClient) -> None:
     publish(one, "short", ttl=0.15)
     held = attach(one, "short")
-    with one.watch(held.lease_id) as watch:
-        until(watch.pump)
-        assert watch.reason == "expired"
+    with contextlib.closing(one.signal(held.lease_id)) as told:
+        assert is_readable(told, SOON)
     with pytest.raises(NotFoundError):
         one.attach("short")
     assert one.statistics().versions == 1
@@ -803,11 +822,10 @@ def test_a_killed_keeper_leaves_its_readers_reading_and_its_socket_to_the_next()
             got = connection.attach("w")
             with mmap.mmap(got.fds[0], 4096, prot=mmap.PROT_READ) as memory:
                 close_fds(got.fds)
-                with connection.watch(got.lease_id) as watch:
+                with contextlib.closing(connection.signal(got.lease_id)) as told:
                     first.kill()
                     assert memory[:10] == b"still here"
-                    until(watch.pump)
-                    assert watch.reason == "gone"
+                    assert is_readable(told, SOON)
                 with pytest.raises(PeerGoneError, match=path):
                     connection.is_stale(got.lease_id)
                 connection.release_later(got.lease_id)

@@ -371,6 +371,67 @@ def test_the_descriptor_of_a_lease_becomes_readable(kept: vram.Keeper) -> None:
         assert lease.revoked
 
 
+def test_descriptors_of_leases_cost_one_connection_and_no_thread_once_they_are_closed(kept: vram.Keeper) -> None:
+    publish()
+    before = vram.statistics().connections
+    with contextlib.ExitStack() as stack:
+        leases = [stack.enter_context(vram.attach("n")) for _ in range(20)]
+        heard: list[vram.Lease] = []
+        leases[0].on_revoke(heard.append)
+        assert len({lease.fileno() for lease in leases}) == 20
+        assert vram.statistics().connections == before + 1
+        publish()  # no reason to call back, and for the descriptors news
+        for lease in leases:
+            assert select.select([lease], [], [], SOON)[0] == [lease]
+        assert heard == []
+    until(lambda: not listens(), what="the end of the thread")
+    until(lambda: vram.statistics().connections == before, what="the end of the connection")
+
+
+def test_a_lease_whose_descriptor_nobody_waits_for_any_more_is_not_listened_for(kept: vram.Keeper) -> None:
+    publish()
+    lease = vram.attach("n")
+    fd = lease.fileno()
+    assert listens()
+    lease.close()
+    until(lambda: not listens(), what="the end of the thread")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    with pytest.raises(vram.ClosedError):
+        lease.fileno()
+
+
+def test_i7_the_descriptor_of_a_lease_is_its_process_s(kept: vram.Keeper) -> None:
+    """A child that was forked in between neither has it nor keeps it from becoming readable."""
+    publish()
+    with vram.attach("n") as lease:
+        fd = lease.fileno()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.close(writer)
+                try:
+                    lease.fileno()
+                except ForkedError:
+                    with contextlib.suppress(OSError):
+                        os.fstat(fd)
+                        status = 2
+                    status = 0 if status == 1 else status
+                os.read(reader, 1)  # until the parent has seen what it waits for
+            finally:
+                os._exit(status)
+        os.close(reader)
+        try:
+            vram.revoke("n", timeout=0)
+            assert select.select([lease], [], [], SOON)[0] == [lease]
+        finally:
+            os.close(writer)
+            _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+
+
 def test_who_comes_late_is_told_at_once(kept: vram.Keeper) -> None:
     publish()
     with vram.attach("n") as lease:
@@ -559,7 +620,7 @@ def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatc
 
     def limited(self: notices._Line, wanted: notices.Subscription) -> None:
         if self.listeners:
-            raise vram.CapacityError("full")
+            raise vram.QuotaError("full")
         watch(self, wanted)
 
     monkeypatch.setattr(notices._Line, "watch", limited)

@@ -22,10 +22,10 @@ import pytest
 from msgspec import Struct
 from tests.processes.other_users import OTHER, as_user
 
-from vram.errors import CapacityError, NotFoundError, PeerGoneError, WaitTimeoutError
+from vram.errors import NotFoundError, PeerGoneError, QuotaError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection, takeover
-from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Watch
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Signal
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.snapshot import Books
 from vram.sharing.channel import Channel, close_fds
@@ -113,7 +113,7 @@ class Scene:
     held: Attachment
     old: Attachment
     claim: PublishClaim
-    watch: Watch
+    news: Signal
     partial: Channel
     stranger: socket.socket
     threads: list[threading.Thread] = field(default_factory=list)
@@ -125,7 +125,11 @@ class Scene:
         assert (found.entries, found.versions, found.leases, found.waiting) == (3, 4, 2, 2)
         assert not self.reader.is_stale(self.held.lease_id)
         assert self.reader.is_stale(self.old.lease_id)
-        assert not self.watch.pump()
+        assert not self.has_news()
+
+    def has_news(self) -> bool:
+        """Whether something happened to the version that is held."""
+        return bool(select.select([self.news], [], [], 0)[0])
 
     def finish(self) -> None:
         """Bring everything that is under way to its end."""
@@ -146,8 +150,7 @@ class Scene:
             assert sorted(getattr(one, "name", repr(one)) for one in self.waited) == ["claimed", "late"]
             # news, and numbers that go on
             assert self.publisher.publish("w", [KIB4], fds[:1]) == 3
-        until(self.watch.pump)
-        assert self.watch.reason == "replaced"
+        until(self.has_news)
         self.reader.release([self.held.lease_id, self.old.lease_id, got.lease_id])
         assert self.reader.statistics().leases == 2
         # one who had connected and said nothing is heard
@@ -155,7 +158,7 @@ class Scene:
         assert isinstance(m.decode_reply(self.stranger.recv(65536)), m.Welcome)
 
     def close(self) -> None:
-        for one in (self.watch, self.reader, self.publisher, self.waiter, self.partial, self.stranger):
+        for one in (self.news, self.reader, self.publisher, self.waiter, self.partial, self.stranger):
             one.close()
         for thread in self.threads:
             thread.join(SOON)
@@ -186,7 +189,7 @@ def scene(path: str) -> Iterator[Scene]:
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stranger.settimeout(SOON)
         stranger.connect(path)
-        made = Scene(path, reader, publisher, waiter, held, old, claim, reader.watch(held.lease_id), partial, stranger)
+        made = Scene(path, reader, publisher, waiter, held, old, claim, reader.signal(held.lease_id), partial, stranger)
 
         def wait(name: str) -> None:
             try:
@@ -521,7 +524,7 @@ def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> N
         with KeeperClient.connect(path) as connection, memfds(1) as fds:
             connection.publish("a", [KIB4], fds)
             connection.publish("b", [KIB4], fds)
-            with pytest.raises(CapacityError, match="2 entries"):
+            with pytest.raises(QuotaError, match="2 entries"):
                 connection.publish("c", [KIB4], fds)
         third, lines = spoken(path, "--takeover", "--max-entries", "3", "--max-bytes", "none")
         try:

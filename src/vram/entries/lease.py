@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import close_when_unused
 from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
-from ..keeper.client import Attachment, KeeperClient, Subscription, Watch
+from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
@@ -86,9 +86,9 @@ class Lease(Owned, Mapping[str, Array]):
         "_regions",
         "_return",
         "_revoked",
+        "_signal",
         "_subscriptions",
         "_user",
-        "_watch",
         "access",
         "manifest",
     )  # fmt: skip
@@ -107,7 +107,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._client = client
         self._attachment = attachment
         self._arrays: dict[str, Array] = {}
-        self._watch: Watch | None = None
+        self._signal: Signal | None = None
         self._subscriptions: list[Subscription] = []
         self._revoked = False
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
@@ -281,11 +281,13 @@ class Lease(Owned, Mapping[str, Array]):
         ------
         PeerGoneError
             If the keeper that granted this lease was gone before this was first called.
+        CapacityError
+            If the keeper has no room for another connection, or for what it watches.
         """
         self.handle  # noqa: B018
-        if self._watch is None:
-            self._watch = self._client.watch(self._return.lease_id)
-        return self._watch.fileno()
+        if self._signal is None:
+            self._signal = self._client.signal(self._return.lease_id)
+        return self._signal.fileno()
 
     def upgrade(self, *, timeout: float | None = 0.0) -> Lease:
         """Attach the newest version of the same entry, with the same access. This lease stays as it is.
@@ -360,7 +362,7 @@ class Lease(Owned, Mapping[str, Array]):
             If it cannot be called.
         PeerGoneError
             If the keeper that granted this lease is gone.
-        CapacityError
+        QuotaError
             If the keeper has no room for another connection, or for what it watches.
         """
         self.handle  # noqa: B018
@@ -402,8 +404,8 @@ class Lease(Owned, Mapping[str, Array]):
             self._refuse_while_viewed()
         if self._subscriptions:
             self._stop_listening()
-        if self._watch is not None:
-            self._watch.close()
+        if self._signal is not None:
+            self._signal.close()
         if not wait:
             self._unmap()
             return

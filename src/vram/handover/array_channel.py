@@ -22,6 +22,7 @@ from ..errors import ClosedError, PeerGoneError, ProtocolError, ReleaseWarning, 
 from ..lifetime import Owned, uninterrupted
 from ..memory import Region
 from ..sharing.channel import MAX_MESSAGE, Channel, check_timeout, close_fds
+from ..sharing.parcels import Unread
 from .containers import Packed, has_tuples, named, pack, refuse, unpack
 from .exports import ExportTable, nothing, refer
 from .imports import ImportTable
@@ -133,8 +134,6 @@ class ArrayChannel(Owned):
     """
 
     __slots__ = (
-        "_answered",
-        "_asked",
         "_came",
         "_channel",
         "_exports",
@@ -150,6 +149,7 @@ class ArrayChannel(Owned):
         "_remote_refs",
         "_sending",
         "_stream_events",
+        "_unread",
         "_warm",
     )
 
@@ -170,9 +170,7 @@ class ArrayChannel(Owned):
         self._last_keep = 0
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        # Parts of memory after which more comes, and how often the other end asked to go on from one.
-        self._asked = 0  # the sender's
-        self._answered = 0  # the receiver's
+        self._unread = Unread()  # parts of memory after which more comes
         # One message at most, taken off the socket and not dealt with yet.
         self._came: list[_Came | tuple[bytes, list[int]]] = []
         channel.handle  # noqa: B018  (the check)
@@ -487,7 +485,7 @@ class ArrayChannel(Owned):
                     waits = 0 if part.last else 1
                     self._channel.send(encode(Part(part)), fds, timeout=timeout)
                     export.sent = sent  # in the steps after the return, with no call between: an interrupt comes
-                    self._asked += waits  # before it was sent, or after it was noted (I12)
+                    self._unread.sent += waits  # before it was sent, or after it was noted (I12)
             finally:
                 kept.release()
         keep = 0
@@ -503,7 +501,7 @@ class ArrayChannel(Owned):
         """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
         deadline = None if timeout is None else time.monotonic() + timeout
         expired = False
-        while self._asked > self._answered:
+        while self._unread.is_awaited:
             if expired:
                 raise WaitTimeoutError(f"the other end took no part of the memory sent to it for {timeout:g} s")
             left = _SLICE if deadline is None else max(0.0, min(_SLICE, deadline - time.monotonic()))
@@ -648,7 +646,8 @@ class ArrayChannel(Owned):
             del self._came[0]
             return
         if isinstance(message, NextPart):
-            self._answered += 1
+            self._unread.check()
+            self._unread.taken += 1
             del self._came[0]
             return
         if isinstance(message, Part):

@@ -22,9 +22,9 @@ from ..arrays.shapes import nbytes_of
 from ..errors import ClosedError, ProtocolError, RangeError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own
 from ..memory import PhysicalAllocation, Pin, Region
-from ..sharing.channel import MAX_FDS
 from ..sharing.descriptor import MemoryDescriptor
 from ..sharing.mapping import describe_held, map_memory
+from ..sharing.parcels import next_part
 from ..spec import Access, HandleKind
 from .by_handle import LentPools, describe_by_handle, goes_by_handle, handle_bytes
 from .messages import MemoryPart, Reference
@@ -140,7 +140,15 @@ class Export:
         return kept
 
     def parts(self, first: int) -> Iterator[tuple[MemoryPart, list[int]]]:
-        """Yield messages for the segments from `first` on, each with at most 253 descriptors.
+        """Yield a message for each part of the segments from `first` on: see :meth:`part`."""
+        while (part := self.part(first)) is not None:
+            yield part
+            if part[0].last:
+                return
+            first += len(part[0].descriptor.segments)
+
+    def part(self, first: int) -> tuple[MemoryPart, list[int]] | None:
+        """Return the message for the segments from `first` on, with its descriptors; None if there are none.
 
         Memory without segments is announced all the same, by one message: it may grow.
         """
@@ -149,14 +157,14 @@ class Export:
         # Asked now: what was frozen since it was exported can only be mapped read-only.
         writable = self.writable and (region is None or region.access is Access.READ_WRITE)
         if self.data:
-            yield MemoryPart(self.id, 0, True, writable, whole, self.data, self.pool), self.fds
-            return
-        for start in range(first, total, MAX_FDS) if total else (0,):
-            stop = min(start + MAX_FDS, total)
-            some = whole.segments[start:stop]
-            nbytes = sum([segment.nbytes for segment in some])
-            part = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
-            yield MemoryPart(self.id, start, stop == total, writable, part), self.fds[start:stop]
+            return MemoryPart(self.id, 0, True, writable, whole, self.data, self.pool), self.fds
+        if first >= max(total, 1):
+            return None
+        part = next_part(total, first) if total else slice(0, 0)
+        some = whole.segments[part]
+        nbytes = sum([segment.nbytes for segment in some])
+        described = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
+        return MemoryPart(self.id, first, part.stop == total, writable, described), self.fds[part]
 
     # -- the local arrays ----------------------------------------------------------------------------------------
     def remember(self, array: Array) -> None:

@@ -13,6 +13,7 @@ from ..memory import Region
 from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import HANDLE_BYTES, HandleEntry
 from ..sharing.mapping import extend_memory, map_memory
+from ..sharing.parcels import check_next
 from ..spec import Access, HandleKind
 from .by_handle import Imports
 from .exports import array_on_lent, known_dtype
@@ -72,8 +73,7 @@ class ImportTable:
         known = 0 if region is None else len(region.layout)
         if retried and region is not None and known == part.first + len(part.descriptor.segments):
             return
-        if part.first != known:
-            raise ProtocolError(f"segments of memory {part.memory} from {part.first} on came after {known}")
+        check_next(part.first, known, f"segments of memory {part.memory}")
         if part.handle:
             self._add(part.memory, self._open(part, fds, region))
         elif region is None:

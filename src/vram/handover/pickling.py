@@ -358,7 +358,12 @@ class FetchClient:
                     if known == asked:  # it answered, and we are none the wiser
                         raise UnknownMemoryError(reference.memory, known)
                     asked = known
-                    self._fetch(reference.memory, max(known, 0), by)
+                    self._is_waiting = True
+                    try:
+                        self._fetch(reference.memory, max(known, 0), by)
+                    finally:
+                        self._is_waiting = False
+                        self._discard()  # what an interrupt kept from being looked at, or came too late
                 return found
         finally:
             self.tidy()  # what the endpoint's thread left to us, since we were at it
@@ -414,14 +419,7 @@ class FetchClient:
             self.channel.send(encode(Bye()), timeout=TELL_SECONDS)
 
     def _fetch(self, memory: int, first: int, by: int) -> None:
-        self._is_waiting = True
-        try:
-            self._ask_for(memory, first, by)
-        finally:
-            self._is_waiting = False
-            self._discard()  # what an interrupt kept from being looked at; the answer that is on its way is not wanted
-
-    def _ask_for(self, memory: int, first: int, by: int) -> None:
+        """Ask for the segments of a memory from `first` on, and map what comes. Called while this one waits."""
         if self._is_gone:
             raise _gone(memory)
         try:
@@ -838,7 +836,7 @@ class Endpoint:
             with contextlib.suppress(ClosedError):
                 kept = export.keep()
         try:
-            part = None if export is None or kept is None else next(export.parts(request.first), None)
+            part = None if export is None or kept is None else export.part(request.first)
             if part is None:
                 server.channel.send(encode(Gone(request.memory)), timeout=0)
             else:

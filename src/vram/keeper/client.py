@@ -11,17 +11,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AccessDeniedError, BusyError, MismatchError, NotFoundError, UnsupportedError, UsageError
+from ..errors import (
+    AccessDeniedError,
+    BusyError,
+    MismatchError,
+    NotFoundError,
+    ProtocolError,
+    UnsupportedError,
+    UsageError,
+)
 from ..sharing.channel import OwnedFds
+from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment
-from .notices import Subscription, listen
+from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
 from .rpc_connection import CONNECT_SECONDS, Answer
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_label
-from .watch import Watch
 
 if TYPE_CHECKING:
     from .reports import RevokeInfo
@@ -31,8 +39,8 @@ __all__ = [
     "KeeperClient",
     "PublishClaim",
     "Segment",
+    "Signal",
     "Subscription",
-    "Watch",
     "client",
     "own_label",
 ]
@@ -40,11 +48,11 @@ __all__ = [
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 
 
-_FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two looks at who still holds what was revoked
+_FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two polls for the leases that are left on a revoked version
 
 
 class KeeperClient(Queries):
-    """What can be said to a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
+    """A client of a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
@@ -65,8 +73,8 @@ class KeeperClient(Queries):
         Parameters
         ----------
         segments, fds : sequences of Segment and int
-            1 to 1,024 pieces and their descriptors, which are lent: memfds sealed against shrinking and growing, and
-            against (future) writing unless `writable`.
+            1 to 1,024 pieces and their descriptors, which are borrowed: memfds sealed against shrinking and growing,
+            and against (future) writing unless `writable`.
         manifest : bytes
             At most 32 KiB that readers get with it.
         manifest_fd : int, optional
@@ -74,7 +82,7 @@ class KeeperClient(Queries):
         writable : bool
             Whether readers may ask to write.
         meta : mapping of str to str
-            At most 4 KiB that everybody who may connect can see.
+            At most 4 KiB, which every process that may connect can see.
         ttl : float, optional
             Seconds after which the version is taken out of the catalogue.
         claim : PublishClaim or int, optional
@@ -86,7 +94,7 @@ class KeeperClient(Queries):
             For a name, meta or ttl that cannot be.
         AccessDeniedError
             If the name belongs to another user, or a lender is at the path.
-        CapacityError
+        QuotaError
             If the keeper has no room for it.
         ProtocolError
             If the keeper finds the memory unfit to be shared.
@@ -120,14 +128,19 @@ class KeeperClient(Queries):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
         )
-        reply = self._ask(request, call, everything[:_PART])
-        while isinstance(reply, m.NextPart):
-            sent = reply.received
-            if not 0 < sent < len(everything):
-                raise self._protocol_error(reply)
-            part = next(self._calls)
-            reply = self._ask(m.Part(part, call, sent), part, everything[sent : sent + _PART])
-        return self._expect(m.Published, reply).version
+        reply: m.Reply | None = None
+        parcels = Sender(len(everything), _PART)
+        for part in parcels:
+            said = m.Part(next(self._calls), call, part.start) if part.start else request
+            reply = self._ask(said, said.call, everything[part])
+            if parcels.sent < parcels.total:
+                try:
+                    parcels.acknowledge(self._expect(m.NextPart, reply).received)
+                except ProtocolError as error:
+                    raise self._fail(error) from None
+        if type(reply) is not m.Published:
+            raise self._protocol_error(reply)
+        return reply.version
 
     def offer(
         self,
@@ -183,7 +196,7 @@ class KeeperClient(Queries):
         access : {"r", "rw", "cow"}
             What the lease is for; ``"rw"`` needs a version published writable.
         expect : mapping, optional
-            What its meta has to say.
+            The metadata that it must have.
         timeout : float or None
             Seconds to wait for it to be published; None waits for ever.
         owner : int, optional
@@ -199,8 +212,8 @@ class KeeperClient(Queries):
             If its meta differs from `expect`, or it belongs to another than `owner`; also while it is waited for.
         AccessDeniedError
             For writing to what was published read-only.
-        CapacityError
-            If this user leases more than it may have of what is not current any more, or this connection too much.
+        QuotaError
+            If this user leases too much of versions that are not current any more, or this connection too much.
         """
         leased = self.lease(name, version=version, access=access, expect=expect, timeout=timeout, owner=owner)
         _hand_over(leased)
@@ -264,7 +277,7 @@ class KeeperClient(Queries):
         timeout: float | None = None,
         owner: int | None = None,
     ) -> Attachment | PublishClaim:
-        """Do as :meth:`attach_or_claim`. What came is given back when its `answer` is dropped; see :meth:`lease`."""
+        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`."""
         found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
         if isinstance(found, Attachment):
             return found
@@ -296,7 +309,7 @@ class KeeperClient(Queries):
             return True
         with contextlib.suppress(NotFoundError):
             for row in self.versions(name, version - 1):
-                return row.version == version and bool(row.revoked)
+                return row.version == version and bool(row.is_revoked)
         return False
 
     def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Subscription:
@@ -313,34 +326,29 @@ class KeeperClient(Queries):
             If this connection has no such lease.
         PeerGoneError
             If the keeper that granted it is gone.
-        CapacityError
+        QuotaError
             If the keeper has no room for another watch.
         """
-        name, version = self._leased(lease_id)
+        return listen(self, self._watchable(lease_id), owner, tell)
+
+    def signal(self, lease_id: int) -> Signal:
+        """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end.
+
+        Raises what :meth:`listen` does.
+        """
+        return signal(self, self._watchable(lease_id))
+
+    def _watchable(self, lease_id: int) -> tuple[str, int]:
+        leased = self._leased(lease_id)
         if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, which knows nothing of this lease
-        return listen(self, (name, version), owner, tell)
+            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
+        return leased
 
     def _leased(self, lease_id: int) -> tuple[str, int]:
         leased = self._leases.get(lease_id)
         if leased is None:
             raise UsageError(f"lease {lease_id} is not held by this connection to {self.path}")
         return leased
-
-    def watch(self, lease_id: int) -> Watch:
-        """Open a connection on which the keeper tells what happens to the leased version.
-
-        Raises
-        ------
-        UsageError
-            If this connection has no such lease.
-        PeerGoneError
-            If the keeper that granted it is gone.
-        """
-        leased = self._leased(lease_id)
-        if not self.is_usable:
-            raise self._fail()  # another keeper may be at that path, with other memory of that name and number
-        return Watch(KeeperClient.connect(self.path, label=self.label, like=self), *leased)
 
     # -- retiring -------------------------------------------------------------------------------------------------
     def remove(self, name: str, version: int | None = None, *, revoke: bool = False) -> None:
@@ -349,7 +357,7 @@ class KeeperClient(Queries):
         Parameters
         ----------
         revoke : bool
-            Tell those who watch it that its memory is wanted back.
+            Notify its watchers that its memory is wanted back.
 
         Raises
         ------
@@ -389,7 +397,7 @@ class KeeperClient(Queries):
         PeerGoneError
             If the keeper goes meanwhile.
         """
-        from .reports import RevokeInfo  # with all that looking returns, which those who attach never see
+        from .reports import RevokeInfo  # loaded here: processes that only attach need none of it
 
         if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
             raise AccessDeniedError(
@@ -398,14 +406,16 @@ class KeeperClient(Queries):
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
-        asked = {row.version for row in self._left(name) if row.revoked is not False} if version is None else {version}
+        asked = (
+            {row.version for row in self._left(name) if row.is_revoked is not False} if version is None else {version}
+        )
         pause = _FIRST_LOOK
         while True:
             left = [row for row in self._left(name) if row.version in asked]
             time_left = deadline - time.monotonic()
             if not left or time_left <= 0:
                 break
-            # Most readers let go at once or not soon: seldom asked, a keeper is not kept busy by who waits.
+            # Most readers release at once or not soon: polled seldom, a keeper is not kept busy by this wait.
             time.sleep(min(pause, time_left))
             pause = min(pause * 1.5, _LAST_LOOK)
         held = [(row, tuple(self.holders_of(name, row))) for row in left]
@@ -438,7 +448,7 @@ class KeeperClient(Queries):
     def _left(self, name: str) -> tuple[m.VersionRow, ...]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
         try:
-            return tuple(row for row in self.versions(name) if row.readers and not row.current)
+            return tuple(row for row in self.versions(name) if row.readers and not row.is_current)
         except NotFoundError:
             return ()
 
@@ -471,14 +481,8 @@ class KeeperClient(Queries):
             if not isinstance(reply, m.Attached):
                 self._expect(m.Claimed, reply)
                 return answer
-            fds = answer.fds
-            while len(fds) < reply.total:
-                part = next(self._calls)
-                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
-                if self._expect(m.Descriptors, more.reply).offset != len(fds) or not more.fds:
-                    raise self._protocol_error(more.reply)
-                fds += more.fds  # two steps, and no interrupt comes in between
-                del more.fds[:]
+            if len(answer.fds) < reply.total:
+                self._collect(reply, answer)
             leased = attachment(reply, answer)
             if owner not in (None, leased.owner):  # an older keeper does not look
                 raise MismatchError(
@@ -490,6 +494,19 @@ class KeeperClient(Queries):
         except BaseException:
             answer.give_back()  # now, and not once the traceback is gone
             raise
+
+    def _collect(self, reply: m.Attached, answer: Answer) -> None:
+        """Ask for the descriptors of a lease that did not come with it."""
+        fds = Collector(reply.total)
+        try:
+            fds.take(0, answer.fds)
+            answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
+            while not fds.is_complete:
+                part = next(self._calls)
+                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
+                fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
+        except ProtocolError as error:
+            raise self._fail(error) from None
 
 
 _clients: dict[str, KeeperClient] = {}

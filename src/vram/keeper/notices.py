@@ -1,15 +1,19 @@
-"""Readers are told that their memory is wanted back, by one thread of this process for all of them.
+"""Readers are told what happens to a version, above all that it is wanted back: by one thread of this process for all.
 
 The thread runs while anybody listens, and the connections that it listens on are there as long: one to each keeper, and
 more only where a keeper lets one connection watch no more versions. They are not the connection that carries the
 leases, whose callers would wait for one another with a thread that always reads.
+
+Who listens is called back in the thread when the version is revoked (:func:`listen`), or has a descriptor that becomes
+readable when anything happens to it (:func:`signal`), for ``select`` and event loops.
 
 Who does what: :func:`listen` asks the keeper to watch a version, in the caller's thread, under a lock. The thread calls
 back, drops who stopped listening, closes what nobody needs and ends when nothing is left; it only *tries* the lock, and
 is woken by whoever had it. Stopping takes no lock at all: it appends to a queue and wakes the thread, so that a
 callback may close its own lease and a finalizer may stop too (I3).
 
-A keeper that is gone has revoked nothing (S5): its connection is dropped, and nobody is called.
+A keeper that is gone has revoked nothing (S5): its connection is dropped, and nobody is called. But signals are given,
+since it will tell nothing more.
 """
 
 from __future__ import annotations
@@ -22,22 +26,22 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import BusyError, CapacityError, ClosedError, VramError, WaitTimeoutError
+from ..errors import BusyError, ClosedError, QuotaError, VramError, WaitTimeoutError
 from ..lifetime import begin
 from ..sharing.channel import Channel
 from . import messages as m
 from .rpc_connection import Answer, RpcConnection
 
-__all__ = ["Subscription", "listen"]
+__all__ = ["Signal", "Subscription", "listen", "signal"]
 
 Key = tuple[str, int]  # name and version
 
 
 class Subscription:
-    """One callback that waits for one version to be revoked. Made by :func:`listen`.
+    """One callback that waits for news of one version. Made by :func:`listen` and :func:`signal`.
 
     Parameters
     ----------
@@ -46,14 +50,17 @@ class Subscription:
     owner : object
         What `tell` is called with. Held weakly: when it goes, nobody listens any more.
     tell : callable
+    of_all : bool
+        Whether whatever happens to the version is news, and the end of the keeper; otherwise only that it is revoked.
     """
 
-    __slots__ = ("__weakref__", "_owner", "_tell", "key", "line", "number")
+    __slots__ = ("__weakref__", "_owner", "_tell", "key", "line", "number", "of_all")
 
     _numbers = itertools.count(1)
 
-    def __init__(self, key: Key, owner: object, tell: Callable[[Any], object]) -> None:
+    def __init__(self, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False) -> None:
         self.key = key
+        self.of_all = of_all
         self.number = next(self._numbers)
         self.line: _Line | None = None
         self._tell: list[Callable[[Any], object]] = [tell]  # whoever takes it out may call it, once
@@ -87,6 +94,31 @@ class Subscription:
             threading.excepthook(
                 threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
             )
+
+
+class Signal:
+    """A descriptor that becomes readable, and stays so, with the first news of a version. Made by :func:`signal`."""
+
+    __slots__ = ("__weakref__", "_reader", "_writer", "subscription")
+
+    def __init__(self) -> None:
+        self.subscription: Subscription | None = None
+        self._reader, self._writer = Channel.pair()  # which look after themselves: interrupts, forks, the collector
+
+    def fileno(self) -> int:
+        """Lend the descriptor to wait on with select, poll or an event loop."""
+        return self._reader.fileno()
+
+    def give(self) -> None:
+        """Make it readable. It is an end of file, which stays, also if somebody reads."""
+        self._writer.close()
+
+    def close(self) -> None:
+        """Listen no more, and close the descriptor. Idempotent."""
+        if self.subscription is not None:
+            self.subscription.stop()
+        self._reader.close()
+        self._writer.close()
 
 
 class _Line(RpcConnection):
@@ -156,7 +188,7 @@ class _Thread:
                     try:
                         line.watch(subscription)
                         return
-                    except CapacityError:  # for one connection; it may be one of its own only
+                    except QuotaError:  # for one connection; it may be one of its own only
                         pass
                 line = _Line.connect(like.path, label=like.label, like=like)
                 self._lines.append(line)  # the thread closes it if nobody comes to listen on it
@@ -203,6 +235,9 @@ class _Thread:
                     line.close()
                 _pass_on(line)
                 if line not in self._lines:
+                    for subscription in tuple(line.listeners.values()):
+                        if subscription.of_all:
+                            subscription.call()
                     line.listeners.clear()
                 del line  # or what it knows stayed until the next news
             self._drop_those_who_left()
@@ -256,10 +291,8 @@ class _Thread:
 def _pass_on(line: _Line) -> None:
     while line.heard:
         notice = line.heard.popleft()
-        if notice.reason != "revoked":
-            continue  # a newer version harms nobody
-        key = (notice.name, notice.version)
-        told: Sequence[Subscription] = [one for one in tuple(line.listeners.values()) if one.key == key]
+        key, is_revoked = (notice.name, notice.version), notice.reason == "revoked"  # a newer version harms nobody
+        told = [one for one in tuple(line.listeners.values()) if one.key == key and (is_revoked or one.of_all)]
         for subscription in told:
             line.listeners.pop(subscription.number, None)
             subscription.call()
@@ -281,12 +314,29 @@ def listen(connection: RpcConnection, key: Key, owner: object, tell: Callable[[A
 
     Raises
     ------
-    PeerGoneError, CapacityError, ...
+    PeerGoneError, QuotaError, ...
         What connecting to the keeper raises, and asking it.
     BusyError
         In a signal handler that interrupted this very function.
     """
-    subscription = Subscription(key, owner, tell)
+    return _join(connection, Subscription(key, owner, tell))
+
+
+def signal(connection: RpcConnection, key: Key) -> Signal:
+    """Return what becomes readable once a version is replaced, removed, expired or revoked, or its keeper is gone.
+
+    That has happened already: it is readable soon. Parameters and errors are those of :func:`listen`.
+    """
+    made = Signal()
+    try:
+        made.subscription = _join(connection, Subscription(key, made, Signal.give, of_all=True))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _join(connection: RpcConnection, subscription: Subscription) -> Subscription:
     try:
         _thread.join(connection, subscription)
     except BaseException:  # interrupted, perhaps, when the keeper had agreed

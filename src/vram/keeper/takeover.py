@@ -16,16 +16,16 @@ leases, waiters, claims, half-finished publications. Descriptors go in parts, ea
        |        <-------------- Received -----------------    |   (as often as it takes)
        |        <---------------- Commit -----------------  has everything, and it is consistent
     letting go                                             committed: must not give up any more
-       |        ---------------- LetGo ------------------>    |
+       |        -------------- Committed ---------------->    |
     waiting                                                listening
        |        <--------------- Serving -----------------    |
     exits, leaving the socket's path alone                 serving
 
 What happens when something fails:
 
-* Until it has sent ``LetGo``, the old keeper decides. If the new one dies, says anything unexpected, or is silent for
-  :data:`PATIENCE` seconds, the old one says ``Abandoned``, closes, and serves on as if nothing had been.
-* After ``LetGo`` the old one touches nothing, and waits: for ``Serving``, then it exits; or for the end of the
+* Until it has sent ``Committed``, the old keeper decides. If the new one dies, says anything unexpected, or is silent
+  for :data:`PATIENCE` seconds, the old one says ``Abandoned``, closes, and serves on as if nothing had been.
+* After ``Committed`` the old one touches nothing, and waits: for ``Serving``, then it exits; or for the end of the
   connection without it, then the new one died before it served anybody, and the old one serves on.
 * Once it has sent ``Commit`` the new one has to be ready to serve. ``Abandoned`` sends it away. The end of the
   connection without ``Abandoned`` means that the old one died: it has everything, so it serves.
@@ -42,7 +42,7 @@ import socket
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -57,7 +57,8 @@ from ..errors import (
     UnsupportedError,
     VramError,
 )
-from ..sharing.channel import MAX_FDS, Channel, close_fds, peer_credentials
+from ..sharing.channel import Channel, close_fds, peer_credentials
+from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .accounts import Quotas
 from .bind import Listener, Permissions
@@ -65,11 +66,9 @@ from .connection import Connection, Held, Partial
 from .failures import raised
 from .killed import was_killed
 from .rpc_connection import greet, open_channel
+from .server import KeeperServer
 from .slow_close import pass_rights
 from .snapshot import Books, restore, save
-
-if TYPE_CHECKING:
-    from .server import KeeperServer
 
 __all__ = ["Succession", "hand_over", "take_over"]
 
@@ -193,7 +192,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
 
 
 def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
-    """Return True once the successor serves, False if it vanished after it was told LetGo; raise for anything else."""
+    """Return True once the successor serves, False if it died after Committed was sent; raise for anything else."""
     call = request.call
     # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
     server.service.finish(for_successor=request.goes_on)
@@ -208,20 +207,15 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
         channel.send(m.encode(m.HandOver(call, FORMAT, len(payload), len(fds))), [memory], timeout=PATIENCE)
     finally:
         os.close(memory)
-    sent = 0
-    while True:
-        taken = _hear(channel, m.Received)
-        if taken.received != sent:
-            raise ProtocolError(f"the successor has {taken.received} descriptors of {sent}")
-        if sent == len(fds):
-            break
-        part = fds[sent : sent + MAX_FDS]
-        channel.send(m.encode(m.Descriptors(call, sent)), part, timeout=PATIENCE)
-        sent += len(part)
+    parcels = Sender(len(fds))
+    parcels.acknowledge(_hear(channel, m.Received).received)  # the state
+    for part in parcels:
+        channel.send(m.encode(m.Descriptors(call, part.start)), fds[part], timeout=PATIENCE)
+        parcels.acknowledge(_hear(channel, m.Received).received)
     _hear(channel, m.Commit)
     try:
-        channel.send(m.encode(m.LetGo()), timeout=PATIENCE)
-        # Without a deadline: whoever has been told LetGo may serve at any moment, until we know that it is gone.
+        channel.send(m.encode(m.Committed()), timeout=PATIENCE)
+        # Without a deadline: a successor that got Committed may serve at any moment, until we know that it is gone.
         _hear(channel, m.Serving, for_ever=True)
     except PeerGoneError:
         return False
@@ -340,32 +334,32 @@ def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
 
 
 def _receive(channel: Channel) -> tuple[State, list[int]]:
-    fds: list[int] = []
+    offer, memory = _hear_with_fds(channel, m.HandOver)
     try:
-        offer, memory = _hear_with_fds(channel, m.HandOver)
-        try:
-            if offer.format != FORMAT:
-                raise UnsupportedError(
-                    "taking over", f"state of format {FORMAT}", f"format {offer.format}", "Update the older keeper"
-                )
-            if len(memory) != 1 or offer.size > _MAX_STATE:
-                raise ProtocolError("a hand-over without its state")
-            with open(memory[0], "rb", closefd=False) as file:
-                file.seek(0)
-                payload = file.read(offer.size)
-        finally:
-            close_fds(memory)
-        try:
-            state = _state.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
+        if offer.format != FORMAT:
+            raise UnsupportedError(
+                "taking over", f"state of format {FORMAT}", f"format {offer.format}", "Update the older keeper"
+            )
+        if len(memory) != 1 or offer.size > _MAX_STATE:
+            raise ProtocolError("a hand-over without its state")
+        with open(memory[0], "rb", closefd=False) as file:
+            file.seek(0)
+            payload = file.read(offer.size)
+    finally:
+        close_fds(memory)
+    try:
+        state = _state.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
+    fds = Collector(offer.total)
+    try:
         channel.send(m.encode(m.Received(0)), timeout=PATIENCE)
-        while len(fds) < offer.total:
+        while not fds.is_complete:
             part, came = _hear_with_fds(channel, m.Descriptors)
-            at = len(fds)
-            fds += came
-            if part.offset != at or not came or len(fds) > offer.total:
-                raise ProtocolError("descriptors out of order")
+            try:
+                fds.take(part.offset, came)
+            finally:
+                close_fds(came)  # of a part that was not taken
             channel.send(m.encode(m.Received(len(fds))), timeout=PATIENCE)
     except BaseException:
         close_fds(fds)
@@ -421,7 +415,8 @@ def _unpack(
             connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
-            partial.fds, rest = rest[: part.descriptors], rest[part.descriptors :]
+            came, rest = rest[: part.descriptors], rest[part.descriptors :]
+            partial.fds.take(0, came)
             partial.nbytes = part.nbytes
             connection.partials[part.call] = partial
         left_over += [(connection, call, leases) for call, leases in row.releasing]
@@ -450,7 +445,7 @@ def _commit(channel: Channel) -> None:
     channel.send(m.encode(m.Commit()), timeout=PATIENCE)
     with contextlib.suppress(PeerGoneError):  # the old keeper died after it gave us everything
         # Without a deadline: who has committed may be relied on at any moment, until it hears Abandoned.
-        _hear(channel, m.LetGo, for_ever=True)
+        _hear(channel, m.Committed, for_ever=True)
 
 
 def _settle_in(server: KeeperServer, listener: socket.socket) -> None:
