@@ -47,11 +47,13 @@ if TYPE_CHECKING:
     from .errors import InternalError as InternalError
     from .errors import LeakWarning as LeakWarning
     from .errors import MismatchError as MismatchError
+    from .errors import MissingFileError as MissingFileError
     from .errors import NotFoundError as NotFoundError
     from .errors import OutOfMemoryError as OutOfMemoryError
     from .errors import PeerError as PeerError
     from .errors import PeerGoneError as PeerGoneError
     from .errors import ProtocolError as ProtocolError
+    from .errors import QuotaError as QuotaError
     from .errors import RangeError as RangeError
     from .errors import ReleaseWarning as ReleaseWarning
     from .errors import UnsupportedError as UnsupportedError
@@ -88,9 +90,10 @@ __version__ = "0.1.0"
 # Where each public name lives, and what it is called there if that differs; the room `keeper` is the verb.
 _HOMES = {
     "arrays": "Array",
-    "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError DeviceLostError"
-    " DriverError ForkedError InternalError LeakWarning MismatchError NotFoundError OutOfMemoryError PeerError"
-    " PeerGoneError ProtocolError RangeError ReleaseWarning UnsupportedError UsageError VramError WaitTimeoutError",
+    "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError"
+    " DeviceLostError DriverError ForkedError InternalError LeakWarning MismatchError MissingFileError"
+    " NotFoundError OutOfMemoryError PeerError PeerGoneError ProtocolError QuotaError RangeError"
+    " ReleaseWarning UnsupportedError UsageError VramError WaitTimeoutError",
     "entries.attach": "attach attach_or_publish",
     "arrays.create": "asarray empty zeros",
     "handover.array_channel": "ArrayChannel",

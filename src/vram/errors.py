@@ -20,11 +20,13 @@ __all__ = [
     "InternalError",
     "LeakWarning",
     "MismatchError",
+    "MissingFileError",
     "NotFoundError",
     "OutOfMemoryError",
     "PeerError",
     "PeerGoneError",
     "ProtocolError",
+    "QuotaError",
     "RangeError",
     "ReleaseWarning",
     "UnsupportedError",
@@ -63,7 +65,7 @@ class RangeError(UsageError):
 
 
 class CapacityError(UsageError):
-    """Past a ceiling that was fixed before: a region's capacity, a keeper's quota, or what one user may have there."""
+    """Past a size that was fixed before, such as a region's capacity, or past what any process could map."""
 
 
 class ClosedError(VramError):
@@ -133,8 +135,16 @@ class MismatchError(PeerError):
         self.found = dict(found or {})
 
 
+class QuotaError(PeerError):
+    """A keeper is full, or this user or this connection has all that it may have there."""
+
+
 class WaitTimeoutError(PeerError, TimeoutError):
     """A deadline of the caller passed while it waited for the other side."""
+
+
+class MissingFileError(VramError, FileNotFoundError):
+    """There is no file at a path of this machine."""
 
 
 class UnsupportedError(VramError):

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from vram.errors import (
-    CapacityError,
     DriverError,
     InternalError,
     NotFoundError,
     PeerGoneError,
     ProtocolError,
+    QuotaError,
     UnsupportedError,
     VramError,
     WaitTimeoutError,
@@ -84,7 +84,7 @@ def says(*words: bytes | tuple[bytes, int]) -> Callable[[Channel], None]:
     [
         (b"220 mail.example ESMTP", ProtocolError),
         (m.encode(m.Done(0)), ProtocolError),
-        (m.encode(m.Error(0, "CapacityError", "full")), CapacityError),
+        (m.encode(m.Error(0, "CapacityError", "full")), QuotaError),
         (m.encode(m.Error(0, "UnsupportedError", "x", ["a", "b", "c", "d"])), UnsupportedError),
         (m.encode(m.Error(0, "MemoryError", "x")), InternalError),
         (None, PeerGoneError),

@@ -21,7 +21,7 @@ import pytest
 from tests.hostile.mutations import mutated
 from tests.processes.other_users import OTHER, keeper_of
 
-from vram.errors import CapacityError, ProtocolError, UsageError, VramError
+from vram.errors import CapacityError, ProtocolError, QuotaError, UsageError, VramError
 from vram.keeper import messages as m
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
@@ -104,8 +104,7 @@ def running(path: str, *options: str, launcher: Sequence[str] = ()) -> Iterator[
     process = KeeperProcess(path, options, launcher=launcher)
     try:
         yield process
-        assert process.stop() == 0
-        assert process.said() == ""
+        assert (process.stop(), process.said()) == (0, "")
     finally:
         process.kill()
 
@@ -648,17 +647,17 @@ def test_more_connections_than_the_keeper_takes() -> None:
                     except VramError as error:
                         refused.append(error)
                 assert refused
-                assert {type(error) for error in refused} == {CapacityError}
+                assert {type(error) for error in refused} == {QuotaError}
                 assert good.list() == []
             until(lambda: good.statistics().connections == 1)
-            with pytest.raises(CapacityError, match="descriptors"):
+            with pytest.raises(QuotaError, match="descriptors"):
                 good.publish("w", [KIB4] * 200, fds * 200)
             good.publish("w", [KIB4] * 50, fds * 50)
 
 
 def test_a_keeper_without_descriptors_does_not_start() -> None:
     launcher = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh"]
-    with short_directory() as place, pytest.raises(VramError, match="needs 192 descriptors at least and may have 64"):
+    with short_directory() as place, pytest.raises(VramError, match="needs 192 descriptors at least; have 64"):
         KeeperProcess(f"{place}/k", launcher=launcher).kill()
 
 

@@ -16,7 +16,6 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from tests.keeper_here import later, serving
 from tests.processes.other_users import OTHER, as_user
 
 import vram
-from vram.errors import CapacityError, ProtocolError, VramError
+from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
 from vram.keeper import admission, listing, reports, slow_close  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper import server as server_module
@@ -89,7 +88,7 @@ def test_s7_memory_of_a_size_that_no_machine_has_is_not_taken_and_costs_nobody_a
         held = good.attach("good")
         close_fds(held.fds)
         said = told(lambda: publish_sparse(keeper.path, "a", "b", "c"))
-        assert [text.partition(":")[0] for text in said] == ["CapacityError"] * 3, said
+        assert [text.partition(":")[0] for text in said] == ["QuotaError"] * 3, said
         assert "140737488355328" in said[0], "the ceiling is said"
         found = good.statistics()
         assert (found.entries, found.nbytes) == (1, 4096)
@@ -126,16 +125,15 @@ def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
     newest, _ = older.commit(older.begin(older.sessions[session.id], "c", nbytes=1, handles=1), "c", 0.0)
     newest.body = next(older.versions_of("c")).body
     older.attach(older.sessions[session.id], "c", 0.0)
-    server = SimpleNamespace(catalogue=older, pid=1, started=0.0, now=lambda: 1.0, connections=())
     said: list[m.Reply] = [
         listing.entries(older, m.List(1), 1.0),
         listing.versions(older, m.Versions(1, "c"), 1.0),
         listing.holders(older, m.Holders(1, "a", 1), 1.0),
         listing.leases(older, older.sessions[session.id], m.Leases(1), 1.0),
-        listing.statistics(server, m.Statistics(1)),  # type: ignore[arg-type]
+        listing.statistics(older, m.Statistics(1), pid=1, uptime=1.0, connections=0),
     ]
     heard: list[Any] = [m.decode_reply(m.encode(reply)) for reply in said]
-    assert [row.held for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
+    assert [row.held_bytes for row in heard[0].rows] == [HUGE, HUGE, HUGE + 1]
     assert (heard[4].nbytes, heard[4].max_bytes) == (2**63 - 1, 2**63 - 1)
 
 
@@ -400,7 +398,7 @@ def test_words_that_the_keeper_keeps_count_beyond_what_any_entry_needs() -> None
     with open_keeper("--max-bytes", "100KiB") as keeper, KeeperClient.connect(keeper.path) as good, memfds(1) as fds:
         for number in range(3):
             good.publish(f"w{number}", [KIB4], fds, manifest=bytes(32 * 1024))
-        with pytest.raises(CapacityError, match="100 KiB"):
+        with pytest.raises(QuotaError, match="100 KiB"):
             good.publish("w3", [KIB4], fds, manifest=bytes(32 * 1024))
         for number in range(3):
             good.remove(f"w{number}")
@@ -618,9 +616,9 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
                 for _ in range(3):
                     client.publish("w", [Segment(8 * MIB)], fds)
                     client.remove("w")
-                with pytest.raises(CapacityError, match=r"24 MiB that uid \d+ had here are still being freed"):
+                with pytest.raises(QuotaError, match=r"24 MiB that uid \d+ had here are still being freed"):
                     client.publish("w", [Segment(8 * MIB)], fds)
-                with pytest.raises(CapacityError, match="still being freed"):
+                with pytest.raises(QuotaError, match="still being freed"):
                     client.offer("w", 1)
                 busy.set()
                 until(lambda: not server.freeing, what="the end of what was removed")

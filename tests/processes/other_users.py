@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vram.keeper.server import KeeperServer
+from vram.keeper.takeover import hand_over
 
 OTHER = 4242
 
@@ -51,7 +52,7 @@ def keeper_of(uid: int, path: str, *, descriptors: int | None = None, **options:
             if descriptors is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, descriptors), descriptors))
             _become(uid)
-            KeeperServer(path, **options).serve(lambda: os.write(writer, b"r") and None)
+            KeeperServer(path, hand_over=hand_over, **options).serve(lambda: os.write(writer, b"r") and None)
         except BaseException:
             traceback.print_exc()
         finally:

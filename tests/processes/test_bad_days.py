@@ -22,9 +22,11 @@ import vram
 from vram.errors import (
     AccessDeniedError,
     CapacityError,
+    MissingFileError,
     NotFoundError,
     PeerGoneError,
     ProtocolError,
+    QuotaError,
     RangeError,
     UnsupportedError,
     UsageError,
@@ -224,7 +226,7 @@ def test_i4_a_bad_file_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> N
 
 
 def test_i4_a_file_that_cannot_be_read_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> None:
-    refuses(lambda: vram.put("model", tmp_path / "none", device="host"), NotFoundError, "no file")
+    refuses(lambda: vram.put("model", tmp_path / "none", device="host"), MissingFileError, "no file")
     refuses(lambda: vram.put("model", tmp_path, device="host"), UsageError, "directory")
     refuses(lambda: vram.put("model", 5, device="host"), UsageError, "path")  # type: ignore[arg-type]
     secret = tmp_path / "secret"
@@ -245,7 +247,7 @@ def test_a_file_is_read_only_if_it_will_be_taken(tmp_path: Path, monkeypatch: py
         refuses(lambda: vram.put("..", path, device="host"), UsageError, "a name")
         refuses(lambda: vram.put("model", path, device="host", ttl=-1), UsageError, "seconds above 0")
         refuses(lambda: vram.put("model", path, device="host", meta=[]), UsageError, "mapping")  # type: ignore[arg-type]
-        refuses(lambda: vram.put("model", path, device="host"), CapacityError, "room")
+        refuses(lambda: vram.put("model", path, device="host"), QuotaError, "room")
 
 
 def test_a_file_is_published_with_its_name(kept: vram.Keeper, tmp_path: Path) -> None:

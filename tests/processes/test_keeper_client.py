@@ -28,7 +28,6 @@ import vram
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     ClosedError,
     DriverError,
     ForkedError,
@@ -36,6 +35,7 @@ from vram.errors import (
     NotFoundError,
     PeerGoneError,
     ProtocolError,
+    QuotaError,
     UnsupportedError,
     UsageError,
     VramError,
@@ -256,14 +256,14 @@ def test_quotas() -> None:
     with private_keeper(max_bytes=10_000, max_entries=2) as path, KeeperClient.connect(path) as connection:
         publish(connection, "a")
         publish(connection, "b")
-        with pytest.raises(CapacityError, match="entries"):
+        with pytest.raises(QuotaError, match="entries"):
             publish(connection, "c")
         held = attach(connection, "a")
-        with pytest.raises(CapacityError, match=r"12 KiB"):
+        with pytest.raises(QuotaError, match=r"12 KiB"):
             publish(connection, "a")
         connection.release([held.lease_id])
         publish(connection, "a")
-        with memfds(1, 1 << 20) as fds, pytest.raises(CapacityError):
+        with memfds(1, 1 << 20) as fds, pytest.raises(QuotaError):
             connection.publish("b", [KIB4], fds)  # what it really is counts, not what was stated
         assert connection.statistics().nbytes == 8192
 

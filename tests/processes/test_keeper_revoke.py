@@ -620,7 +620,7 @@ def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatc
 
     def limited(self: notices._Line, wanted: notices.Subscription) -> None:
         if self.listeners:
-            raise vram.CapacityError("full")
+            raise vram.QuotaError("full")
         watch(self, wanted)
 
     monkeypatch.setattr(notices._Line, "watch", limited)

@@ -22,7 +22,7 @@ import pytest
 from msgspec import Struct
 from tests.processes.other_users import OTHER, as_user
 
-from vram.errors import CapacityError, NotFoundError, PeerGoneError, WaitTimeoutError
+from vram.errors import NotFoundError, PeerGoneError, QuotaError, WaitTimeoutError
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection, takeover
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, Signal
@@ -524,7 +524,7 @@ def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> N
         with KeeperClient.connect(path) as connection, memfds(1) as fds:
             connection.publish("a", [KIB4], fds)
             connection.publish("b", [KIB4], fds)
-            with pytest.raises(CapacityError, match="2 entries"):
+            with pytest.raises(QuotaError, match="2 entries"):
                 connection.publish("c", [KIB4], fds)
         third, lines = spoken(path, "--takeover", "--max-entries", "3", "--max-bytes", "none")
         try:

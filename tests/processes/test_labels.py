@@ -154,4 +154,4 @@ def test_s7_pages_of_long_labels_fit_into_messages(devices: int) -> None:
     while more:
         held = holders(books, m.Holders(1, "n", 1000, seen), 0.0)
         assert len(m.encode(held)) <= MAX_MESSAGE
-        seen, more = held.rows[-1].lease, held.more
+        seen, more = held.rows[-1].lease_id, held.more

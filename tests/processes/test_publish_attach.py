@@ -32,12 +32,12 @@ from vram.arrays import Array
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     ClosedError,
     ForkedError,
     LeakWarning,
     MismatchError,
     NotFoundError,
+    QuotaError,
     UsageError,
     WaitTimeoutError,
 )
@@ -503,12 +503,12 @@ def test_s8_the_publishers_own_views_are_frozen() -> None:
 def test_i4_a_refused_publish_seals_nothing(kept: vram.Keeper) -> None:
     with vram.keeper(max_bytes=4 * MIB, max_entries=1) as small, made() as a:
         with vram.empty((8, MIB), "uint8", device="host") as big:
-            with pytest.raises(CapacityError, match="room for 10 MiB"):
+            with pytest.raises(QuotaError, match="room for 10 MiB"):
                 vram.publish("n", {"big": big, "a": a}, keeper=small)
             assert not big.readonly
         assert not a.readonly
         vram.publish("first", {"x": np.arange(3)}, keeper=small)
-        with pytest.raises(CapacityError):
+        with pytest.raises(QuotaError):
             vram.publish("second", {"a": a, "y": np.arange(3)}, keeper=small)
         a[0] = 5
         assert vram.publish("first", {"a": a}, keeper=small).version == 2
@@ -516,7 +516,7 @@ def test_i4_a_refused_publish_seals_nothing(kept: vram.Keeper) -> None:
         # The copy would fit, but not together with a manifest that is memory of its own.
         large: dict[str, Any] = {"x": np.zeros(3 * MIB, "uint8")}
         vram.publish("first", large, keeper=small)
-        with pytest.raises(CapacityError):
+        with pytest.raises(QuotaError):
             vram.publish("first", large | {f"{'long' * 50}{n}": np.arange(1) for n in range(300)}, keeper=small)
         vram.publish("first", {"x": np.arange(3)}, keeper=small.path)
 

@@ -30,9 +30,9 @@ from vram.entries import attach, keepers, publish  # noqa: F401  (what becomes a
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     MismatchError,
     PeerGoneError,
+    QuotaError,
     UnsupportedError,
     UsageError,
     WaitTimeoutError,
@@ -187,12 +187,12 @@ def test_a_foreign_reader_of_old_versions_uses_up_its_own_ceiling_and_not_the_pu
             assert owner.publish("model", [KIB4], fds) == number
         owner.publish("more", [KIB4], fds)
         owner.publish("most", [KIB4], fds)
-        with pytest.raises(CapacityError, match=f"uid {OTHER} may hold 12 KiB"):
+        with pytest.raises(QuotaError, match=f"uid {OTHER} may hold 12 KiB"):
             owner.publish("much", [KIB4], fds)
         it_says = rf"uid {THIRD} may hold 12 KiB and holds 16 KiB.* leases 'model' version 1 \(4 KiB\), .*close those"
-        with pytest.raises(CapacityError, match=it_says):
+        with pytest.raises(QuotaError, match=it_says):
             reader.attach("most")
-        with pytest.raises(CapacityError, match="'model' version 4"):
+        with pytest.raises(QuotaError, match="'model' version 4"):
             reader.publish("mine", [KIB4], fds)
         own = stack.enter_context(KeeperClient.connect(place))
         lease(own, "model")
@@ -369,7 +369,7 @@ def test_one_user_has_256_claims_at_most(place: str) -> None:
         greedy, also, other = (stack.enter_context(of(uid, place)) for uid in (OTHER, OTHER, THIRD))
         for number in range(256):
             assert isinstance(greedy.attach_or_claim(f"n{number}"), PublishClaim)
-        with pytest.raises(CapacityError, match=f"uid {OTHER} has 256 claims at this keeper already"):
+        with pytest.raises(QuotaError, match=f"uid {OTHER} has 256 claims at this keeper already"):
             also.attach_or_claim("one-more")
         assert isinstance(other.attach_or_claim("one-more"), PublishClaim)
 

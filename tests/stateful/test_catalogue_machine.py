@@ -191,7 +191,7 @@ class Model:
             if all(version.meta.get(k) == v for k, v in (waiter.expect or {}).items()):
                 if waiter.access == "rw" and not version.writable:
                     return "AccessDeniedError"
-                return version if self.may_lease(uid, version) else "CapacityError"
+                return version if self.may_lease(uid, version) else "QuotaError"
             if not waiter.claims or version.owner != uid:
                 return "MismatchError"
         if not waiter.claims:
@@ -366,7 +366,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             options["claim"] = mine[pick % len(mine)] if mine else 0
         refused = self.late(options.get("claim", 0), name) or self.model.may_publish(session.uid, name)
         if refused is None and not self.model.fits(session.uid, name, nbytes, handles):
-            refused = "CapacityError"
+            refused = "QuotaError"
         if refused is not None:
             self.fails(refused, self.real.begin, session, name, **options)
             return
@@ -404,7 +404,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         session_claims = dict(self.real.sessions[session_id].claims)
         refused = self.late(publication.claim, name) or model.may_publish(uid, name)
         if refused is None and not model.fits(uid, name, nbytes, handles):
-            refused = "CapacityError"
+            refused = "QuotaError"
         if refused is not None:
             self.fails(refused, self.real.commit, publication, token, self.now)
             return

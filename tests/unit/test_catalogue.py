@@ -8,9 +8,9 @@ import pytest
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     MismatchError,
     NotFoundError,
+    QuotaError,
     UsageError,
     WaitTimeoutError,
 )
@@ -208,11 +208,11 @@ def test_bytes_are_bounded_and_count_until_the_last_lease_goes(ann: Session) -> 
     one = books.connect(0)
     publish(books, one, "a")
     publish(books, one, "b", token="t2")
-    with pytest.raises(CapacityError, match="300 B"):
+    with pytest.raises(QuotaError, match="300 B"):
         publish(books, one, "c")
     held = lease(books, one, "a")
     books.remove(one, "a")
-    with pytest.raises(CapacityError):
+    with pytest.raises(QuotaError):
         publish(books, one, "c")
     assert books.release(one, held.id) == [Free("t1")]
     publish(books, one, "c")
@@ -224,17 +224,17 @@ def test_a_full_keeper_can_replace_what_it_would_free(ann: Session) -> None:
     publish(books, one)
     assert publish(books, one, token="t2")[1] == [Free("t1")]
     lease(books, one)
-    with pytest.raises(CapacityError, match="would hold"):
+    with pytest.raises(QuotaError, match="would hold"):
         publish(books, one)
 
 
 def test_entries_and_descriptors_are_bounded() -> None:
     books = Catalogue(Quotas(max_entries=1, max_handles=10))
     one = books.connect(0)
-    with pytest.raises(CapacityError, match="descriptors"):
+    with pytest.raises(QuotaError, match="descriptors"):
         publish(books, one, handles=11)
     publish(books, one, handles=10)
-    with pytest.raises(CapacityError, match="entries"):
+    with pytest.raises(QuotaError, match="entries"):
         publish(books, one, "other", handles=1)
 
 
@@ -242,9 +242,9 @@ def test_what_is_under_way_counts_and_the_real_size_counts_in_the_end() -> None:
     books = Catalogue(Quotas(max_bytes=250))
     one = books.connect(0)
     first = books.begin(one, "a", nbytes=100, handles=1)
-    with pytest.raises(CapacityError):
+    with pytest.raises(QuotaError):
         books.begin(one, "b", nbytes=200, handles=1)
-    with pytest.raises(CapacityError):
+    with pytest.raises(QuotaError):
         books.commit(first, "t1", 0.0, nbytes=251)
     assert vars_of(books.accounts.total) == (0, 0, 0)
 
@@ -255,7 +255,7 @@ def test_each_user_but_the_keepers_own_has_ceilings() -> None:
     for number in range(10):
         publish(books, own, f"own{number}")
     publish(books, one, "a")
-    with pytest.raises(CapacityError, match=f"uid {ANN}"):
+    with pytest.raises(QuotaError, match=f"uid {ANN}"):
         publish(books, one, "b")
     publish(books, other, "c")
 
@@ -273,7 +273,7 @@ def test_each_ceiling_of_a_user_binds_that_user_alone(quota: str, asked: dict[st
     books = Catalogue(Quotas(**{quota: ceiling}), keeper_uid=KEEPER)
     own, one, other = (books.connect(uid) for uid in (KEEPER, ANN, BOB))
     publish(books, one, "a", **asked)
-    with pytest.raises(CapacityError, match=f"{what}: uid {ANN} may hold"):
+    with pytest.raises(QuotaError, match=f"{what}: uid {ANN} may hold"):
         publish(books, one, "b", **asked)
     publish(books, other, "c", **asked)
     for number in range(3):
@@ -329,11 +329,11 @@ def test_a_reader_of_old_versions_uses_up_its_own_ceiling_and_not_their_owners()
     publish(books, ann, "model", token="t4")
     assert used(books, BOB) == (300, 0, 3), "what it read when it was current is not refused afterwards"
     for name in ("model", "other"):
-        with pytest.raises(CapacityError, match=r"'model' version 1 .*close those leases"):
+        with pytest.raises(QuotaError, match=r"'model' version 1 .*close those leases"):
             lease(books, bob, name)
-    with pytest.raises(CapacityError, match=r"'model' version 1 .*close those leases"):
+    with pytest.raises(QuotaError, match=r"'model' version 1 .*close those leases"):
         books.begin(bob, "bobs", nbytes=1, handles=1)
-    with pytest.raises(CapacityError, match="would hold"):
+    with pytest.raises(QuotaError, match="would hold"):
         lease(books, ann, "model", version=1)  # an owner that has room for no more than what it owns
     for name in ("model", "other"):
         lease(books, own, name)
@@ -353,7 +353,7 @@ def test_who_waits_past_its_ceiling_is_refused_when_its_turn_comes() -> None:
     publish(books, own, token="t2")
     (refused,) = publish(books, own, "late")[1]
     assert isinstance(refused, Refused)
-    assert isinstance(refused.error, CapacityError)
+    assert isinstance(refused.error, QuotaError)
     assert f"uid {BOB} may hold 5 descriptors and holds 6" in str(refused.error)
 
 
@@ -364,7 +364,7 @@ def test_a_replacement_is_measured_by_what_stays_with_its_owner() -> None:
     held = lease(books, bob)
     publish(books, ann, token="t2")
     mine = lease(books, ann)
-    with pytest.raises(CapacityError, match="would hold 200 B"):
+    with pytest.raises(QuotaError, match="would hold 200 B"):
         publish(books, ann, token="t3")
     books.release(ann, mine.id)
     publish(books, ann, token="t3")
@@ -515,7 +515,7 @@ def test_who_waits_is_bounded(books: Catalogue, ann: Session, monkeypatch: pytes
     monkeypatch.setattr(module, "MAX_WAITERS", 3)
     for call in range(1, 4):
         waits(books, ann, call)
-    with pytest.raises(CapacityError):
+    with pytest.raises(QuotaError):
         waits(books, ann, 4)
     with pytest.raises(UsageError):
         waits(books, ann, 3, "other")
@@ -1065,7 +1065,7 @@ def test_one_connection_has_ceilings_also_of_the_keepers_own_user(
 
     act(own, 0)
     act(own, 1)
-    with pytest.raises(CapacityError, match=what):
+    with pytest.raises(QuotaError, match=what):
         act(own, 2)
     act(other, 2)
 
@@ -1089,7 +1089,7 @@ def test_the_books_of_one_user_have_ceilings_over_all_connections(
         first, second, third = (books.connect(ANN) for _ in range(3))
         act(first)
         act(second)
-        with pytest.raises(CapacityError, match=f"uid {ANN} has 2 {what}"):
+        with pytest.raises(QuotaError, match=f"uid {ANN} has 2 {what}"):
             act(third)
         act(books.connect(BOB))
         own = [books.connect(KEEPER) for _ in range(3)]
@@ -1252,7 +1252,7 @@ def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:
     books = Catalogue(Quotas(max_bytes=100), keeper_uid=KEEPER, nobody=NOBODY)
     ann, own = books.connect(ANN), books.connect(KEEPER)
     publish(books, ann, "full")
-    with pytest.raises(CapacityError):
+    with pytest.raises(QuotaError):
         publish(books, own, "mine")
     with pytest.raises(AccessDeniedError):
         books.remove(books.connect(BOB), "full")

@@ -29,6 +29,7 @@ KIN = {
     "PeerGoneError": ConnectionError,
     "AccessDeniedError": PermissionError,
     "NotFoundError": KeyError,
+    "MissingFileError": FileNotFoundError,
     "WaitTimeoutError": TimeoutError,
     "OutOfMemoryError": MemoryError,
     "AddressSpaceError": MemoryError,
@@ -50,6 +51,14 @@ def test_one_root():
 @pytest.mark.parametrize(("name", "builtin"), KIN.items())
 def test_those_who_know_only_the_builtins_catch_them(name, builtin):
     assert issubclass(getattr(errors, name), builtin)
+
+
+def test_who_is_at_fault_is_said_by_the_parent():
+    """A full keeper is no mistake of whoever asks, and a file that is missing here no other side's."""
+    assert issubclass(errors.QuotaError, errors.PeerError)
+    assert not issubclass(errors.QuotaError, ValueError)
+    assert not issubclass(errors.MissingFileError, errors.PeerError)
+    assert issubclass(errors.CapacityError, errors.UsageError)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -233,3 +233,62 @@ def test_what_is_dropped_is_not_answered_and_nobody_waits_for_it() -> None:
     assert turns.delay(0.0) is None
     assert turns.next(1_000.0) is None
     assert turns.may(2, 0.0)
+
+
+def busy(sim: Sim, seconds: float, cost: float, pause: float, uid: int = 2) -> tuple[list[int], float]:
+    """A greedy user, and one that asks, gets its answer, does something else, and asks again; what each took."""
+    for _ in range(100):
+        sim.arrive(1, 0.0001)
+    begin = sim.now
+    mine = [sim.arrive(uid, cost)]
+    while sim.now < begin + seconds:
+        before = len(sim.order)
+        if mine[-1] in sim.answered:
+            sim.until(max(sim.now, sim.answered[mine[-1]] + cost + pause))
+            mine.append(sim.arrive(uid, cost))
+        else:
+            sim.until(sim.now + 0.00005)
+        for number in sim.order[before:]:
+            if sim.uids[number] == 1:
+                sim.arrive(1, 0.0001)
+    return mine, sum(sim.costs[number] for number in sim.answered if sim.uids[number] == 1) / (sim.now - begin)
+
+
+def test_who_pauses_as_long_as_its_requests_take_is_not_greedy() -> None:
+    """Short requests, one after the other, that need 0.4 of the time: more than a share."""
+    sim = Sim()
+    mine, others = busy(sim, 2.0, 0.00004, 0.00006)
+    late = [number for number in mine[len(mine) // 10 :] if number in sim.parked]
+    assert late == [], f"{len(late)} of {len(mine)} requests were made to wait"
+    assert others <= SHARE * 1.2, "the greedy one has more than its share"
+
+
+def test_long_requests_with_pauses_are_greedy_all_the_same() -> None:
+    """A millisecond in three would be under way whenever somebody asks."""
+    sim = Sim()
+    end, modest = sim.now + 2.0, []
+    long = sim.arrive(1, 0.001)
+    while sim.now < end:
+        sim.until(sim.now + 0.0005)
+        modest.append(sim.arrive(2, 0.00004))
+        if long in sim.answered and sim.now >= sim.answered[long] + 0.003:
+            long = sim.arrive(1, 0.001)
+    took = sum(sim.costs[number] for number in sim.answered if sim.uids[number] == 1)
+    assert took <= SHARE * 2.0 * 1.2 + MOST, "a pause makes up for long requests"
+    assert not sim.parked & set(modest)
+
+
+def test_who_asks_anew_at_once_has_its_share_also_over_one_connection() -> None:
+    """To be made to wait is a pause as well, and it brings no more than a share."""
+    sim = Sim()
+    sim.arrive(2, 0.00004)
+    begin = sim.now
+    last = sim.arrive(1, 0.00004)
+    while sim.now < begin + 2.0:  # one connection that asks anew as soon as it is answered
+        sim.until(sim.now + 0.00001)
+        if last in sim.answered:
+            last = sim.arrive(1, 0.00004)
+        if int(sim.now / 0.001) != int((sim.now - 0.00001) / 0.001):
+            sim.arrive(2, 0.00004)
+    took = sum(sim.costs[number] for number in sim.answered if sim.uids[number] == 1)
+    assert took <= (SHARE * 2.0 + MOST) * 1.2, f"it had {took / 2.0:.2f} of the time"

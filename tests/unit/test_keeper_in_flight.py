@@ -6,14 +6,12 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 from tests.keeper_here import serving
 from tests.unit.test_keeper_server import connect, make
 
-from vram.errors import CapacityError
+from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import Connection
@@ -101,7 +99,7 @@ def test_sockets_that_linger_are_among_the_connections_of_their_user(path: str) 
         for label in "ab":
             unread(stack, server, path, label)
             within(server, of(server, label).close)
-        with pytest.raises(CapacityError, match="half of them for one user"):
+        with pytest.raises(QuotaError, match="half of them for one user"):
             connect(stack, path)
 
 
@@ -163,21 +161,20 @@ class Peer:
 
     def has_read_all(self) -> bool:
         if self.reads:
-            self.shares.landed(self)  # type: ignore[arg-type]
+            self.shares.landed(self)
         return self.reads
 
     def takes(self, count: int) -> int:
         """Have so many sent, one by one, as far as it goes; return how many were."""
         sent = 0
         while sent < count and self.shares.has_room(self.share, 1):
-            self.shares.count(self, 1)  # type: ignore[arg-type]
+            self.shares.count(self, 1)
             sent += 1
         return sent
 
 
 def shares_of(limit: int) -> InFlight:
-    server = SimpleNamespace(now=lambda: 0.0, catalogue=SimpleNamespace(accounts=SimpleNamespace(keeper_uid=OWN)))
-    return InFlight(cast("KeeperServer", server), limit)
+    return InFlight(limit, is_own=lambda uid: uid == OWN, now=lambda: 0.0)
 
 
 def test_users_share_half_and_the_keepers_own_has_a_quarter_besides() -> None:

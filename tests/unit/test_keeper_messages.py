@@ -55,6 +55,15 @@ GOLDEN = [
     (m.Notice(0, "a", 1, "replaced", 2), "96a66e6f7469636500a16101a87265706c6163656402"),
     (m.Error(7, "BusyError", "x", ["y"], {}, {}), "97a56572726f7207a9427573794572726f72a17891a1798080"),
 ]
+# The same, said in a takeover.
+SUCCESSION = [
+    (m.HandOver(1, 1, 5, 3), "95a968616e645f6f76657201010503"),
+    (m.Received(2), "92a574616b656e02"),
+    (m.Commit(), "91a6636f6d6d6974"),
+    (m.Committed(), "91a66c65745f676f"),
+    (m.Serving(), "91a773657276696e67"),
+    (m.Abandoned("x"), "92a96162616e646f6e6564a178"),
+]
 REQUESTS = [message for message, _ in GOLDEN if isinstance(message, m.Request)]
 REPLIES = [message for message, _ in GOLDEN if isinstance(message, m.Reply)]
 
@@ -66,6 +75,12 @@ def name(message: object) -> str:
 @pytest.mark.parametrize(("message", "golden"), GOLDEN, ids=name)
 def test_s9_golden_bytes(message: msgspec.Struct, golden: str) -> None:
     assert m.encode(message).hex() == golden
+
+
+@pytest.mark.parametrize(("message", "golden"), SUCCESSION, ids=name)
+def test_s9_golden_bytes_of_a_takeover(message: msgspec.Struct, golden: str) -> None:
+    assert m.encode(message).hex() == golden
+    assert m.decode_succession(bytes.fromhex(golden)) == message
 
 
 def test_s9_a_greeting_of_before_there_were_lenders() -> None:
@@ -93,6 +108,7 @@ def test_s9_a_successor_of_before_one_could_go_on_with_what_was_begun() -> None:
 
 def test_every_message_has_golden_bytes() -> None:
     golden = {type(message) for message, _ in GOLDEN}
+    assert set(m.Succession.__args__) == {type(message) for message, _ in SUCCESSION} | {m.Descriptors, m.Error}
     assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == golden | {
         # their rows are for people; they change with what is shown
         *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics),
@@ -131,7 +147,7 @@ def test_s9_rows_of_an_older_keeper_are_read() -> None:
     assert isinstance(versions, m.VersionList)
     assert isinstance(holders, m.HolderList)
     assert (entry_info(listing.rows[0]).leases, entry_info(listing.rows[0]).held_bytes) == (0, 0)
-    assert versions.rows[0].revoked is None
+    assert versions.rows[0].is_revoked is None
     assert not version_info(versions.rows[0], ()).is_revoked
     assert holder_info(holders.rows[0]).pid is None
     assert (version_info(versions.rows[0], ()).publisher_host, holder_info(holders.rows[0]).host) == ("", "")
@@ -235,7 +251,7 @@ def test_s9_without_a_common_version_both_ranges_are_named(client: tuple[int, in
     "error",
     [
         errors.UsageError("u"),
-        errors.CapacityError("c"),
+        errors.QuotaError("c"),
         errors.BusyError("b", ("pid 1", "pid 2")),
         errors.ProtocolError("p"),
         errors.AccessDeniedError("a"),
@@ -255,6 +271,14 @@ def test_errors_cross_as_what_they_are(error: errors.VramError) -> None:
     assert str(came) == str(error)
     for attribute in ("holders", "expected", "found", "capability", "needs", "have", "remedy"):
         assert getattr(came, attribute, None) == getattr(error, attribute, None)
+
+
+@pytest.mark.parametrize("kind", [errors.QuotaError, errors.CapacityError])
+def test_s9_a_full_keeper_says_so_as_it_did_before_that_error_had_a_name(kind: type[errors.VramError]) -> None:
+    """An older client takes a kind that it does not know for an error of the keeper's own."""
+    assert m.encode(failure(7, kind("x"))).hex() == "97a56572726f7207ad43617061636974794572726f72a17890" + "8080"
+    assert type(raised(m.Error(7, "CapacityError", "x"))) is errors.QuotaError
+    assert type(raised(m.Error(7, "QuotaError", "x"))) is errors.InternalError, "nobody says it so"
 
 
 def test_errors_of_the_keepers_own_say_no_more_than_that() -> None:

@@ -16,9 +16,9 @@ from tests.keeper_here import serving
 from vram.errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     NotFoundError,
     ProtocolError,
+    QuotaError,
     UnsupportedError,
     VramError,
     WaitTimeoutError,
@@ -27,7 +27,7 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.keeper.takeover import FORMAT, take_over
+from vram.keeper.takeover import FORMAT, hand_over, take_over
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
 
@@ -43,7 +43,7 @@ def path() -> Iterator[str]:
 
 def make(path: str, *, uid: int = SOMEBODY_ELSE, connections: int = 6, kept_back: int = 0) -> KeeperServer:
     """Return a keeper that another user runs, as far as it knows, and that serves few connections."""
-    server = KeeperServer(path, raises_limit=False)
+    server = KeeperServer(path, raises_limit=False, hand_over=hand_over)
     server.catalogue.accounts.keeper_uid = uid
     server.max_connections = connections
     server.kept_back = kept_back
@@ -57,7 +57,7 @@ def connect(stack: contextlib.ExitStack, path: str) -> KeeperClient:
 def test_one_user_has_at_most_half_of_the_connections(path: str) -> None:
     with serving(make(path)) as server, contextlib.ExitStack() as stack:
         one, *_ = [connect(stack, path) for _ in range(3)]
-        with pytest.raises(CapacityError, match=r"serves 3 connections already \(6 at most, half of them for one user"):
+        with pytest.raises(QuotaError, match=r"serves 3 connections already \(6 at most, half of them for one user"):
             connect(stack, path)
         one.close()
         until(lambda: server.by_user == {os.geteuid(): 2}, what="the end of the connection")
@@ -78,7 +78,7 @@ def test_the_keepers_own_user_has_all_connections(path: str) -> None:
     with serving(make(path, uid=os.geteuid())), contextlib.ExitStack() as stack:
         for _ in range(6):
             connect(stack, path)
-        with pytest.raises(CapacityError, match="serves 6 connections already"):
+        with pytest.raises(QuotaError, match="serves 6 connections already"):
             connect(stack, path)
 
 
@@ -91,12 +91,12 @@ def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: py
     with serving(server), contextlib.ExitStack() as stack:
         one = connect(stack, path)
         one.offer("w", 4096, handles=most // 2)
-        with pytest.raises(CapacityError, match=rf"descriptors more: uid {os.geteuid()} may hold {most // 2}"):
+        with pytest.raises(QuotaError, match=rf"descriptors more: uid {os.geteuid()} may hold {most // 2}"):
             one.offer("w", 4096, handles=most // 2 + 1)
     with serving(make(path, uid=os.geteuid())), contextlib.ExitStack() as stack:
         one = connect(stack, path)
         one.offer("w", 4096, handles=most // 2 + 1)
-        with pytest.raises(CapacityError, match="descriptors more: the keeper may hold"):
+        with pytest.raises(QuotaError, match="descriptors more: the keeper may hold"):
             one.offer("w", 4096, handles=most + 1)
 
 
@@ -110,7 +110,7 @@ def test_the_limit_of_a_user_goes_on_over_a_takeover(path: str) -> None:
         assert take_over(second)
         stack.enter_context(serving(second))
         assert held[0].list() == []
-        with pytest.raises(CapacityError, match="half of them for one user"):
+        with pytest.raises(QuotaError, match="half of them for one user"):
             connect(stack, path)
         held.pop().close()
         until(lambda: second.by_user == {os.geteuid(): 2}, what="the end of the connection")
@@ -304,3 +304,10 @@ def test_a_keeper_that_is_not_handed_over_says_why(
         finally:
             thread.join(SOON)
         assert os.path.exists(path)
+
+
+def test_a_keeper_that_cannot_hand_over_says_so_and_serves_on(path: str) -> None:
+    with serving(KeeperServer(path, raises_limit=False)), KeeperClient.connect(path) as client:
+        with pytest.raises(UnsupportedError, match=f"started by `vram keep`; have one inside of pid {os.getpid()}"):
+            take_over(KeeperServer(path, raises_limit=False))
+        assert client.list() == []

@@ -6,6 +6,7 @@ The keeper runs in a thread of this process, and the test says whose turn it is.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from vram.keeper.private import short_directory
 from vram.keeper.records import Session
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
-from vram.keeper.turns import Turns
+from vram.keeper.turns import Turns, TurnsHost
 from vram.sharing.channel import Channel
 from vram.testing.keeper import SOON, memfds, until
 
@@ -267,9 +268,9 @@ def many_leases(first: KeeperServer, count: int) -> Session:
 def about_to_be_taken_over(
     stack: contextlib.ExitStack, path: str
 ) -> tuple[KeeperServer, KeeperServer, KeeperClient, Channel]:
-    """Return a keeper that serves, its successor, and two clients of the first, which does two parts of what it is asked.
+    """Return a keeper that serves, its successor, and two clients of the first.
 
-    Then it waits, or it might have done them all before its successor comes.
+    The first does two parts of what it is asked. Then it waits, or it might have done all before its successor comes.
     """
     first, second = make(path, connections=20), make(path, connections=20)
     first.turns.fairness = gate = Gate()
@@ -354,6 +355,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.waits: Callable[[], None] = lambda: None
         self.due: list[tuple[float, Callable[[], None]]] = []
 
     def thread_time(self) -> float:
@@ -374,9 +376,14 @@ class Clock:
         while self.due and min(self.due)[0] <= until:
             entry = min(self.due, key=lambda one: one[0])
             self.due.remove(entry)
-            self.now = max(self.now, entry[0])
+            self._pass(entry[0])
             entry[1]()
+        self._pass(until)
+
+    def _pass(self, until: float) -> None:
+        """Nothing is done until then."""
         self.now = max(self.now, until)
+        self.waits()
 
 
 class Handle:
@@ -396,8 +403,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def turns_at(clock: Clock) -> Turns:
     server = SimpleNamespace(by_user={GREEDY: 1, MODEST: 1}, loop=clock, paused=False, now=clock.thread_time)
-    turns = Turns(cast("KeeperServer", server))
+    turns = Turns(cast("TurnsHost", server))
     turns.selector.close()
+
+    def turn() -> None:
+        turns.selector.began = clock.now
+
+    clock.waits = turn
     return turns
 
 
@@ -406,6 +418,7 @@ def asks_little(turns: Turns, clock: Clock) -> None:
     assert turns.fairness.may(MODEST, now), "who asks little waits"
     clock.now += MILLISECOND / 10
     turns.fairness.spent(MODEST, MILLISECOND / 10, now)
+    clock.waits()
 
 
 @pytest.mark.parametrize("company", [False, True], ids=["alone", "beside who asks little"])
@@ -464,3 +477,38 @@ def test_what_a_user_left_to_be_done_is_done_in_that_users_time(clock: Clock, co
         assert used > SHARE * 0.8
     else:
         assert used > 0.95
+
+
+def test_the_loops_own_work_for_a_request_is_charged_with_it(clock: Clock) -> None:
+    turns = turns_at(clock)
+    clock.now += 1.0  # of somebody's that is charged already
+    turns._since(turns._begin())
+    clock.waits()
+    clock.now += MILLISECOND  # the loop looks at what is ready, and calls
+    with turns.charged(GREEDY):
+        clock.now += MILLISECOND
+    assert turns.fairness._users[GREEDY].owed == pytest.approx(2 * MILLISECOND), "what the loop does nobody pays for"
+    with turns.charged(MODEST):
+        clock.now += MILLISECOND
+    assert turns.fairness._users[MODEST].owed == pytest.approx(MILLISECOND), "it pays for the one before, too"
+
+
+def test_those_who_wait_pay_for_being_served_in_nobodys_turn(path: str) -> None:
+    with contextlib.ExitStack() as stack:
+        server = make(path, connections=20)
+        stack.enter_context(serving(server))
+        owner, reader = connect(stack, path), raw(stack, path)
+        charged: list[int] = []
+        spent = server.turns.fairness.spent
+
+        def note(uid: int, *arguments: Any, **options: Any) -> None:
+            charged.append(uid)
+            spent(uid, *arguments, **options)
+
+        server.turns.fairness.spent = note  # type: ignore[method-assign]
+        for call in range(1, 501):
+            say(reader, m.Attach(call, "w", expect={"is": "other"}, wait=None))
+        until(lambda: server.catalogue.waiting == 500, what="those who wait")
+        publish_one(owner, {"is": "this"})
+        assert {reply.kind for reply in (hear(reader) for _ in range(500)) if isinstance(reply, m.Error)}
+        assert charged.count(os.getuid()) > 1, "nobody's turns are free for those who wait"

@@ -466,7 +466,10 @@ def test_i3_an_interrupt_neither_wedges_nor_disorders():
     lifetime._lock.release()
     import threading
     free = []
-    thread = threading.Thread(target=lambda: free.append(lifetime._lock.acquire(timeout=5)))
+    def borrow_lock():
+        free.append(lifetime._lock.acquire(timeout=5))
+        lifetime._lock.release()  # or what the last interrupt left queued could not be worked off
+    thread = threading.Thread(target=borrow_lock)
     thread.start(); thread.join()
     assert free == [True]  # no recursion level of the main thread is left behind
     assert all(count == 1 for count, _ in undone.values())

@@ -411,3 +411,13 @@ def test_in_a_forked_child_memory_is_readable_and_handles_are_inert_i7() -> None
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300
     )
     assert (ran.stdout, ran.stderr) == ("fine\n", "")
+
+
+@pytest.mark.parametrize("odd", [None, 3, "ab", [None], [3], [3.5], {"a": 1}], ids=repr)
+def test_what_is_no_list_of_memory_is_refused_by_name(odd: Any) -> None:
+    driver = HostDriver()
+    with PhysicalAllocation.create(driver, G, HOST) as allocation:
+        with pytest.raises(UsageError, match="allocations must be a list of PhysicalAllocation or Received"):
+            Region.from_allocations(driver, odd)
+        with pytest.raises(UsageError, match="depends must be a list of Handle"):
+            Region.from_allocations(driver, [allocation], depends=odd)

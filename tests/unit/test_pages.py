@@ -116,11 +116,11 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
     after, more = 0, True
     while more:
         page = listing.leases(books, bob, m.Leases(1, prefix, after), 1.0)
-        found += [row.lease for row in page.rows]
+        found += [row.lease_id for row in page.rows]
         more = page.more
         assert page.rows or not there
         if page.rows:
-            after = page.rows[-1].lease
+            after = page.rows[-1].lease_id
             books.release(bob, after)  # the very lease behind which the next page begins
             ended.add(after)
     assert found == [one.id for one in there]
@@ -130,7 +130,7 @@ def test_pages_of_leases_go_on_behind_the_last_also_when_it_is_over(
 def test_a_page_of_leases_behind_one_that_nobody_knows_is_refused(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann, "w")
     first, second = lease(books, bob), lease(books, bob)
-    assert [row.lease for row in listing.leases(books, ann, m.Leases(1, "", first.id), 1.0).rows] == [second.id]
+    assert [row.lease_id for row in listing.leases(books, ann, m.Leases(1, "", first.id), 1.0).rows] == [second.id]
     books.release(bob, first.id)
     with pytest.raises(NotFoundError, match=f"lease {first.id}, behind which the list was to go on, is over: list"):
         listing.leases(books, ann, m.Leases(1, "", first.id), 1.0)

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from vram import driver, lifetime
 from vram.arrays import Array, file_copy, weights
 from vram.driver.protocol import Driver
-from vram.errors import AccessDeniedError, NotFoundError, OutOfMemoryError, RangeError, UsageError, VramError
+from vram.errors import AccessDeniedError, MissingFileError, OutOfMemoryError, RangeError, UsageError, VramError
 from vram.memory import Region
 from vram.spec import HOST, Access, HandleKind
 
@@ -297,8 +297,8 @@ def _tensor(**changes: Any) -> dict[str, Any]:
 
 EIGHT = bytes(8)
 BAD: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
-    "missing": (lambda p: p, NotFoundError, "there is no file"),
-    "in a missing directory": (lambda p: p / "no" / "file", NotFoundError, "there is no file"),
+    "missing": (lambda p: p, MissingFileError, "there is no file"),
+    "in a missing directory": (lambda p: p / "no" / "file", MissingFileError, "there is no file"),
     "under a file": (lambda p: write(p, {}) / "file", UsageError, "cannot be opened"),
     "an empty file": (lambda p: (p.write_bytes(b""), p)[1], RangeError, "it has 0 bytes"),
     "shorter than a length": (lambda p: (p.write_bytes(b"\3\0\0"), p)[1], RangeError, "it has 3 bytes"),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from ..driver.protocol import Driver
-from ..errors import AccessDeniedError, NotFoundError, RangeError, UsageError
+from ..errors import AccessDeniedError, MissingFileError, RangeError, UsageError
 from ..lifetime import uninterrupted, unwinding
 from ..memory import Region
 from ..spec import Access, Location, round_up
@@ -117,7 +117,7 @@ def plan(path: str | os.PathLike[str]) -> WeightsPlan:
 
     Raises
     ------
-    NotFoundError, AccessDeniedError
+    MissingFileError, AccessDeniedError
         If there is no such file, or it may not be read.
     UsageError
         If it is no safetensors file, is damaged, or holds a type that numpy and `ml_dtypes` cannot show.
@@ -343,7 +343,7 @@ def _opened(path: str) -> Iterator[int]:
         # O_NONBLOCK: a FIFO must not make us wait.
         fd = uninterrupted(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise NotFoundError(f"there is no file {path!r}; check the path") from None
+        raise MissingFileError(f"there is no file {path!r}; check the path") from None
     except PermissionError:
         raise AccessDeniedError(
             f"{path!r} may not be read by this user; change its mode, or run as its owner"

@@ -17,7 +17,7 @@ from pathlib import Path
 import vram
 
 from .. import driver as drivers
-from ..errors import CapacityError
+from ..errors import QuotaError
 from ..keeper import messages as m
 from ..keeper.client import KeeperClient, Segment, close_client
 from ..keeper.private import private_keeper
@@ -286,7 +286,7 @@ def _publish_and_remove(pipe: Connection, path: str, nbytes: int) -> None:
     with KeeperClient.connect(path, label="hostile") as client:
 
         def attack() -> None:
-            with _memory(nbytes) as memory, contextlib.suppress(CapacityError):  # what it removed is not freed yet
+            with _memory(nbytes) as memory, contextlib.suppress(QuotaError):  # what it removed is not freed yet
                 client.publish("big", [Segment(nbytes, HandleKind.POSIX_FD, "host")], [memory])
                 client.remove("big")
 

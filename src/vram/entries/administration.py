@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from ..errors import CapacityError, NotFoundError, ProtocolError, UsageError
+from ..errors import NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_version
 from ..sharing.channel import check_timeout, close_fds
@@ -77,7 +77,7 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
             client.release([lease.lease_id])
             if lease.answer is not None:
                 lease.answer.owner = None
-    except (NotFoundError, ProtocolError, CapacityError):  # of many leases of ours, in the last case
+    except (NotFoundError, ProtocolError, QuotaError):  # of many leases of ours, in the last case
         return None
     return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
 

@@ -83,7 +83,7 @@ def attach(
         waited for, since nobody else can publish it as long as that user keeps the name.
     AccessDeniedError
         If it asks to write to what was published read-only.
-    CapacityError
+    QuotaError
         If this user has come past its ceilings at the keeper by leases on versions that are not current any more; it
         says which.
     WaitTimeoutError

@@ -362,7 +362,7 @@ class Lease(Owned, Mapping[str, Array]):
             If it cannot be called.
         PeerGoneError
             If the keeper that granted this lease is gone.
-        CapacityError
+        QuotaError
             If the keeper has no room for another connection, or for what it watches.
         """
         self.handle  # noqa: B018

@@ -108,7 +108,7 @@ def publish(
         that are no numbers, and neither is left out without being asked.
     AccessDeniedError
         If the name belongs to another user.
-    CapacityError
+    QuotaError
         If the keeper's quota does not allow it.
     OutOfMemoryError
         If a copy is needed and there is no room for it.

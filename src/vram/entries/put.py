@@ -57,7 +57,7 @@ def put(
     ------
     UsageError
         If the file is not a safetensors file, is truncated, or its header contradicts its contents.
-    NotFoundError
+    MissingFileError
         If there is no such file.
     """
     location = Location.parse(device)

@@ -16,6 +16,8 @@ from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
 
 if TYPE_CHECKING:
+    from .connection import Connection
+    from .messages import Takeover
     from .takeover import Succession
 
 # The limits: how each is written, and what it is called among the quotas and as an argument of KeeperServer.
@@ -104,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             patience=given.patience,
             claim_timeout=claim_timeout,
             directory_fd=given.directory_fd,
+            hand_over=_hand_over,
         )
         if given.takeover:
             from .takeover import take_over
@@ -121,6 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(given.socket))
     return 0
+
+
+def _hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:
+    from .takeover import hand_over  # only the keeper that is replaced needs it
+
+    hand_over(server, connection, request)
 
 
 def parse_limit(text: str, option: str) -> int | None:

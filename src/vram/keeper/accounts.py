@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ..errors import CapacityError
+from ..errors import QuotaError
 from ..spec import format_count, format_size
 from .records import Session, Tally, Version
 
@@ -37,7 +37,7 @@ class Usage:
     handles: int = 0
 
     def add(self, nbytes: int, entries: int, handles: int) -> None:
-        """Add what came, or went where the numbers are negative."""
+        """Add to the counts; negative numbers subtract."""
         self.nbytes += nbytes
         self.entries += entries
         self.handles += handles
@@ -65,15 +65,15 @@ class Accounts:
         self.keeper_uid = keeper_uid
         self.total = Usage()
         self._by_user: dict[int, Usage] = {}
-        self._old: dict[int, dict[Version, None]] = {}  # by user: what is not current any more, and leased
+        self._old: dict[int, dict[Version, None]] = {}  # by user: leased versions that are not current any more
         self._tallies: WeakValueDictionary[int, Tally] = WeakValueDictionary()  # as long as a session has it
 
     def tally(self, uid: int) -> Tally:
-        """Return what the sessions of a user share."""
+        """Return the counts that all sessions of a user share."""
         return self._tallies.setdefault(uid, Tally())
 
     def count(self, session: Session) -> None:
-        """Count what a session holds that came from another keeper."""
+        """Count the leases, waiters, claims and watches of a session that came from another keeper."""
         session.tally = tally = self.tally(session.uid)
         tally.leases += len(session.leases)
         tally.waiters += len(session.waiters)
@@ -81,20 +81,20 @@ class Accounts:
         tally.watches += len(session.watches)
 
     def check(self, session: Session, what: str) -> None:
-        """Raise CapacityError if the session's user has as many ``leases``, ... as one user may have."""
+        """Raise QuotaError if the session's user has as many ``leases``, ... as one user may have."""
         most = getattr(MOST, what)
         if getattr(session.tally, what) >= most and session.uid != self.keeper_uid:
-            raise CapacityError(
+            raise QuotaError(
                 f"uid {session.uid} has {most} {what} at this keeper already, as many as one user may have on all its "
                 f"connections together; give some back"
             )
 
     def of(self, uid: int) -> Usage:
-        """Return what one user has."""
+        """Return the usage of one user."""
         return self._by_user.get(uid) or Usage()
 
     def admit(self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None) -> None:
-        """Raise CapacityError unless this much more fits. What a commit would free at once counts as free."""
+        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free."""
         freed_bytes = freed_handles = 0
         if replaced is not None and not replaced.leases:
             freed_bytes, freed_handles = replaced.charge, replaced.handles
@@ -116,16 +116,16 @@ class Accounts:
             ]
         for limit, total, asked, what, whose in limits:
             if limit is not None and total > limit and asked:
-                raise CapacityError(
+                raise QuotaError(
                     f"no room for {_written(asked, what)} more: {whose} may hold {_written(limit, what)} and would "
                     f"hold {format_size(total) if what == 'byte' else total}; remove entries, wait for readers of old "
                     f"versions, or raise the keeper's limit{self._old_ones(uid)}"
                 )
 
     def check_lease(self, uid: int, version: Version, *, is_current: bool) -> None:
-        """Raise CapacityError if a user may not have a lease on a version.
+        """Raise QuotaError if a user may not have a lease on a version.
 
-        That is who has come past its ceilings by leases on what is not current any more, or would by this one.
+        A user may not if leases on versions that are not current any more exceed its ceilings, or would with this one.
         """
         new = not is_current and uid not in version.holders
         if uid == self.keeper_uid or not (new or uid in self._old):
@@ -135,7 +135,7 @@ class Accounts:
         handles = used.handles + (version.handles if new else 0)
         for limit, total, what in ((quotas.user_bytes, nbytes, "byte"), (quotas.user_handles, handles, "descriptor")):
             if limit is not None and total > limit:
-                raise CapacityError(
+                raise QuotaError(
                     f"no lease on {version.name!r} version {version.number}: uid {uid} may hold "
                     f"{_written(limit, what)} and {'would hold' if new else 'holds'} "
                     f"{format_size(total) if what == 'byte' else total}, with the versions that it leases and that "
@@ -155,7 +155,7 @@ class Accounts:
         )
 
     def add(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
-        """Book what came, or went where the numbers are negative."""
+        """Add to a user's usage and to the total; negative numbers subtract."""
         self.total.add(nbytes, entries, handles)
         self._book(uid, nbytes, entries, handles)
 
@@ -169,12 +169,12 @@ class Accounts:
             self.hold(uid, version)
 
     def hold(self, uid: int, version: Version) -> None:
-        """A user has a first lease on what is not current any more."""
+        """A user has a first lease on a version that is not current any more."""
         self._old.setdefault(uid, {})[version] = None
         self._book(uid, version.charge, 0, version.handles)
 
     def release_version(self, uid: int, version: Version) -> None:
-        """The last lease of a user on what is not current any more is over."""
+        """The last lease of a user on a version that is not current any more is over."""
         old = self._old[uid]
         del old[version]
         if not old:

@@ -1,4 +1,4 @@
-"""What a keeper takes in: memory that nobody can pull away from under its readers, and nothing else.
+"""The descriptors that a keeper accepts: memory that nobody can shrink or rewrite under its readers, and no other.
 
 That is sealed memfds, and descriptors of NVIDIA's driver.
 """
@@ -48,11 +48,11 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     Parameters
     ----------
     fd : int
-        Lent.
+        Borrowed.
     size : int
         Bytes that it has at least, as its sender says.
     kind, device : int, str
-        What its sender says it is.
+        Its kind, as its sender states it.
     writable : bool
         Whether its readers may write; if not nobody may, its publisher included: it has to be sealed with
         ``F_SEAL_WRITE`` (S8).

@@ -1,4 +1,4 @@
-"""The keeper's address: a socket in the file system, made where nobody listens and taken away by who made it.
+"""The keeper's address: a socket in the file system, made where nobody listens, and removed by its maker.
 
 The directory may belong to another user, or to everybody: whoever may write there can put another file, or a symbolic
 link, in the place of ours between any two calls. So nothing is done to the socket by its path. It is bound, given its
@@ -36,7 +36,7 @@ _LONGEST = 64  # bytes of a name that is bound to, behind /proc/self/fd/<number>
 
 
 class Listener:
-    """A listening socket at a path: made where nobody listens, taken away again by who made it.
+    """A listening socket at a path: made where nobody listens, and removed by its maker.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ class Listener:
         Permissions and group of the socket, in force before anybody can connect. The process's umask has no part in
         it, and is not touched.
     directory_fd : int
-        Lent: a descriptor of the directory, which holds its lock, and which nobody else can enter. Then the socket is
-        bound at its path: there is nothing else in the directory at any time.
+        Borrowed: a descriptor of the directory, which holds its lock, and which nobody else can enter. Then the socket
+        is bound at its path: there is nothing else in the directory at any time.
 
     Raises
     ------
@@ -151,12 +151,12 @@ class Permissions:
             raise UsageError(f"cannot change mode or group of {self.path}: {error.strerror}") from None
 
     def restore(self) -> None:
-        """Set what was there before."""
+        """Set the mode and group that were there before."""
         with contextlib.suppress(OSError):
             _set(self._fd, stat.S_IMODE(self._was.st_mode), self._was.st_gid)
 
     def close(self) -> None:
-        """Close the descriptor; what was set stays."""
+        """Close the descriptor; the mode and group that were set stay."""
         os.close(self._fd)
 
 
@@ -233,7 +233,7 @@ def _private(directory: int, path: str) -> Iterator[int]:
 
 
 class _NotOursError(Exception):
-    """What is there by a name is no directory of this user alone."""
+    """The file at a path is no directory of this user alone."""
 
 
 def _enter(directory: int, name: str) -> int:
@@ -341,7 +341,7 @@ def clear_path(path: str, directory: int) -> None:
     Parameters
     ----------
     directory : int
-        Lent: a descriptor of the directory that `path` lies in.
+        Borrowed: a descriptor of the directory that `path` lies in.
 
     Raises
     ------

@@ -47,9 +47,9 @@ from typing import Any
 from ..errors import (
     AccessDeniedError,
     BusyError,
-    CapacityError,
     MismatchError,
     NotFoundError,
+    QuotaError,
     UsageError,
     VramError,
     WaitTimeoutError,
@@ -109,7 +109,7 @@ class Catalogue:
     claim_timeout : float
         Seconds after which a claim passes to the next in line.
     why_not : callable
-        Takes a uid and what a user is called; says why this is not that user, or nothing if it is.
+        Takes a uid and the name of a user; returns why this is not that user, or an empty string if it is.
 
     Notes
     -----
@@ -151,7 +151,7 @@ class Catalogue:
 
     # -- connections ----------------------------------------------------------------------------------------------
     def connect(self, uid: int, pid: int = 0, label: str = "", host: str = "") -> Session:
-        """Open a session for a verified user. `label` and `host` are what the process claims, cut to what is shown."""
+        """Open a session for a verified user. `label` and `host` are claims of the process, clipped for display."""
         tally = self.accounts.tally(uid)
         session = Session(next(self._ids), uid, pid, clip_label(label), clip_host(host), tally=tally)
         self.sessions[session.id] = session
@@ -162,7 +162,7 @@ class Catalogue:
         return [effect for part in self.leaving(session, now) for effect in self.at_once(part, now)]
 
     def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
-        """End a session in parts, which are short: whoever holds much would keep everybody else waiting."""
+        """End a session in short parts: one that holds much would keep all others waiting."""
         if session.id not in self.sessions:
             return
         for watched in session.watches.values():
@@ -208,11 +208,11 @@ class Catalogue:
         handles : int
             Descriptors that the version will hold.
         body : object
-            Whatever readers are to be told; not looked at.
+            The message for readers; not looked at.
         least : int
             The fewest descriptors there may be.
         record : int
-            Bytes that count as well, for what the keeper itself has to remember of it.
+            Bytes that count as well, for the keeper's own memory of it.
 
         Raises
         ------
@@ -222,8 +222,10 @@ class Catalogue:
             If the claim passed on, and somebody published since.
         AccessDeniedError
             If the name is somebody else's or under the name of another user, or this user may own nothing.
+        QuotaError
+            If there is no room under the quotas.
         CapacityError
-            If there is no room under the quotas, or no process could map so much.
+            If no process could map so much.
         """
         check_name(name)
         meta = check_meta(meta or {})
@@ -232,7 +234,7 @@ class Catalogue:
         if not least <= handles <= MAX_SEGMENTS + 1:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
-            raise CapacityError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
+            raise QuotaError(f"this connection publishes {MAX_PUBLICATIONS} versions at a time already")
         if claim:
             self._check_claim(session, name, claim)
         self._may_publish(session, name)
@@ -248,11 +250,11 @@ class Catalogue:
         return publication
 
     def arrived(self, publication: Publication, nbytes: int) -> None:
-        """Count what has really come of a publication, where it is more than was stated.
+        """Count the bytes that have really arrived of a publication, where they are more than was stated.
 
         Raises
         ------
-        CapacityError
+        QuotaError
             If there is no room for it; the publication is as it was.
         """
         more = check_size(nbytes) - publication.nbytes
@@ -272,11 +274,11 @@ class Catalogue:
         Parameters
         ----------
         nbytes : int, optional
-            The real number of bytes, if it is not what was stated.
+            The real number of bytes, if it differs from the one stated.
 
         Raises
         ------
-        AccessDeniedError, BusyError, CapacityError
+        AccessDeniedError, BusyError, QuotaError
             If the state changed in between so that :meth:`begin` would refuse.
         """
         session, name = publication.session, publication.name
@@ -378,11 +380,11 @@ class Catalogue:
         NotFoundError
             If there is nothing under that name, now or (for a number that has gone by) ever again.
         MismatchError
-            If what is there differs from `expect`, or belongs to another than `owner`.
+            If the version differs from `expect`, or belongs to another than `owner`.
         AccessDeniedError
             For ``"rw"`` on what was published read-only, or a claim of a user who may not publish that name, or not
             for `owner`, while nobody who may is about to.
-        CapacityError, UsageError
+        QuotaError, UsageError
         """
         if access not in ACCESS:
             raise UsageError(f"access {access!r} is not one of {', '.join(map(repr, ACCESS))}")
@@ -403,7 +405,7 @@ class Catalogue:
         if call in session.waiters:
             raise UsageError(f"call {call} waits already")
         if len(session.waiters) >= MAX_WAITERS:
-            raise CapacityError(f"{MAX_WAITERS} calls of this connection wait already")
+            raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
         self.accounts.check(session, "waiters")
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
@@ -446,11 +448,10 @@ class Catalogue:
     ) -> list[Effect]:
         """Take a name, or one version of it, out of the catalogue; memory is freed with its last lease.
 
-        With `revoke`, ask the readers to let go as well, also those of versions that were taken out before: who
-        removed first, or gave up waiting, may still ask.
+        With `revoke`, ask the readers to release it as well, also those of versions that were removed before.
 
-        With `force`, end the leases on it as well, so that it counts no more. Whose lease was ended has to be
-        disconnected, but for the asking session: what it mapped it goes on having, and nobody else could tell it so.
+        With `force`, end the leases on it as well, so that it counts no more. Every session whose lease was ended has
+        to be disconnected, but for the asking one. Mappings stay in any case.
 
         Raises
         ------
@@ -559,9 +560,9 @@ class Catalogue:
         return current is not lease.version, 0 if current is None else current.number
 
     def watch(self, session: Session, name: str, version: int) -> list[Effect]:
-        """Tell the session what happens to a version: that it was replaced, removed, expired or revoked.
+        """Notify the session when a version is replaced, removed, expired or revoked.
 
-        What has happened already is told at once. The watch lasts as long as the version.
+        If that has happened already, it is notified at once. The watch lasts as long as the version.
         """
         check_name(name)
         known = self._names.get(name)
@@ -576,7 +577,7 @@ class Catalogue:
             effects.append(Notify(session, name, version, reason, number))
         if watched is not None:
             if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
-                raise CapacityError(f"this connection watches {MAX_WATCHES} versions already")
+                raise QuotaError(f"this connection watches {MAX_WATCHES} versions already")
             if (name, version) not in session.watches:
                 self.accounts.check(session, "watches")
                 session.tally.watches += 1
@@ -641,7 +642,7 @@ class Catalogue:
         return found + [known.current for known in self._names.values() if known.current is not None]
 
     def at_once(self, effects: Sequence[Effect], now: float) -> list[Effect]:
-        """Go on with whatever these effects have left to be done in parts; return all effects, in their order."""
+        """Carry on all work that these effects have left to be done in parts; return all effects, in their order."""
         due = deque(effects)
         done: list[Effect] = []
         while due:
@@ -654,7 +655,7 @@ class Catalogue:
 
     @property
     def rounds(self) -> list[str]:
-        """Names for which those who wait are being gone through."""
+        """Names whose waiters are being served in parts."""
         return list(self._rounds)
 
     def is_told(self, name: str) -> bool:
@@ -696,19 +697,19 @@ class Catalogue:
         if not waiter.claims:
             return waiter
         if not waiter.order and name in self._rounds:
-            return waiter  # behind those who came before and have not been asked yet
+            return waiter  # behind those that came before and were not tried yet
         session, there = waiter.session, self._claim_of.get(name)
         try:
             self._may_make(session, name, waiter.owner)
         except AccessDeniedError:
             if there is None or waiter.owner not in (None, there.session.uid):
                 raise
-            return waiter  # somebody who may is about to
+            return waiter  # another user, who may, is about to publish it
         waiter.may_make = True
         if there is not None and there.until is not None:
             return waiter
         if len(session.claims) >= MAX_CLAIMS:
-            raise CapacityError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
+            raise QuotaError(f"this connection holds {MAX_CLAIMS} claims already; publish or abandon some")
         self.accounts.check(session, "claims")
         if there is not None:
             self._pass_on(there)
@@ -753,7 +754,7 @@ class Catalogue:
                 f'"cow" for private changes, or publish it with writable=True'
             )
         if len(session.leases) >= MAX_LEASES:
-            raise CapacityError(f"this connection holds {MAX_LEASES} leases already; close some")
+            raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check(session, "leases")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         session.tally.leases += 1
@@ -796,8 +797,11 @@ class Catalogue:
             line.sort(key=lambda one: one.claims and one.session.uid in late)
         return deque(line)
 
-    def serve_on(self, name: str, now: float) -> list[Effect]:
-        """Serve the next of those who wait for a name; the last effect is to go on with them, if there are more."""
+    def serve_on(self, name: str, now: float, whose: dict[int, int] | None = None) -> list[Effect]:
+        """Serve the next waiters of a name; the last effect is to go on with them, if there are more.
+
+        The waiters that are looked at are counted in `whose`, by user.
+        """
         among = self._rounds.get(name)
         effects: list[Effect] = []
         if among is None:
@@ -811,6 +815,8 @@ class Catalogue:
             if waiter.order not in line:
                 continue  # it has gone since
             among.effort += 1
+            if whose is not None:
+                whose[waiter.session.uid] = whose.get(waiter.session.uid, 0) + 1
             try:
                 result = self._try(waiter, now, among)
             except VramError as error:

@@ -48,11 +48,11 @@ __all__ = [
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 
 
-_FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two looks at who still holds what was revoked
+_FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two polls for the leases that are left on a revoked version
 
 
 class KeeperClient(Queries):
-    """What can be said to a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
+    """A client of a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
@@ -73,8 +73,8 @@ class KeeperClient(Queries):
         Parameters
         ----------
         segments, fds : sequences of Segment and int
-            1 to 1,024 pieces and their descriptors, which are lent: memfds sealed against shrinking and growing, and
-            against (future) writing unless `writable`.
+            1 to 1,024 pieces and their descriptors, which are borrowed: memfds sealed against shrinking and growing,
+            and against (future) writing unless `writable`.
         manifest : bytes
             At most 32 KiB that readers get with it.
         manifest_fd : int, optional
@@ -82,7 +82,7 @@ class KeeperClient(Queries):
         writable : bool
             Whether readers may ask to write.
         meta : mapping of str to str
-            At most 4 KiB that everybody who may connect can see.
+            At most 4 KiB, which every process that may connect can see.
         ttl : float, optional
             Seconds after which the version is taken out of the catalogue.
         claim : PublishClaim or int, optional
@@ -94,7 +94,7 @@ class KeeperClient(Queries):
             For a name, meta or ttl that cannot be.
         AccessDeniedError
             If the name belongs to another user, or a lender is at the path.
-        CapacityError
+        QuotaError
             If the keeper has no room for it.
         ProtocolError
             If the keeper finds the memory unfit to be shared.
@@ -196,7 +196,7 @@ class KeeperClient(Queries):
         access : {"r", "rw", "cow"}
             What the lease is for; ``"rw"`` needs a version published writable.
         expect : mapping, optional
-            What its meta has to say.
+            The metadata that it must have.
         timeout : float or None
             Seconds to wait for it to be published; None waits for ever.
         owner : int, optional
@@ -212,8 +212,8 @@ class KeeperClient(Queries):
             If its meta differs from `expect`, or it belongs to another than `owner`; also while it is waited for.
         AccessDeniedError
             For writing to what was published read-only.
-        CapacityError
-            If this user leases more than it may have of what is not current any more, or this connection too much.
+        QuotaError
+            If this user leases too much of versions that are not current any more, or this connection too much.
         """
         leased = self.lease(name, version=version, access=access, expect=expect, timeout=timeout, owner=owner)
         _hand_over(leased)
@@ -277,7 +277,7 @@ class KeeperClient(Queries):
         timeout: float | None = None,
         owner: int | None = None,
     ) -> Attachment | PublishClaim:
-        """Do as :meth:`attach_or_claim`. What came is given back when its `answer` is dropped; see :meth:`lease`."""
+        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`."""
         found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
         if isinstance(found, Attachment):
             return found
@@ -309,7 +309,7 @@ class KeeperClient(Queries):
             return True
         with contextlib.suppress(NotFoundError):
             for row in self.versions(name, version - 1):
-                return row.version == version and bool(row.revoked)
+                return row.version == version and bool(row.is_revoked)
         return False
 
     def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Subscription:
@@ -326,7 +326,7 @@ class KeeperClient(Queries):
             If this connection has no such lease.
         PeerGoneError
             If the keeper that granted it is gone.
-        CapacityError
+        QuotaError
             If the keeper has no room for another watch.
         """
         return listen(self, self._watchable(lease_id), owner, tell)
@@ -357,7 +357,7 @@ class KeeperClient(Queries):
         Parameters
         ----------
         revoke : bool
-            Tell those who watch it that its memory is wanted back.
+            Notify its watchers that its memory is wanted back.
 
         Raises
         ------
@@ -397,7 +397,7 @@ class KeeperClient(Queries):
         PeerGoneError
             If the keeper goes meanwhile.
         """
-        from .reports import RevokeInfo  # with all that looking returns, which those who attach never see
+        from .reports import RevokeInfo  # loaded here: processes that only attach need none of it
 
         if force and self._channel.peer().uid != os.geteuid():  # before anything is done; the keeper looks again
             raise AccessDeniedError(
@@ -406,14 +406,16 @@ class KeeperClient(Queries):
             )
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.remove(name, version, revoke=True)
-        asked = {row.version for row in self._left(name) if row.revoked is not False} if version is None else {version}
+        asked = (
+            {row.version for row in self._left(name) if row.is_revoked is not False} if version is None else {version}
+        )
         pause = _FIRST_LOOK
         while True:
             left = [row for row in self._left(name) if row.version in asked]
             time_left = deadline - time.monotonic()
             if not left or time_left <= 0:
                 break
-            # Most readers let go at once or not soon: seldom asked, a keeper is not kept busy by who waits.
+            # Most readers release at once or not soon: polled seldom, a keeper is not kept busy by this wait.
             time.sleep(min(pause, time_left))
             pause = min(pause * 1.5, _LAST_LOOK)
         held = [(row, tuple(self.holders_of(name, row))) for row in left]
@@ -446,7 +448,7 @@ class KeeperClient(Queries):
     def _left(self, name: str) -> tuple[m.VersionRow, ...]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
         try:
-            return tuple(row for row in self.versions(name) if row.readers and not row.current)
+            return tuple(row for row in self.versions(name) if row.readers and not row.is_current)
         except NotFoundError:
             return ()
 

@@ -15,17 +15,16 @@ import termios
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..sharing.channel import ALL_FDS, Credentials, receive, transmit
 from ..sharing.parcels import Collector
-from .slow_close import brings_fds, receive_whole
+from .in_flight import InFlight
+from .records import Publication, Session
+from .slow_close import SlowCloser, brings_fds, receive_whole
+from .turns import Turns, TurnsHost
 
-if TYPE_CHECKING:
-    from .records import Publication, Session
-    from .server import KeeperServer
-
-__all__ = ["Connection", "Held", "Partial"]
+__all__ = ["Connection", "ConnectionHost", "Held", "Partial"]
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
 _EACH = 256  # bytes that any answer in a queue costs besides, about
@@ -89,6 +88,65 @@ class Partial:
         self.nbytes = 0
 
 
+class ConnectionHost(TurnsHost, Protocol):
+    """What a connection needs of the server that it belongs to.
+
+    Attributes
+    ----------
+    ancillary : int
+        Room for the descriptors of one message of anybody but the keeper's own user, in bytes of ancillary data.
+    part : int
+        Descriptors that one peer may have in flight.
+    closing : bool
+        Whether it is at its end, and nobody is told anything any more.
+    """
+
+    ancillary: int
+    part: int
+    closing: bool
+    in_flight: InFlight
+    slow_closer: SlowCloser
+    turns: Turns
+
+    def is_own(self, uid: int) -> bool:
+        """Whether this is the user who runs the keeper."""
+        ...
+
+    def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
+        """Do what one message asks for. Descriptors that are taken over are removed from `fds`.
+
+        Parameters
+        ----------
+        cut : bool
+            Whether there was more than there is room for.
+        """
+        ...
+
+    def watch_over(self, connection: Connection) -> None:
+        """Close this connection once it is :meth:`~Connection.overdue`."""
+        ...
+
+    def put_aside(self, connection: Connection) -> None:
+        """Park a connection until descriptors that its user sent before are closed."""
+        ...
+
+    def no_longer_aside(self, connection: Connection) -> None:
+        """It is read from again, or closed."""
+        ...
+
+    def dispose(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
+        """Close descriptors of so much memory, of user `uid` if it is said."""
+        ...
+
+    def gone(self, connection: Connection) -> None:
+        """A connection was closed: undo what it had done."""
+        ...
+
+    def socket_closed(self, connection: Connection) -> None:
+        """The socket of a closed connection was closed now, by another thread."""
+        ...
+
+
 class Connection:
     """A peer, from accept to end of file.
 
@@ -133,7 +191,7 @@ class Connection:
         "writing",
     )
 
-    def __init__(self, server: KeeperServer, sock: socket.socket, credentials: Credentials) -> None:
+    def __init__(self, server: ConnectionHost, sock: socket.socket, credentials: Credentials) -> None:
         self.server = server
         self.sock = sock
         self.credentials = credentials
@@ -151,7 +209,7 @@ class Connection:
         self.writing = False
         self.closed = False
         self.is_open = True
-        self.room = server.ancillary if credentials.uid != server.catalogue.accounts.keeper_uid else ALL_FDS
+        self.room = ALL_FDS if server.is_own(credentials.uid) else server.ancillary
 
     # -- in -------------------------------------------------------------------------------------------------------
     def readable(self) -> None:

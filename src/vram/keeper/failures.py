@@ -1,4 +1,4 @@
-"""Exceptions as messages and back: what fails in the keeper is raised in its client, by the same name."""
+"""Exceptions as messages and back: an error of the keeper is raised in its client, by the same name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
     for kind in (
         errors.UsageError,
-        errors.CapacityError,
         errors.RangeError,
         errors.BusyError,
         errors.PeerGoneError,
@@ -23,11 +22,15 @@ _KINDS: dict[str, type[errors.VramError]] = {
         errors.UnsupportedError,
     )
 }
+# Its name on the wire, from before it had one of its own: an older client knows no other.
+_KINDS["CapacityError"] = errors.QuotaError
+_WRITTEN = {"QuotaError": "CapacityError"}
 
 
 def failure(call: int, error: Exception) -> Error:
     """Write an exception as a message. One that is not ours says no more than that something broke."""
-    kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS), "")
+    names = (_WRITTEN.get(base.__name__, base.__name__) for base in type(error).__mro__)
+    kind = next((name for name in names if name in _KINDS), "")
     if not kind:
         return Error(call, "InternalError", "the keeper could not do this: an error of its own, see its log")
     details: list[str] = []
@@ -60,7 +63,7 @@ def raised(error: Error) -> errors.VramError:
 
 
 def no_keeper(path: str, pid: int) -> errors.AccessDeniedError:
-    """Return what is said to whoever asks a lender for what only a keeper does."""
+    """Return the error for a client that asks a lender for something that only a keeper does."""
     return errors.AccessDeniedError(
         f"{path} is a lender, not a keeper: what it lends is its process's own. Borrow it, or look at it with "
         f"`vram ls` and `vram show`; only pid {pid} can ask for it back (Lending.revoke)"

@@ -1,9 +1,12 @@
 """Whose request is answered next, where several users ask: they share a keeper's time, not its connections.
 
-No I/O and no clock: the caller says what time it is, how long each request took, and keeps what waits.
+No I/O and no clock: the caller says what time it is, how long each request took, and keeps the work that waits.
 
 * Whoever asks alone is answered at once, whatever it costs.
 * Beside others each user has a share of the time, and some in advance: within that, requests are answered at once.
+* So are those of a user who pauses at least as long as its requests take, with one other user there, and longer with
+  more: who asks one after the other and does something in between is not greedy, whatever it comes to. A long request
+  counts by its square (:data:`LONG`): others find it under way that much more often, and for longer.
 * What is beyond it waits: of one user in the order in which it came, and of several users so that each gets as much
   time as the others (start-time fair queueing).
 * As long as somebody is there who keeps within the share, the others get theirs and no more, even if the keeper is idle
@@ -19,37 +22,43 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final, Generic, TypeVar
 
-__all__ = ["ADVANCE", "LONGEST", "MOST", "RECENT", "RESERVED", "SHARE", "Fairness"]
+__all__ = ["ADVANCE", "LONG", "LONGEST", "MOST", "RECENT", "RESERVED", "SHARE", "Fairness"]
 
 SHARE: Final = 0.125  # of the time, for each user
 ADVANCE: Final = 0.005  # seconds of work that a user may owe and still be answered at once
 MOST: Final = 0.010  # seconds of work that a user can owe before its last request: it may have been alone so far
-RECENT: Final = 10.0  # seconds for which somebody who asked is reckoned with
-RESERVED: Final = 0.1  # seconds for which time is kept free for somebody who keeps within the share
+LONG: Final = 0.00005  # seconds of work, from which on a request counts for more than it takes
+RECENT: Final = 10.0  # seconds for which a user who made a request counts as company
+RESERVED: Final = 0.1  # seconds for which time is kept free for a user who keeps within the share
 LONGEST: Final = (MOST - ADVANCE) / SHARE
-_NOTHING = 1e-9  # seconds: what rounding leaves
+_NOTHING = 1e-9  # seconds, for rounding errors
 
 T = TypeVar("T")
 
 
 class _User(Generic[T]):
-    __slots__ = ("at", "clock", "owed", "waiting")
+    __slots__ = ("asked", "at", "clock", "free", "owed", "waiting")
 
     def __init__(self, now: float) -> None:
         self.owed = 0.0
         self.at = now
+        self.asked = 0.0  # seconds of work, less the pauses between
+        self.free = now  # since when nothing is done for it
         self.clock = 0.0  # what it took, on a scale that all who wait share
         self.waiting: OrderedDict[T, None] = OrderedDict()
 
     def owes(self, now: float) -> float:
         return max(0.0, self.owed - (now - self.at) * SHARE)
 
+    def asks(self, now: float, others: int) -> float:
+        return max(0.0, self.asked - max(0.0, now - self.free) / max(1, others))
+
 
 class Fairness(Generic[T]):
-    """What users owe, and what of theirs waits."""
+    """The time that users owe, and their work that waits."""
 
     def __init__(self) -> None:
-        self._users: OrderedDict[int, _User[T]] = OrderedDict()  # who was served last is last
+        self._users: OrderedDict[int, _User[T]] = OrderedDict()  # in the order in which they were served last
         self._modest: OrderedDict[int, float] = OrderedDict()  # when who keeps within the share was served, as above
         self._waiting: dict[int, _User[T]] = {}
         self._clock = 0.0  # where that scale is: that of who was answered last
@@ -61,47 +70,54 @@ class Fairness(Generic[T]):
             return True
         if user.waiting:  # not before what came before it
             return False
-        return user.owes(now) <= ADVANCE or not self._has_company(uid, now)
+        return self._is_modest(user, now) or not self._has_company(uid, now)
+
+    def keeps_share(self, uid: int, now: float) -> bool:
+        """Whether this user has asked for no more than its share, or asks alone."""
+        user = self._users.get(uid)
+        return user is None or user.owes(now) <= ADVANCE or not self._has_company(uid, now)
 
     def spent(self, uid: int, seconds: float, now: float, *, waited: bool = False) -> None:
-        """Note what a request took, and whether it had waited."""
+        """Note how long a request took, and whether it had waited."""
         user = self._users.get(uid)
         if user is None:
             user = self._users[uid] = _User(now)
-        owes = user.owes(now)
-        user.owed, user.at = min(MOST, owes) + seconds, now
+        modest = not waited and self._is_modest(user, now)
+        user.asked = min(MOST, user.asks(now, len(self._users) - 1)) + seconds * max(1.0, seconds / LONG)
+        user.free = now + seconds
+        user.owed, user.at = min(MOST, user.owes(now)) + seconds, now
         user.clock += seconds
         self._users.move_to_end(uid)
-        if not waited and owes <= ADVANCE:
+        if modest:
             self._modest[uid] = now
             self._modest.move_to_end(uid)
         self._forget(now)
 
-    def wait(self, uid: int, item: T) -> None:
-        """Keep what :meth:`may` not be answered yet."""
+    def wait(self, uid: int, work: T) -> None:
+        """Queue work that :meth:`may` not be done yet."""
         user = self._waiting[uid] = self._users[uid]
         if not user.waiting:
             user.clock = max(user.clock, self._clock)
-        user.waiting[item] = None
+        user.waiting[work] = None
 
-    def drop(self, uid: int, item: T) -> None:
-        """Let go of what waits, if it does."""
+    def drop(self, uid: int, work: T) -> None:
+        """Take work out of the queue, if it is there."""
         user = self._waiting.get(uid)
-        if user is not None and user.waiting.pop(item, self) is None and not user.waiting:
+        if user is not None and user.waiting.pop(work, self) is None and not user.waiting:
             del self._waiting[uid]
 
     def next(self, now: float) -> T | None:
-        """Take what is answered next, if the time for something has come."""
+        """Take the work that is due, if any is."""
         ready = [uid for uid, user in self._waiting.items() if self._delay(uid, user, now) <= _NOTHING]
         if not ready:
             return None
         uid = min(ready, key=lambda uid: self._waiting[uid].clock)
         user = self._waiting[uid]
         self._clock = max(self._clock, user.clock)
-        item, _ = user.waiting.popitem(last=False)
+        work, _ = user.waiting.popitem(last=False)
         if not user.waiting:
             del self._waiting[uid]
-        return item
+        return work
 
     def delay(self, now: float) -> float | None:
         """Return in how many seconds :meth:`next` has something, if nothing else happens; None if nothing waits."""
@@ -116,12 +132,15 @@ class Fairness(Generic[T]):
             return 0.0
         return max(0.0, min(beyond / SHARE, served + RESERVED - now))
 
+    def _is_modest(self, user: _User[T], now: float) -> bool:
+        return user.owes(now) <= ADVANCE or user.asks(now, len(self._users) - 1) <= ADVANCE
+
     def _has_company(self, uid: int, now: float) -> bool:
         last = next((user for other, user in reversed(self._users.items()) if other != uid), None)
         return last is not None and now - last.at < RECENT
 
     def _forget(self, now: float) -> None:
-        """Let go of those who did not ask for long."""
+        """Forget users who have made no request for long."""
         uid, user = next(iter(self._users.items()))
         if now - user.at >= RECENT and not user.waiting:
             del self._users[uid]

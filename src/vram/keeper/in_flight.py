@@ -6,14 +6,11 @@ the keeper's user, up to RLIMIT_NOFILE (root's are not limited). Who does not re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .server import KeeperServer
-
-__all__ = ["MAX_QUEUED_OF_USER", "InFlight", "Share"]
+__all__ = ["MAX_QUEUED_OF_USER", "InFlight", "Receiver", "Share"]
 
 MAX_QUEUED_OF_USER = 16 * 1024 * 1024  # bytes of answers that all connections of one user may leave unread
 # Connections that are asked at once whether they have read, and seconds between two times for the same user: one with
@@ -21,8 +18,27 @@ MAX_QUEUED_OF_USER = 16 * 1024 * 1024  # bytes of answers that all connections o
 _LOOK_AT, _LOOK_AGAIN = 64, 0.01
 
 
+class Receiver(Protocol):
+    """A connection, as far as it is counted here.
+
+    Attributes
+    ----------
+    in_flight : int
+        Descriptors sent to it since it was last known to have read everything.
+    share : Share
+        That of its user.
+    """
+
+    in_flight: int
+    share: Share
+
+    def has_read_all(self) -> bool:
+        """Whether nothing that was sent is still unread; if so, it has said so by :meth:`InFlight.landed`."""
+        ...
+
+
 class Share:
-    """What one user has not read: summed over its connections, and those of them that are closed.
+    """What one user has left unread: the sum over its connections, closed ones included.
 
     Attributes
     ----------
@@ -33,7 +49,7 @@ class Share:
     queued, max_queued : float
         Bytes in the queues of its connections, and how many may be.
     unread : dict
-        Its connections with something in flight; who was not looked at for longest comes first.
+        Its connections with descriptors in flight, the one that was polled longest ago first.
     """
 
     __slots__ = ("count", "looked", "max_queued", "queued", "reserved", "unread")
@@ -43,17 +59,17 @@ class Share:
         self.reserved = reserved
         self.queued = 0
         self.max_queued = max_queued
-        self.unread: dict[Connection, None] = {}
+        self.unread: dict[Receiver, None] = {}
         self.looked = float("-inf")
 
     @property
     def excess(self) -> int:
-        """How many come out of what all users share."""
+        """How many of them are taken from the pool that all users share."""
         return max(0, self.count - self.reserved)
 
 
 class InFlight:
-    """Who may have how many descriptors in flight.
+    """Limits the descriptors in flight of each user.
 
     Half of what the process may have is for all users together. One may have as many as it leaves free: a quarter of
     all, while it is alone. With `n` users that do not read, each has one part of `n + 1`, and so does whoever comes
@@ -64,12 +80,17 @@ class InFlight:
     ----------
     limit : int
         Descriptors that the process may have in flight.
+    is_own : callable
+        Whether a uid is that of the user who runs the keeper.
+    now : callable
+        The time in seconds.
     """
 
-    def __init__(self, server: KeeperServer, limit: int) -> None:
+    def __init__(self, limit: int, *, is_own: Callable[[int], bool], now: Callable[[], float]) -> None:
         self.room = limit // 2
         self.reserve = limit // 4
-        self._server = server
+        self._is_own = is_own
+        self._now = now
         self._shares: dict[int, Share] = {}
         self._used = 0  # the sum of every share's excess
         self._looked = float("-inf")
@@ -78,7 +99,7 @@ class InFlight:
         """Return a user's share: the same one until :meth:`forget`."""
         share = self._shares.get(uid)
         if share is None:
-            own = uid == self._server.catalogue.accounts.keeper_uid  # who runs the keeper has no ceiling
+            own = self._is_own(uid)  # the user who runs the keeper has no ceiling
             share = Share(self.reserve if own else 0, float("inf") if own else MAX_QUEUED_OF_USER)
             self._shares[uid] = share
         return share
@@ -87,7 +108,7 @@ class InFlight:
         """The user has no connection any more."""
         self._shares.pop(uid, None)
 
-    def count(self, connection: Connection, count: int) -> None:
+    def count(self, connection: Receiver, count: int) -> None:
         """So many descriptors were sent."""
         if not count:
             return
@@ -95,7 +116,7 @@ class InFlight:
         connection.share.unread[connection] = None
         self._add(connection.share, count)
 
-    def landed(self, connection: Connection) -> None:
+    def landed(self, connection: Receiver) -> None:
         """The peer has read everything, or nobody will know."""
         if connection.in_flight:
             self._add(connection.share, -connection.in_flight)
@@ -108,10 +129,10 @@ class InFlight:
         self._used += share.excess - before
 
     def has_room(self, share: Share, count: int) -> bool:
-        """Whether so many more may be sent to this user, after a look at who has read meanwhile."""
+        """Whether so many more may be sent to this user, after polling those that may have read meanwhile."""
         if self._fits(share, count):
             return True
-        now = self._server.now()
+        now = self._now()
         if now - share.looked < _LOOK_AGAIN:
             return False
         share.looked = now

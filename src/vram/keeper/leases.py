@@ -1,4 +1,4 @@
-"""What publishing takes and attaching gives: plain values, independent of the wire."""
+"""Arguments of publishing and results of attaching: plain values, independent of the wire."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Attachment:
     owner : int
         The uid of its publisher, as the keeper verified it.
     answer : Answer or None
-        What gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is None where
-        only the caller does.
+        The reply, which gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is
+        None where only the caller does that.
     """
 
     lease_id: int
@@ -83,15 +83,15 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
             raise ProtocolError(f"a lease came with memory on device {piece.device} of {len(entry.devices)}")
         segments.append(Segment(piece.size, piece.kind, entry.devices[piece.device]))
     return Attachment(
-        reply.lease,
-        entry.name,
-        entry.version,
-        entry.owner,
-        tuple(segments),
-        fds,
-        entry.manifest,
-        fds[0] if entry.manifest_fd else None,
-        entry.meta,
-        entry.writable,
-        answer,
+        lease_id=reply.lease,
+        name=entry.name,
+        version=entry.version,
+        owner=entry.owner,
+        segments=tuple(segments),
+        fds=fds,
+        manifest=entry.manifest,
+        manifest_fd=fds[0] if entry.manifest_fd else None,
+        meta=entry.meta,
+        writable=entry.writable,
+        answer=answer,
     )

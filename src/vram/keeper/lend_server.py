@@ -60,7 +60,7 @@ class _Bell(weakref.ref[Wanted]):
 
 
 class _Asked:
-    """What the thread was asked to do, and what came of it. Not a Future, see :class:`~vram.lifetime.Gate`."""
+    """A call that the thread is to make, and its result. Not a Future, see :class:`~vram.lifetime.Gate`."""
 
     __slots__ = ("_error", "_turn", "gate", "value")
 
@@ -251,7 +251,7 @@ class LendServer(KeeperServer):
         keeps: object,
         when_idle: bool = False,
     ) -> None:
-        """Put the one entry in. `fds` are lent; `keeps` is kept until nobody holds a lease any more and it was ended.
+        """Put the one entry in. `fds` are borrowed; `keeps` is kept until the last lease is over and it was ended.
 
         If this fails, the lender is of no use any more: whoever called this ends it.
 
@@ -370,17 +370,17 @@ class LendServer(KeeperServer):
             if asked.is_to_run():
                 asked.fail(self._over())
 
-    def _do(self, what: Callable[[], _T]) -> _T:
-        """Have the thread do something, and return what comes of it."""
+    def _do(self, call: Callable[[], _T]) -> _T:
+        """Have the thread call a function, and return its result."""
         if threading.current_thread() is self._thread:  # the finalizer of an owner that it let go of
-            return what()
+            return call()
         asked = _Asked()
 
         def run() -> None:
             if not asked.is_to_run():
                 return  # whoever asked waits no longer, and has taken back what this would have used
             try:
-                asked.value = what()
+                asked.value = call()
                 asked.gate.open()
             except BaseException as error:  # noqa: BLE001  (whoever asked raises it)
                 asked.fail(error)
@@ -408,8 +408,8 @@ class LendServer(KeeperServer):
     def _over(self) -> ClosedError:
         return ClosedError(f"what was lent at {self.path} is not lent any more")
 
-    def let_go_in_child(self) -> None:
-        """In the child of a fork: let go of the parent's sockets, or borrowers would not see the parent's end."""
+    def close_in_child(self) -> None:
+        """In the child of a fork: close the parent's sockets, or borrowers would not see the parent's end."""
         self._bell = None  # before anything else: what is collected here must not end the parent's
         close_all(self._bell_fds)
         for connection in [*self.pending, *self.connections.values()]:
@@ -420,7 +420,7 @@ class LendServer(KeeperServer):
 
 def _after_fork_in_child() -> None:
     for server in list(_servers):
-        server.let_go_in_child()
+        server.close_in_child()
     _servers.clear()
 
 

@@ -1,9 +1,9 @@
-"""What people are shown of a catalogue, cut into pages that fit into one message each."""
+"""Listings of a catalogue, in pages that fit into one message each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -12,9 +12,6 @@ from . import messages as m
 from .catalogue import Catalogue
 from .records import Lease, Session, Version
 from .rules import check_prefix
-
-if TYPE_CHECKING:
-    from .server import KeeperServer
 
 __all__ = ["entries", "holder", "holders", "leases", "statistics", "versions"]
 
@@ -34,20 +31,20 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
         size = len(version.notes)
         left_out = size if size > request.most_meta else 0
         row = m.EntryRow(
-            version.name,
-            version.number,
-            version.owner,
-            m.saturated(version.nbytes),
-            version.handles,
-            version.writable,
-            len(version.leases),
-            older,
-            now - version.published,
-            None if version.expires is None else version.expires - now,
-            {} if left_out else _packed(version),
-            leases,
-            m.saturated(held),
-            left_out,
+            name=version.name,
+            version=version.number,
+            owner=version.owner,
+            nbytes=m.saturated(version.nbytes),
+            segments=version.handles,
+            writable=version.writable,
+            readers=len(version.leases),
+            retired=older,
+            age=now - version.published,
+            ttl_left=None if version.expires is None else version.expires - now,
+            meta={} if left_out else _packed(version),
+            leases=leases,
+            held_bytes=m.saturated(held),
+            left_out=left_out,
         )
         room -= _add(rows, row, room)
         if room < 0:
@@ -67,10 +64,10 @@ def versions(catalogue: Catalogue, request: m.Versions, now: float) -> m.Version
 
 
 def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
-    """Add a row, encoded, if there is room for it or none before it; return what it takes.
+    """Add a row, encoded, if there is room for it or none before it; return its size.
 
-    Measured, not estimated: a row longer than was thought would make a page that no message carries, and the end of
-    whoever asked.
+    Measured, not estimated: a row longer than was thought would make a page that no message carries, and the
+    end of the connection that asked for it.
     """
     encoded = m.encode(row)
     if len(encoded) <= room or not rows:
@@ -79,28 +76,28 @@ def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
 
 
 def _packed(version: Version) -> Any:
-    """The meta of a version as it is kept, which is as it is sent."""
+    """The meta of a version, packed: it is stored as it is sent."""
     return msgspec.Raw(version.notes)
 
 
 def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow:
     entry = _entry.decode(version.body)
     return m.VersionRow(
-        version.number,
-        version.owner,
-        catalogue.is_current(version),
-        version.writable,
-        m.saturated(version.nbytes),
-        [piece.size for piece in entry.segments],
-        entry.devices,
-        len(version.leases),
-        now - version.published,
-        None if version.expires is None else version.expires - now,
-        version.publisher_pid,
-        version.publisher_label,
-        _packed(version),
-        version.revoked,
-        version.publisher_host,
+        version=version.number,
+        owner=version.owner,
+        is_current=catalogue.is_current(version),
+        writable=version.writable,
+        nbytes=m.saturated(version.nbytes),
+        sizes=[piece.size for piece in entry.segments],
+        devices=entry.devices,
+        readers=len(version.leases),
+        age=now - version.published,
+        ttl_left=None if version.expires is None else version.expires - now,
+        publisher_pid=version.publisher_pid,
+        publisher_label=version.publisher_label,
+        meta=_packed(version),
+        is_revoked=version.revoked,
+        publisher_host=version.publisher_host,
     )
 
 
@@ -116,12 +113,12 @@ def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderLis
 def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:
     """Return the leases on names that begin with ``request.prefix``, as many as fit, by name, version and number.
 
-    Those behind ``request.after``, which is the last that this session was told of, or one that is there.
+    The page begins behind ``request.after``: the last lease that this session was sent, or one that still exists.
 
     Raises
     ------
     NotFoundError
-        If it is neither: where it was is not known any more.
+        If it is neither, so that its place in the order is not known any more.
     """
     check_prefix(request.prefix)
     place = ("", 0, 0)
@@ -135,7 +132,7 @@ def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float
     page = _holders(request.call, catalogue.leases_under(request.prefix, place), now)
     if page.rows:
         row = page.rows[-1]
-        session.place = (row.name, row.version, row.lease)
+        session.place = (row.name, row.version, row.lease_id)
     return page
 
 
@@ -143,8 +140,8 @@ def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
     rows: list[m.HolderRow] = []
     room = 2 * _PAGE  # these rows are made more quickly
     for lease in asked:
-        who, version = lease.session, lease.version
-        room -= 80 + 4 * len(who.label) + len(who.host) + len(version.name)
+        session, version = lease.session, lease.version
+        room -= 80 + 4 * len(session.label) + len(session.host) + len(version.name)
         if room < 0 and rows:
             return m.HolderList(call, rows, True)
         rows.append(holder(lease, now))
@@ -152,37 +149,43 @@ def _holders(call: int, asked: Iterable[Lease], now: float) -> m.HolderList:
 
 
 def holder(lease: Lease, now: float) -> m.HolderRow:
-    """Return what is shown of one lease."""
-    who, version = lease.session, lease.version
+    """Return the row of one lease."""
+    session, version = lease.session, lease.version
     return m.HolderRow(
-        lease.id,
-        version.number,
-        who.pid,
-        who.uid,
-        who.label,
-        lease.access,
-        now - lease.since,
-        m.saturated(version.nbytes),
-        version.name,
-        who.host,
+        lease_id=lease.id,
+        version=version.number,
+        pid=session.pid,
+        uid=session.uid,
+        label=session.label,
+        access=lease.access,
+        age=now - lease.since,
+        nbytes=m.saturated(version.nbytes),
+        name=version.name,
+        host=session.host,
     )
 
 
-def statistics(server: KeeperServer, request: m.Statistics) -> m.KeeperStatistics:
-    """Return what a keeper holds."""
-    books = server.catalogue
-    total, quotas = books.accounts.total, books.accounts.quotas
-    ceilings = (quotas.max_bytes, quotas.max_entries, quotas.max_handles)
+def statistics(
+    catalogue: Catalogue, request: m.Statistics, *, pid: int, uptime: float, connections: int
+) -> m.KeeperStatistics:
+    """Return how much a keeper holds: the catalogue's counts, and those of the process."""
+    total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
     return m.KeeperStatistics(
-        request.call,
-        server.pid,
-        server.now() - server.started,
-        books.entries,
-        books.versions,
-        len(books.leases),
-        len(server.connections),
-        books.waiting,
-        m.saturated(total.nbytes),
-        total.handles,
-        *(None if most is None else m.saturated(most) for most in ceilings),
+        call=request.call,
+        pid=pid,
+        uptime=uptime,
+        entries=catalogue.entries,
+        versions=catalogue.versions,
+        leases=len(catalogue.leases),
+        connections=connections,
+        waiting=catalogue.waiting,
+        nbytes=m.saturated(total.nbytes),
+        descriptors=total.handles,
+        max_bytes=_ceiling(quotas.max_bytes),
+        max_entries=_ceiling(quotas.max_entries),
+        max_descriptors=_ceiling(quotas.max_handles),
     )
+
+
+def _ceiling(most: int | None) -> int | None:
+    return None if most is None else m.saturated(most)

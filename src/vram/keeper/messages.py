@@ -1,4 +1,4 @@
-"""What is said between a keeper and its clients.
+"""Messages between a keeper and its clients.
 
 Each message is one msgpack array whose first item names it; descriptors travel beside it. A message grows at its end
 only: a receiver ignores items it does not know and fills in the defaults of those that did not come, so that each
@@ -80,7 +80,7 @@ class Entry(Struct, frozen=True, array_like=True):
     meta: Notes
 
 
-# -- what a client says -----------------------------------------------------------------------------------------------
+# -- requests of a client ---------------------------------------------------------------------------------------------
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
@@ -135,7 +135,7 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     """Lease a version (0: the current one), waiting up to `wait` seconds for it (None: for ever).
 
     With `claim`: where there is none, or none as expected, be the one who makes it. With `owner` it has to belong to
-    that uid; an older keeper does not look, so that who gets the lease has to.
+    that uid; an older keeper does not check this, so the client has to.
     """
 
     call: Number
@@ -195,7 +195,7 @@ class Watch(Struct, frozen=True, array_like=True, tag="watch"):
 class List(Struct, frozen=True, array_like=True, tag="list"):
     """The entries whose names begin with `prefix` and come behind `after`, as many as one message takes.
 
-    What an entry's meta takes beyond `most_meta` bytes is left out: for who only shows its beginning.
+    Meta of more than `most_meta` bytes is left out, for clients that show only its beginning.
     """
 
     call: Number
@@ -247,7 +247,7 @@ class Remove(Struct, frozen=True, array_like=True, tag="remove"):
 
 
 class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
-    """What the keeper holds."""
+    """How much does the keeper hold?"""
 
     call: Number
 
@@ -283,13 +283,13 @@ Request = (
 )
 
 
-# -- what a keeper says -----------------------------------------------------------------------------------------------
+# -- replies of a keeper ----------------------------------------------------------------------------------------------
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     """The version spoken from now on, and who the keeper is.
 
-    A lender says in `lends` which one it is, by a word of its own: others come to its path once it is gone.
+    `lends` is the random id of a lender, else empty: another lender may listen at its path once it is gone.
     """
 
     version: Number
@@ -299,7 +299,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Published(Struct, frozen=True, array_like=True, tag="published"):
-    """The version is complete, and what readers get from now on."""
+    """The version is complete, and readers get it from now on."""
 
     call: Number
     version: Number
@@ -340,7 +340,7 @@ class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
 class Claimed(Struct, frozen=True, array_like=True, tag="claimed"):
     """You are the one to publish it: ``Publish`` with this claim, or ``Abandon``.
 
-    After `seconds` it passes to who waits for it; None from an older keeper, where it never does.
+    After `seconds` it passes to the next waiter; None from an older keeper, where it never does.
     """
 
     call: Number
@@ -363,7 +363,7 @@ class IsStale(Struct, frozen=True, array_like=True, tag="is_stale"):
 
 
 class Notice(Struct, frozen=True, array_like=True, tag="notice"):
-    """What a ``Watch`` waited for. `reason` is replaced, removed, expired or revoked; `current` may be 0: none."""
+    """An event of a watched version. `reason` is replaced, removed, expired or revoked; `current` may be 0: none."""
 
     call: Number
     name: Name
@@ -375,7 +375,7 @@ class Notice(Struct, frozen=True, array_like=True, tag="notice"):
 class EntryRow(Struct, frozen=True, array_like=True):
     """One name: its current version, and how many older ones are still held.
 
-    `leases` counts those on all its versions, and `held` the bytes of the versions that they are on, each once.
+    `leases` counts those on all its versions, and `held_bytes` is what the versions that they are on have, each once.
     `left_out` is how many bytes its meta has if that was left out.
     """
 
@@ -391,16 +391,16 @@ class EntryRow(Struct, frozen=True, array_like=True):
     ttl_left: float | None
     meta: Notes
     leases: Number = 0
-    held: Size = 0
+    held_bytes: Size = 0
     left_out: Size = 0
 
 
 class VersionRow(Struct, frozen=True, array_like=True):
-    """One version of a name; `age` in seconds. `revoked` is None from a keeper that does not say."""
+    """One version of a name; `age` in seconds. `is_revoked` is None from a keeper that does not say."""
 
     version: Number
     owner: Number
-    current: bool
+    is_current: bool
     writable: bool
     nbytes: Size
     sizes: Annotated[list[Size], Meta(max_length=1024)]
@@ -411,7 +411,7 @@ class VersionRow(Struct, frozen=True, array_like=True):
     publisher_pid: Number
     publisher_label: Label
     meta: Notes
-    revoked: bool | None = None
+    is_revoked: bool | None = None
     publisher_host: Label = ""
 
 
@@ -421,7 +421,7 @@ class HolderRow(Struct, frozen=True, array_like=True):
     `nbytes` is what its version has, which it shares with the other leases on it.
     """
 
-    lease: Number
+    lease_id: Number
     version: Number
     pid: Number
     uid: Number
@@ -458,7 +458,7 @@ class HolderList(Struct, frozen=True, array_like=True, tag="holder_list"):
 
 
 class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
-    """What the keeper holds: counts, bytes, and the ceilings that apply (None: no ceiling)."""
+    """How much the keeper holds: counts, bytes, and the ceilings that apply (None: no ceiling)."""
 
     call: Number
     pid: Number
@@ -476,7 +476,7 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
 
 
 class Error(Struct, frozen=True, array_like=True, tag="error"):
-    """What went wrong, as an exception of :mod:`vram.errors` by name.
+    """An exception of :mod:`vram.errors`, by name.
 
     With call 0 it is said before the keeper hangs up; then `details` are the name and the version of which a lease was
     ended by force, if that is why.
@@ -490,7 +490,7 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
     found: Notes = {}
 
 
-# -- what a keeper and its successor say to each other, after Takeover --------------------------------------------
+# -- messages between a keeper and its successor, after Takeover --------------------------------------------------
 
 
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
@@ -512,8 +512,8 @@ class Commit(Struct, frozen=True, array_like=True, tag="commit"):
     """The successor has everything and has checked it."""
 
 
-class LetGo(Struct, frozen=True, array_like=True, tag="let_go"):
-    """The old keeper will touch nothing any more, unless its successor vanishes before it serves."""
+class Committed(Struct, frozen=True, array_like=True, tag="let_go"):
+    """The answer to ``Commit``: the old keeper touches nothing any more, unless its successor dies before it serves."""
 
 
 class Serving(Struct, frozen=True, array_like=True, tag="serving"):
@@ -543,7 +543,7 @@ Reply = (
     | Error
 )
 
-Succession = HandOver | Descriptors | Received | Commit | LetGo | Serving | Abandoned | Error
+Succession = HandOver | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
@@ -578,7 +578,7 @@ class MistakenRequestError(errors.ProtocolError):
 
 
 def decode_request(payload: bytes) -> Request:
-    """Read what a client said.
+    """Parse a request.
 
     Raises
     ------
@@ -624,7 +624,7 @@ class UnreadableReplyError(errors.ProtocolError):
 
 
 def decode_reply(payload: bytes) -> Reply:
-    """Read what a keeper said. Raises :class:`UnreadableReplyError` for anything the protocol does not allow."""
+    """Parse a reply. Raises :class:`UnreadableReplyError` for anything the protocol does not allow."""
     try:
         reply: Reply = _replies.decode(payload)
     except _UNREADABLE as error:
@@ -644,7 +644,7 @@ def saturated(nbytes: int) -> int:
 
 
 def decode_succession(payload: bytes) -> Succession:
-    """Read what a keeper and its successor say. Raises :class:`ProtocolError` for anything else."""
+    """Parse a message of a takeover. Raises :class:`ProtocolError` for anything else."""
     try:
         said: Succession = _succession.decode(payload)
     except _UNREADABLE as error:

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BusyError, CapacityError, ClosedError, VramError, WaitTimeoutError
+from ..errors import BusyError, ClosedError, QuotaError, VramError, WaitTimeoutError
 from ..lifetime import begin
 from ..sharing.channel import Channel
 from . import messages as m
@@ -188,7 +188,7 @@ class _Thread:
                     try:
                         line.watch(subscription)
                         return
-                    except CapacityError:  # for one connection; it may be one of its own only
+                    except QuotaError:  # for one connection; it may be one of its own only
                         pass
                 line = _Line.connect(like.path, label=like.label, like=like)
                 self._lines.append(line)  # the thread closes it if nobody comes to listen on it
@@ -314,7 +314,7 @@ def listen(connection: RpcConnection, key: Key, owner: object, tell: Callable[[A
 
     Raises
     ------
-    PeerGoneError, CapacityError, ...
+    PeerGoneError, QuotaError, ...
         What connecting to the keeper raises, and asking it.
     BusyError
         In a signal handler that interrupted this very function.

@@ -1,4 +1,4 @@
-"""Where a keeper listens, and whether to believe what is found there."""
+"""The path at which a keeper listens, and checks of whom it belongs to."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_directory(directory: str) -> None:
     Raises
     ------
     AccessDeniedError
-        If it is somebody else's, a symbolic link, or open to others: whoever owns it decides whom clients talk to.
+        If it is somebody else's, a symbolic link, or open to others: its owner decides whom clients talk to.
     PeerGoneError
         If it does not exist.
     """

@@ -123,7 +123,7 @@ class KeeperProcess:
             raise PeerGoneError(f"a keeper at {self.path} ended with status {self.process.returncode}: {said}")
 
     def said(self) -> str:
-        """Return what it has written to its standard error, also after it ended."""
+        """Return its standard error so far, also after it ended."""
         if not self._stderr.closed:
             self._stderr.seek(0)
             self._said = self._stderr.read().decode(errors="replace")
@@ -149,10 +149,10 @@ class KeeperProcess:
         status = self.process.wait()
         self.said()
         self._stderr.close()
-        self._let_go()
+        self._close_parent_end()
         return status
 
-    def _let_go(self) -> None:
+    def _close_parent_end(self) -> None:
         fd, self._parent = self._parent, -1
         if fd >= 0:
             os.close(fd)
@@ -165,7 +165,7 @@ class PrivateKeeper:
     Parameters
     ----------
     max_bytes, max_entries : int, optional
-        Ceilings for what it keeps.
+        Ceilings for all its entries together.
     options : sequence of str
         Further arguments of ``python -m vram.keeper``.
     timeout : float
@@ -284,10 +284,10 @@ def _environment() -> dict[str, str]:
 
 
 def _after_fork_in_child() -> None:
-    """Let go of the parents' ends: our keepers end with our parent, not with us."""
+    """Close the parents' ends: our keepers end with our parent, not with us."""
     for keeper in list(_running):
         with contextlib.suppress(OSError):
-            keeper._let_go()
+            keeper._close_parent_end()
     _running.clear()
 
 

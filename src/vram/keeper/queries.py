@@ -1,7 +1,7 @@
-"""What can be asked of a keeper: what is there, how much of it, and who holds it.
+"""Queries of a keeper: its entries, how much they hold, and the processes that lease them.
 
-The classes of the answers are loaded by the first question: each takes a millisecond to make, and whoever only attaches
-asks none.
+The classes of the replies are loaded by the first query: each takes a millisecond to make, and a process that only
+attaches makes no query.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ..errors import NotFoundError
 from ..lifetime import stuck
@@ -25,7 +23,7 @@ __all__ = ["Queries"]
 
 
 class Queries(RpcConnection):
-    """The questions of :class:`~vram.keeper.client.KeeperClient` that change nothing."""
+    """The requests of :class:`~vram.keeper.client.KeeperClient` that change nothing."""
 
     def list(self, prefix: str = "", *, most_meta: int | None = None) -> list[EntryInfo]:
         """Return the entries whose names begin with `prefix`, in order.
@@ -50,38 +48,20 @@ class Queries(RpcConnection):
         return found
 
     def show(self, name: str) -> EntryInfo:
-        """Return everything the keeper knows about a name: its versions, and who holds them.
+        """Return everything the keeper knows about a name: its versions and their leases.
 
         Raises
         ------
         NotFoundError
             If there is nothing under that name.
         """
-        from .reports import EntryInfo, version_info
+        from .reports import shown_entry, version_info
 
         check_name(name)
         versions = [
             version_info(row, tuple(self.holders_of(name, row)) if row.readers else ()) for row in self.versions(name)
         ]
-        held = [version for version in versions if version.holders]
-        current = next((version for version in versions if version.is_current), None)
-        shown = current or versions[-1]
-        return EntryInfo(
-            name,
-            0 if current is None else current.version,
-            shown.owner,
-            0 if current is None else current.nbytes,
-            len(shown.sizes),
-            shown.writable,
-            shown.readers,
-            len(versions) - (current is not None),
-            shown.age,
-            shown.ttl_left,
-            shown.meta,
-            tuple(versions),
-            leases=sum(len(version.holders) for version in held),
-            held_bytes=sum(version.nbytes for version in held),
-        )
+        return shown_entry(name, versions)
 
     def versions(self, name: str, after: int = 0) -> Iterator[m.VersionRow]:
         """Yield the versions of a name that are above `after`, as the keeper has them, oldest first.
@@ -101,7 +81,7 @@ class Queries(RpcConnection):
             more = page.more and bool(page.rows)
 
     def holders_of(self, name: str, version: m.VersionRow) -> Iterator[HolderInfo]:
-        """Yield who holds a version, longest first; nobody, once it or its name is gone."""
+        """Yield the leases on a version, oldest first; none, once it or its name is gone."""
         from .reports import holder_info
 
         after, more = 0, True
@@ -112,16 +92,16 @@ class Queries(RpcConnection):
             except NotFoundError:
                 return
             for row in page.rows:
-                # The name and the bytes are what an older keeper does not say.
+                # An older keeper sends neither the name nor the bytes.
                 yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
-                after = row.lease
+                after = row.lease_id
             more = page.more and bool(page.rows)
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
-        """Return who holds what under names that begin with `prefix`, by name, version and age.
+        """Return the leases on names that begin with `prefix`, by name, version and age.
 
-        Also what was taken out of the catalogue and is still held. Asks on a connection of its own, since a keeper
-        of before does not know the question and hangs up.
+        Those on versions that were removed from the catalogue are included. Asks on a connection of its own, since an
+        older keeper does not know the request and hangs up.
 
         Raises
         ------
@@ -139,14 +119,13 @@ class Queries(RpcConnection):
                 page = asking._expect(m.HolderList, asking._ask(m.Leases(call, prefix, after), call))
                 found += [holder_info(row) for row in page.rows]
                 more = page.more and bool(page.rows)
-                after = page.rows[-1].lease if page.rows else 0
+                after = page.rows[-1].lease_id if page.rows else 0
         return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
 
     def statistics(self) -> StatisticsInfo:
-        """Return what the keeper holds, and how much this process could not take back."""
-        from .reports import StatisticsInfo
+        """Return how much the keeper holds, and how much this process could not release."""
+        from .reports import statistics_info
 
         call = next(self._calls)
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
-        said = StatisticsInfo(*msgspec.structs.astuple(reply)[1:])
-        return dataclasses.replace(said, stuck=len(stuck()))
+        return statistics_info(reply, len(stuck()))

@@ -1,4 +1,8 @@
-"""What the catalogue's books consist of, and what it tells its caller to do."""
+"""The records of the catalogue, and the effects that it returns to its caller.
+
+Behind a record stands the row in which it moves to a keeper that takes over, see :mod:`.snapshot`: keepers of other
+versions read and write it, so a field goes at its end, with a default, and none ever leaves.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from ..errors import VramError
 from .ordered import Ordered
@@ -25,19 +30,24 @@ __all__ = [
     "Name",
     "Notify",
     "Publication",
+    "PublicationRow",
     "Refused",
     "Round",
     "Serve",
     "Session",
+    "SessionRow",
     "Tally",
+    "TermRow",
     "Version",
+    "VersionRow",
     "Waiter",
+    "WaiterRow",
     "packed",
 ]
 
 _encode = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(dict[str, str]).decode
-_LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of what they are part of
+_LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of the body that they are part of
 
 
 def packed(notes: dict[str, str]) -> bytes:
@@ -46,13 +56,13 @@ def packed(notes: dict[str, str]) -> bytes:
 
 
 def _exact(encoded: bytes) -> bytes:
-    """Return the same in memory of its own size: an encoder leaves room behind what it made, up to half as much."""
+    """Return a copy in memory of its own size: an encoder leaves room behind its output, up to half as much."""
     return bytes(memoryview(encoded))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Tally:
-    """How much all sessions of one user hold together, of what takes no memory but the keeper's own."""
+    """Counts over all sessions of one user: things that take no memory but the keeper's own."""
 
     leases: int = 0
     waiters: int = 0
@@ -62,13 +72,13 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connection: who it is, and all that ends with it."""
+    """One connection: the process at its other end, and everything that ends with it."""
 
     id: int
     uid: int
     pid: int
     label: str
-    host: str = ""  # what it says of both is believed by nobody
+    host: str = ""  # claimed by the process, as the label is: neither is believed
     leases: dict[int, Lease] = field(default_factory=dict)
     publications: dict[int, Publication] = field(default_factory=dict)
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by the client's number of the call
@@ -80,6 +90,16 @@ class Session:
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
+
+
+class SessionRow(Struct, array_like=True):
+    """A session, as it moves to a successor."""
+
+    id: int
+    uid: int
+    pid: int
+    label: str
+    host: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,15 +137,40 @@ class Version:
 
     @property
     def meta(self) -> dict[str, str]:
-        """What its publisher said of it."""
+        """The metadata that its publisher gave."""
         return _unpack(self.notes)
 
     def settle(self, body: bytes) -> None:
-        """Keep what readers are told, encoded, and the notes no second time if it ends with them."""
+        """Keep the encoded entry that readers get; the notes are kept once, where it ends with them."""
         body = _exact(body)
         if len(self.notes) > _LITTLE and body.endswith(self.notes):
             self.notes = memoryview(body)[-len(self.notes) :]
         self.body = msgspec.Raw(body)
+
+
+class VersionRow(Struct, array_like=True):
+    """A version, as it moves; `token` is a number that the caller chose, `body` is encoded as readers get it."""
+
+    name: str
+    number: int
+    current: bool
+    owner: int
+    token: int
+    nbytes: int
+    handles: int
+    writable: bool
+    meta: dict[str, str]
+    body: bytes
+    published: float
+    expires: float | None
+    publisher_pid: int
+    publisher_label: str
+    withdrawn: bool
+    leases: list[tuple[int, int, str, float]]  # id, session, access, since
+    watchers: list[int]  # sessions
+    revoked: bool = False
+    publisher_host: str = ""
+    record: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -163,8 +208,24 @@ class Publication:
 
     @property
     def meta(self) -> dict[str, str]:
-        """What its publisher says of it."""
+        """The metadata that its publisher gave."""
         return _unpack(self.notes)
+
+
+class PublicationRow(Struct, array_like=True):
+    """A publication, as it moves."""
+
+    id: int
+    session: int
+    name: str
+    nbytes: int
+    handles: int
+    entries: int
+    writable: bool
+    meta: dict[str, str]
+    ttl: float | None
+    claim: int
+    record: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +241,7 @@ class Claim:
     number : int
         The last version that the name had by then.
     run : dict of int to float
-        Until when each user could have it who had it since it passed from one to the next.
+        For each user who has had it since it first passed on: the time at which that user's turn ended.
     """
 
     id: int
@@ -190,6 +251,16 @@ class Claim:
     until: float | None
     number: int
     run: dict[int, float]
+
+
+class TermRow(Struct, array_like=True):
+    """When a claim ends, and the version before it, as they move. An older keeper sends none: its claims begin anew."""
+
+    claim: int
+    since: float
+    until: float | None
+    number: int
+    run: list[tuple[int, float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -214,23 +285,38 @@ class Waiter:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What the meta of a version has to say, where that is anything."""
+        """The metadata that a version must have; empty if any will do."""
         return self.expect or {}
 
     @property
     def expect(self) -> dict[str, str] | None:
-        """What the meta of a version has to say."""
+        """The metadata that a version must have, or None if any will do."""
         return None if self.expected is None else _unpack(self.expected)
+
+
+class WaiterRow(Struct, array_like=True):
+    """An attach that waits, as it moves."""
+
+    order: int
+    session: int
+    call: int
+    name: str
+    wants: int
+    access: str
+    expect: dict[str, str] | None
+    claims: bool
+    deadline: float | None
+    owner: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """Where the keeper has got to with those who wait for a name.
+    """The state of one round over the waiters of a name, which is served in parts.
 
     Attributes
     ----------
     rest : deque of Waiter or None
-        Who has not been tried yet, and may have gone since; None: the round has not begun.
+        Waiters that were not tried yet, some of which may be gone; None before the round has begun.
     before : Claim or None
         The claim that was on the name until the round began.
     every : bool
@@ -240,7 +326,7 @@ class Round:
     found : dict or None
         The notes of that version, while a part of the round is under way.
     effort : int
-        What the part under way has cost so far, in tries.
+        The cost of the part under way so far, in tries.
     """
 
     rest: deque[Waiter] | None = None
@@ -252,7 +338,7 @@ class Round:
     effort: int = 0
 
     def turn_to(self, version: Version) -> None:
-        """Forget what is known of another version of this name."""
+        """Clear the cache if it is of another version of this name."""
         if self.number != version.number:
             self.number, self.found = version.number, None
             self.known.clear()
@@ -267,7 +353,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Nobody has a right to this memory any more; the last who had one was user `whose`."""
+    """This memory has no claim left; the last one was of user `whose`."""
 
     token: Any
     whose: int | None = field(default=None, compare=False)
@@ -302,7 +388,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Something happened to the version that the session watches; `current` is the number of what is, or 0."""
+    """An event of a version that the session watches; `current` is the number of the current version, or 0."""
 
     session: Session
     name: str
@@ -322,7 +408,7 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """More of those who wait for this name are to be served, after everybody else had a turn."""
+    """The remaining waiters of this name are to be served later, after other requests had a turn."""
 
     name: str
 
@@ -333,7 +419,7 @@ Effect = Immediate | Serve
 
 @dataclass(slots=True, eq=False)
 class Name:
-    """What is known of a name: exists while it has a version that somebody may use or holds."""
+    """The state of a name; it exists while the name has a version that is current or leased."""
 
     name: str
     current: Version | None = None

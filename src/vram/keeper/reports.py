@@ -1,12 +1,15 @@
-"""What a keeper says of what it holds: plain values, independent of the wire."""
+"""Reports of a keeper about its entries, versions and leases: plain values, independent of the wire.
+
+They have the fields of the rows in :mod:`.messages` by the same names, so that a new field of a row arrives by itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from . import messages as m
+from .fields import record_from
 from .rules import clip_host, clip_label, describe_process
 
 __all__ = [
@@ -18,14 +21,18 @@ __all__ = [
     "VersionInfo",
     "entry_info",
     "holder_info",
+    "shown_entry",
+    "statistics_info",
     "version_info",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class HolderInfo:
-    """Who holds a lease on what: `pid` and `uid` are verified by the kernel, `label` and `host` are what the process
-    claims (at most 120 and 64 characters, none of which a terminal would obey). As a string it says who that is.
+    """A lease and the process that holds it. As a string it names that process.
+
+    `pid` and `uid` are verified by the kernel; `label` and `host` are claims of the process, at most 120 and 64
+    characters, none of which a terminal would obey.
 
     Attributes
     ----------
@@ -35,7 +42,7 @@ class HolderInfo:
     age : float
         Seconds since it was attached.
     name, version : str, int
-        What is held.
+        The version that is leased.
     nbytes : int
         Bytes of that version's memory, which its other readers share.
     """
@@ -57,17 +64,17 @@ class HolderInfo:
 
 @dataclass(frozen=True, slots=True)
 class RevokeInfo:
-    """Who still holds what was revoked; nobody, if all let go in time or their leases were ended by force.
+    """The leases that are left after a revoke; none, if all readers released in time or were ended by force.
 
     Attributes
     ----------
     holders : tuple of HolderInfo
-        The leases that are left, by version and age. Empty if everybody let go.
+        The leases that are left, by version and age. Empty if all were released.
     nbytes : int
         Bytes of memory that they keep, each version's once.
     forced : tuple of HolderInfo
-        The leases that were ended by force. What these have mapped they keep, and the kernel keeps the memory for them,
-        until they close it or end: the keeper does not count it any more.
+        The leases that were ended by force. Their processes keep their mappings, and the kernel keeps the memory for
+        them, until they close it or end: the keeper does not count it any more.
     """
 
     name: str
@@ -80,7 +87,7 @@ class RevokeInfo:
 class VersionInfo:
     """One version of an entry; `age` and `ttl_left` in seconds, `nbytes` what it occupies.
 
-    `is_revoked` says whether its readers were asked to let go; they are the `holders`.
+    `is_revoked` says whether its readers were asked to release it; they are the `holders`.
     """
 
     version: int
@@ -131,7 +138,7 @@ class EntryInfo:
     held_bytes : int
         Bytes of the versions that somebody holds, each once, since readers share them.
     left_out : int
-        Bytes of `meta` where it was too long for who asked, and is empty here.
+        Bytes of `meta` where that was longer than the request allowed, and is empty here.
     """
 
     name: str
@@ -154,13 +161,13 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class StatisticsInfo:
-    """What a keeper holds, and its ceilings (None: none).
+    """How much a keeper holds, and its ceilings (None: none).
 
     Attributes
     ----------
     stuck : int
-        What the process that asks, not the keeper, could not take back, and holds until it ends: memory, addresses,
-        leases. Each was said aloud by a ReleaseWarning when that happened.
+        Memory, addresses and leases that the calling process, not the keeper, failed to release, and holds until it
+        ends. A ReleaseWarning reported each of them when that happened.
     """
 
     pid: int
@@ -180,43 +187,48 @@ class StatisticsInfo:
 
 def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:
     """Read a row of a page of versions."""
-    return VersionInfo(
-        row.version,
-        row.owner,
-        row.current,
-        row.writable,
-        row.nbytes,
-        tuple(row.sizes),
-        tuple(row.devices),
-        row.readers,
-        row.age,
-        row.ttl_left,
-        row.publisher_pid or None,
-        clip_label(row.publisher_label),
-        row.meta,
-        holders,
-        bool(row.revoked),
-        clip_host(row.publisher_host),
+    return record_from(
+        VersionInfo,
+        row,
+        sizes=tuple(row.sizes),
+        devices=tuple(row.devices),
+        publisher_pid=row.publisher_pid or None,
+        publisher_label=clip_label(row.publisher_label),
+        publisher_host=clip_host(row.publisher_host),
+        holders=holders,
+        is_revoked=bool(row.is_revoked),
     )
 
 
 def entry_info(row: m.EntryRow) -> EntryInfo:
     """Read a row of a listing."""
-    said = msgspec.structs.asdict(row)
-    return EntryInfo(held_bytes=said.pop("held"), **said)
+    return record_from(EntryInfo, row)
+
+
+def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:
+    """Return the entry of a name from its versions, at least one: it shows the current one, or else the newest."""
+    current = next((version for version in versions if version.is_current), None)
+    shown = current or versions[-1]
+    held = [version for version in versions if version.holders]
+    return record_from(
+        EntryInfo,
+        shown,
+        name=name,
+        version=0 if current is None else current.version,
+        nbytes=0 if current is None else current.nbytes,
+        segments=len(shown.sizes),
+        retired=len(versions) - (current is not None),
+        versions=tuple(versions),
+        leases=sum(len(version.holders) for version in held),
+        held_bytes=sum(version.nbytes for version in held),
+    )
 
 
 def holder_info(row: m.HolderRow) -> HolderInfo:
     """Read a row of a page of holders."""
-    return HolderInfo(
-        row.lease,
-        row.pid or None,
-        row.uid,
-        clip_label(row.label),
-        row.access,
-        row.age,
-        row.name,
-        row.version,
-        row.nbytes,
-        clip_host(row.host),
-    )
+    return record_from(HolderInfo, row, pid=row.pid or None, label=clip_label(row.label), host=clip_host(row.host))
+
+
+def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
+    """Read a keeper's statistics."""
+    return record_from(StatisticsInfo, reply, stuck=stuck)

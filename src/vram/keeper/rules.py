@@ -1,4 +1,4 @@
-"""What a name, a note and a time to live may look like: one rule for the client, the catalogue and the errors."""
+"""Rules for names, metadata and times to live: the same for the client, the catalogue and the errors."""
 
 from __future__ import annotations
 
@@ -161,13 +161,13 @@ def check_entries(count: int) -> int:
 
 
 def clip_label(label: str) -> str:
-    """Return what of a label is shown: printable, and at most 120 characters."""
+    """Return a label as it is shown: printable, and at most 120 characters."""
     clipped = label[:MAX_LABEL]
     return clipped if clipped.isprintable() else "".join(c if c.isprintable() else "?" for c in clipped)
 
 
 def clip_host(host: str) -> str:
-    """Return what of the name of a host is shown: at most 64 of the characters that such names have."""
+    """Return the name of a host as it is shown: at most 64 of the characters that such names have."""
     return _NOT_IN_HOST.sub("?", host[:MAX_HOST])
 
 

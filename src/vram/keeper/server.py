@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from ..errors import CapacityError
+from ..errors import QuotaError, UnsupportedError
 from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
 from ..spec import format_size
 from . import messages as m
@@ -42,9 +42,9 @@ __all__ = ["PATIENCE", "KeeperServer"]
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
 _MAX_CONNECTIONS = 8_192
-_KEPT_BACK = 32  # connections of these for the keeper's own user, who looks, makes room, takes over
+_KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and takeovers
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
-_MANY = 16_384  # descriptors, with which there is room for what everybody may send at once
+_MANY = 16_384  # descriptors, with which there is room for messages of every user at once
 _RESUMED = 16  # connections that were put aside and are read from again, before everybody else gets a turn
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
@@ -59,22 +59,25 @@ class KeeperServer:
     socket_path : str or None
         Where to listen; None is the default path of this user.
     mode : int or None
-        Permissions of the socket: who may connect may attach. None is 0600 for a new one; one that is taken over from
-        another keeper stays as it is.
+        Permissions of the socket: every user who may connect may attach. None is 0600 for a new one; one that is taken
+        over from another keeper stays as it is.
     group : str or None
         Group of the socket, by name or number; None leaves it, too.
     max_bytes, max_entries : int or None
-        Ceilings for what is kept; None is none.
+        Ceilings for all entries together; None is none.
     max_bytes_per_user, max_entries_per_user : int or None
         Ceilings for each user but the one who runs the keeper.
     patience : float
         Seconds that a peer may keep the keeper waiting before it is disconnected.
     claim_timeout : float
-        Seconds after which the claim to publish a name passes to whoever waits for it next.
+        Seconds after which the claim to publish a name passes to the next waiter.
     raises_limit : bool
         Whether to raise this process's limit of descriptors as far as it goes.
     directory_fd : int
-        Lent: a descriptor of the socket's directory that holds its lock.
+        Borrowed: a descriptor of the socket's directory that holds its lock.
+    hand_over : callable
+        Gives everything to a successor that asks for it, as :func:`.takeover.hand_over` does; without, nobody can take
+        over.
     """
 
     listener: Listener
@@ -93,12 +96,14 @@ class KeeperServer:
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
         directory_fd: int = -1,
+        hand_over: Callable[[KeeperServer, Connection, m.Takeover], None] | None = None,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
         self.mode = mode
         self.group = group
         self.gid = None if group is None else group_id(group)  # or UsageError, before anything is taken over
         self._directory_fd = directory_fd
+        self._hand_over = hand_over
         self.patience = patience
         self.pid = os.getpid()
         self.now = time.monotonic
@@ -107,12 +112,14 @@ class KeeperServer:
         self.max_connections = min(_MAX_CONNECTIONS, limit // 3)
         self.kept_back = min(_KEPT_BACK, limit // 48)
         if limit < _LEAST:
-            raise CapacityError(
-                f"a keeper needs {_LEAST} descriptors at least and may have {limit} (RLIMIT_NOFILE): "
-                f"ulimit -n {_LEAST}, better 1024 or more"
+            raise UnsupportedError(
+                "a keeper",
+                f"{_LEAST} descriptors at least",
+                f"{limit} (RLIMIT_NOFILE)",
+                f"ulimit -n {_LEAST}, better 1024 or more",
             )
         spare = min(_SPARE, max(16, limit // 32))
-        # Kept back too, for what others sent and takes long to close: as much of each as one message brings.
+        # Kept back too, for descriptors of clients that take long to close: of each user as many as one message has.
         message = MAX_FDS if limit >= _MANY else min(32, limit // 32)
         slow = limit // 16 if limit >= _MANY else limit // 8
         self.ancillary = socket.CMSG_SPACE(message * 4)
@@ -121,7 +128,7 @@ class KeeperServer:
         handles = limit - self.max_connections - spare - slow
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
-        self.in_flight = InFlight(self, limit)
+        self.in_flight = InFlight(limit, is_own=self.is_own, now=self.now)
         self.catalogue = Catalogue(
             Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
             keeper_uid=os.geteuid(),
@@ -167,7 +174,7 @@ class KeeperServer:
         """Serve on a socket that is there already."""
         self.listener = listener
         self._bound = True
-        pass_rights(listener.sock, False)  # before the greeting: who is refused there has sent none
+        pass_rights(listener.sock, False)  # before the greeting: a connection that is refused has none in its queue
 
     def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
         """Serve until :meth:`stop`, or until another keeper has taken over.
@@ -177,7 +184,7 @@ class KeeperServer:
         ready : callable
             Called once clients can connect.
         parent_fd : int
-            Lent; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
+            Borrowed; stop when it reads end of file: a pipe whose other end somebody holds as long as this keeper is
             wanted.
         signals : bool
             Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up; only in a process's
@@ -222,6 +229,10 @@ class KeeperServer:
             self.service.go_on(self.left_over)
         self.schedule()
 
+    def is_own(self, uid: int) -> bool:
+        """Whether this is the user who runs the keeper, whom the ceilings for each user do not bind."""
+        return uid == self.catalogue.accounts.keeper_uid
+
     @property
     def is_chosen(self) -> bool:
         """Whether somebody chose the path."""
@@ -259,10 +270,12 @@ class KeeperServer:
                 self.stop()
 
     def hand_over(self, connection: Connection, request: m.Takeover) -> None:
-        """Let another process of the same user take over; see :mod:`.takeover`."""
-        from .takeover import hand_over  # only the keeper that is replaced needs it
-
-        hand_over(self, connection, request)
+        """Let another process of the same user take over, if `hand_over` was given."""
+        if self._hand_over is None:
+            raise UnsupportedError(
+                "taking over", "a keeper that was started by `vram keep`", f"one inside of pid {self.pid}"
+            )
+        self._hand_over(self, connection, request)
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:
@@ -313,7 +326,7 @@ class KeeperServer:
     def _greet(self, sock: socket.socket, credentials: Credentials) -> None:
         sock.setblocking(False)
         total, most = sum(self.by_user.values()), self.max_connections
-        own = credentials.uid == self.catalogue.accounts.keeper_uid
+        own = self.is_own(credentials.uid)
         if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
             self._refuse(
                 sock,
@@ -349,7 +362,7 @@ class KeeperServer:
     def _refuse(self, sock: socket.socket, why: str) -> None:
         try:
             with contextlib.suppress(OSError):
-                transmit(sock, m.encode(failure(0, CapacityError(why))), (), socket.MSG_DONTWAIT)
+                transmit(sock, m.encode(failure(0, QuotaError(why))), (), socket.MSG_DONTWAIT)
         finally:
             if not self.slow_closer.close_socket(sock, peer_credentials(sock).uid, self._refused_closed):
                 self._refused += 1
@@ -360,10 +373,10 @@ class KeeperServer:
 
         self._call(count)
 
-    def _call(self, what: Callable[[], None]) -> None:
-        """Have something called in the loop's thread, by another one."""
+    def _call(self, callback: Callable[[], None]) -> None:
+        """Have a function called in the loop's thread, from another one."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it does not matter any more
-            self.loop.call_soon_threadsafe(what)
+            self.loop.call_soon_threadsafe(callback)
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
@@ -374,7 +387,7 @@ class KeeperServer:
         self.connections[session.id] = connection
 
     def gone(self, connection: Connection) -> None:
-        """A connection was closed: undo what it had done."""
+        """A connection was closed: end its session and all that depends on it."""
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
         if connection.in_flight:
@@ -386,12 +399,12 @@ class KeeperServer:
             self.service.leave(connection.session)
 
     def linger(self, connection: Connection) -> None:
-        """Keep the socket of a closed connection until what was sent is read, or its peer has closed its own."""
+        """Keep the socket of a closed connection until the peer has read everything, or has closed its own."""
         self.lingering[connection] = None
         self.watch_over(connection)
 
     def socket_closed(self, connection: Connection) -> None:
-        """The socket of a connection, with what was unread in it, was closed by another thread."""
+        """The socket of a connection, with the unread messages in it, was closed by another thread."""
         self._call(partial(self._left, connection))
 
     def _left(self, connection: Connection) -> None:
@@ -409,7 +422,7 @@ class KeeperServer:
             if not connection.is_open:
                 self._left(connection)
 
-    # -- what strangers sent ----------------------------------------------------------------------------------------
+    # -- descriptors of clients -------------------------------------------------------------------------------------
     def put_aside(self, connection: Connection) -> None:
         """Read nothing more from a connection until descriptors that its user sent before are closed."""
         connection.park(self.now())
@@ -497,14 +510,14 @@ class KeeperServer:
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def dispose(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
-        """Close descriptors that are not used any more: big ones, and what takes longer than a moment, elsewhere.
+        """Close descriptors that are not used any more: big ones, and slow ones, in another thread.
 
         Parameters
         ----------
         nbytes : int
-            What is behind them, as it was counted.
+            Bytes of memory behind them, as they were counted.
         uid : int, optional
-            Whose it was: until it is freed, it is in :attr:`freeing`.
+            The user whose memory it was: until it is freed, it is in :attr:`freeing`.
         """
         if nbytes <= INLINE:
             rest = iter(fds)
@@ -533,37 +546,37 @@ class KeeperServer:
             del self.freeing[uid]
 
     def check_freeing(self, uid: int) -> None:
-        """Raise CapacityError while more of what a user took out waits to be freed than that user may have.
+        """Raise QuotaError while more memory that a user removed waits to be freed than that user may have.
 
-        It counts no more, but who publishes and removes faster than one thread frees would hold any amount.
+        It does not count any more; but a client that removes faster than one thread frees would hold any amount.
         """
         quotas = self.catalogue.accounts.quotas
-        ceilings = [quotas.max_bytes, None if uid == self.catalogue.accounts.keeper_uid else quotas.user_bytes]
+        ceilings = [quotas.max_bytes, None if self.is_own(uid) else quotas.user_bytes]
         waits = self.freeing.get(uid, 0)
         for most in ceilings:
             if most is not None and waits > most:
-                raise CapacityError(
+                raise QuotaError(
                     f"{format_size(waits)} that uid {uid} had here are still being freed, more than the "
                     f"{format_size(most)} that it may have; try again when they are"
                 )
 
-    def _work(self, what: Callable[[], None]) -> None:
-        """Do something that takes as long as there is memory to free: in one other thread, in order."""
+    def _work(self, task: Callable[[], None]) -> None:
+        """Run a task that takes as long as there is memory to free: in one other thread, in order."""
         if self._closer_thread is None:
             self._closer_thread = threading.Thread(target=self._work_in_background, name="closer", daemon=True)
             self._closer_thread.start()
-        self._closer.put(what)
+        self._closer.put(task)
 
     def _work_in_background(self) -> None:
-        while (what := self._closer.get()) is not None:
-            what()
+        while (task := self._closer.get()) is not None:
+            task()
 
 
 def _ending() -> tuple[signal.Signals, ...]:
     """Return the signals that end a keeper, and ignore SIGHUP where it does not say that a terminal is gone.
 
-    Who was started with SIGHUP ignored (nohup) goes on ignoring it; who has no terminal (setsid, a service, a private
-    keeper) has none to lose, and gives nothing up for what others take as "read your configuration again".
+    A process that was started with SIGHUP ignored (nohup) goes on ignoring it. One without a terminal (setsid, a
+    service, a private keeper) has none to lose, and many programs take the signal as "read your configuration again".
     """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         try:

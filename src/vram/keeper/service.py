@@ -1,4 +1,4 @@
-"""What a keeper does about each request: the catalogue decides, this carries it out."""
+"""The requests of a keeper: the catalogue decides, this module carries out its effects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,16 +17,53 @@ from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
 from .admission import InadmissibleError, admit
-from .catalogue import PART
-from .connection import Connection, Held, Partial
+from .catalogue import PART, Catalogue
+from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
+from .fields import record_from
 from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Immediate, Lease, Notify, Refused, Serve, Session
 from .turns import NOBODY
 
-if TYPE_CHECKING:
-    from .server import KeeperServer
+__all__ = ["Service", "ServiceHost"]
 
-__all__ = ["Service"]
+
+class ServiceHost(ConnectionHost, Protocol):
+    """The server as :class:`Service` uses it, besides the members that a connection uses.
+
+    Attributes
+    ----------
+    path : str
+        Where it listens.
+    started : float
+        When it began, on its clock.
+    patience : float
+        Seconds that a peer may keep it waiting.
+    connections : dict of int to Connection
+        Those that have said hello, by their session's id.
+    """
+
+    path: str
+    pid: int
+    started: float
+    patience: float
+    catalogue: Catalogue
+    connections: dict[int, Connection]
+
+    def welcome(self, connection: Connection, session: Session) -> None:
+        """A connection has said hello: from now on it is known by its session."""
+        ...
+
+    def check_freeing(self, uid: int) -> None:
+        """Raise QuotaError while more memory that a user removed waits to be freed than that user may have."""
+        ...
+
+    def schedule(self) -> None:
+        """Have the catalogue's next deadline met."""
+        ...
+
+    def hand_over(self, connection: Connection, request: m.Takeover) -> None:
+        """Let another process of the same user take over."""
+        ...
 
 
 class Releasing:
@@ -40,7 +77,7 @@ class Releasing:
         self.leases = leases
 
 
-Part = Serve | Releasing | Generator[list[Effect], None, None]  # what is decided part by part, because it is much
+Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is decided in parts
 
 # Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
 # needs, and so the number of entries bounds it.
@@ -54,13 +91,13 @@ class Service:
     lends = ""  # of a lender, its random id
     takes_descriptors = True
 
-    def __init__(self, server: KeeperServer) -> None:
+    def __init__(self, server: ServiceHost) -> None:
         self.server = server
         self.catalogue = server.catalogue
-        self._due: deque[tuple[Immediate, int]] = deque()  # decided, and whose doing it is
-        self._parts: dict[Part, int] = {}  # the same for what is decided later
+        self._due: deque[tuple[Immediate, int]] = deque()  # effects to carry out, and the user whom each is charged to
+        self._parts: dict[Part, int] = {}  # the same for work that is decided later
         self._at_work = False
-        self._waits = False  # for the loop's next turn, and so at work
+        self._waits = False  # whether it waits for the loop's next turn, which counts as at work
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
@@ -82,7 +119,7 @@ class Service:
         }
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
-        """Do what one message asks for. Descriptors that are taken over are removed from `fds`."""
+        """Answer one message. Descriptors that are taken over are removed from `fds`."""
         session = connection.session
         call = 0
         try:
@@ -103,14 +140,14 @@ class Service:
         except errors.VramError as error:
             connection.send(m.encode(failure(call, error)))
             if isinstance(error, errors.ProtocolError) and not isinstance(error, InadmissibleError):
-                connection.close()  # whoever does not speak the protocol is not understood any further
+                connection.close()  # a peer that breaks the protocol cannot be understood any further
         except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
             traceback.print_exc(file=sys.stderr)
             connection.send(m.encode(failure(call, error)))
             connection.close()
 
     def carry_out(self, effects: Iterable[Effect | Part], uid: int = NOBODY) -> None:
-        """Do what the catalogue decided, and what comes of that.
+        """Carry out effects of the catalogue, and the effects that follow from them.
 
         Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
         peers that died together would be a thousand calls deep. And where there is much to do (thousands may watch a
@@ -119,9 +156,9 @@ class Service:
         Parameters
         ----------
         effects : iterable
-            Effects, and parts of what is much, which are decided later, one at a time.
+            Effects, and work in parts, which are decided later, one at a time.
         uid : int
-            Whose doing it is: what is decided later is, in that user's turns.
+            The user whom this is charged to; parts are decided in that user's turns.
         """
         self._put(effects, uid)
         if self.server.closing or self.server.loop is None:
@@ -154,7 +191,7 @@ class Service:
         return [(part.call, part.leases) for part in parts]
 
     def go_on(self, releasing: Iterable[tuple[Connection, int, list[int]]]) -> None:
-        """Go on where a predecessor stopped, whose books these are."""
+        """Go on with the parts of work that a predecessor had left."""
         for connection, call, leases in releasing:
             self._put([Releasing(connection, call, leases)], connection.credentials.uid)
         self._put(map(Serve, self.catalogue.rounds), NOBODY)
@@ -166,7 +203,7 @@ class Service:
             if not isinstance(effect, (Serve, Releasing, Generator)):
                 self._due.append((effect, uid))
             elif effect not in self._parts:
-                # Who publishes is not to pay for those who wait for it, whoever they are.
+                # A publisher is not charged for serving the waiters of its name: they are.
                 whose = NOBODY if isinstance(effect, Serve) else uid
                 self._parts[effect] = whose
                 if self.server.loop is not None:
@@ -182,9 +219,11 @@ class Service:
             self._work(PART)
 
     def _decide(self, part: Part) -> Sequence[Effect | Part]:
-        """Return what a part comes to; the last is how it goes on, if it does."""
+        """Return the effects of the next part of some work; the last is the work itself, if more of it is left."""
         if isinstance(part, Serve):
-            return self.catalogue.serve_on(part.name, self.server.now())
+            whose: dict[int, int] = {}
+            with self.server.turns.shared(whose):
+                return self.catalogue.serve_on(part.name, self.server.now(), whose)
         if isinstance(part, Releasing):
             return self._release_some(part)
         decided = next(part, None)
@@ -251,14 +290,14 @@ class Service:
             connection.send(m.encode(failure(0, error)))
             connection.close()
             return
-        who = connection.credentials
-        self.server.welcome(connection, self.catalogue.connect(who.uid, who.pid or 0, hello.label, hello.host))
+        uid, pid = connection.credentials.uid, connection.credentials.pid or 0
+        self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
         connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends)))
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
             raise errors.ProtocolError(f"a message is longer than {MAX_MESSAGE} bytes")
-        raise errors.CapacityError(
+        raise errors.QuotaError(
             "the keeper has no room for so many descriptors in one message (RLIMIT_NOFILE): remove entries, or send "
             "fewer at once"
         )
@@ -329,7 +368,7 @@ class Service:
                         writable=request.writable,
                         what=f"segment {index}",
                     )
-            # What is here counts from now on, or who never sends the rest would hold it for nothing.
+            # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
             self.catalogue.arrived(publication, partial.nbytes + nbytes)
         except errors.VramError:
             self.give_up(connection, partial)
@@ -353,27 +392,13 @@ class Service:
             held.drop()
             raise
         notes: Any = msgspec.Raw(version.notes)
-        version.settle(
-            m.encode(
-                m.Entry(
-                    version.name,
-                    version.number,
-                    version.owner,
-                    version.writable,
-                    request.segments,
-                    request.devices,
-                    request.manifest,
-                    request.manifest_fd,
-                    notes,
-                )
-            )
-        )
+        version.settle(m.encode(record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)))
         connection.send(m.encode(m.Published(call, version.number)))
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()
 
     def give_up(self, connection: Connection, partial: Partial) -> None:
-        """End a publication that will not be completed, and let go of what has come of it."""
+        """End a publication that will not be completed, and close its descriptors."""
         request: m.Publish = partial.request  # type: ignore[assignment]
         del connection.partials[request.call]
         self.catalogue.abandon(partial.publication)
@@ -470,7 +495,15 @@ class Service:
         connection.send(m.encode(listing.leases(self.catalogue, session, request, self.server.now())))
 
     def _statistics(self, connection: Connection, session: Session, request: m.Statistics, fds: list[int]) -> None:
-        connection.send(m.encode(listing.statistics(self.server, request)))
+        server = self.server
+        counts = listing.statistics(
+            self.catalogue,
+            request,
+            pid=server.pid,
+            uptime=server.now() - server.started,
+            connections=len(server.connections),
+        )
+        connection.send(m.encode(counts))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(
@@ -489,7 +522,7 @@ class Service:
 
 
 def _goodbye(evicted: Evicted, path: str) -> m.Error:
-    """What is said to a process whose lease was ended, before its connection is."""
+    """Return the last message to a process whose lease was ended by force, before its connection is closed."""
     said = errors.PeerGoneError(
         f"the user who runs the keeper at {path} took back {evicted.name!r} version {evicted.version} by force, which "
         f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"

@@ -1,4 +1,4 @@
-"""Closing what strangers sent, where it may take as long as they please.
+"""Closing descriptors that clients sent, which may take as long as the client pleases.
 
 Closing the last reference to a file can block: a TCP socket with SO_LINGER and unsent data for the time it says, a file
 of a FUSE mount until its server answers, a memfd until its pages are freed (0.1 s for 512 MiB). All come as
@@ -39,7 +39,7 @@ _DRAINED = 64  # messages without descriptors that are thrown away at once, befo
 
 
 class SlowCloser:
-    """Closes what does not close at once in other threads: each user's in one, so that nobody waits for another.
+    """Closes slow descriptors in other threads: one for each user, so that no user waits for another.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class SlowCloser:
         if start:
             try:
                 threading.Thread(target=self._work, name="strangers' closer", daemon=True).start()
-            except RuntimeError:  # no thread to be had now; whatever comes next tries again
+            except RuntimeError:  # no thread can be started now; the next call tries again
                 with self._lock:
                     self._threads -= 1
 
@@ -256,7 +256,7 @@ def _is_empty(sock: socket.socket) -> bool:
 
 
 def _drain(sock: socket.socket) -> bool:
-    """Throw away what is unread in a socket that was shut down; False if that is much, or carries descriptors.
+    """Discard the unread messages of a socket that was shut down; False if there are many, or with descriptors.
 
     The end is told from an empty message by the credentials of who sent that.
     """

@@ -1,6 +1,7 @@
 """The catalogue's books as plain data, for a keeper that takes over; tokens become numbers.
 
-Written by one version of this library and read by another: fields are only ever added at the end, with defaults.
+Written by one version of this library and read by another: fields are only ever added at the end, with defaults. The
+rows stand in :mod:`.records`, each behind the record that it is of; what both have by the same name moves by itself.
 """
 
 from __future__ import annotations
@@ -13,86 +14,27 @@ from msgspec import Raw, Struct
 
 from .accounts import Quotas
 from .catalogue import CLAIM_TIMEOUT, Catalogue
-from .records import Claim, Lease, Name, Publication, Round, Session, Version, Waiter, packed
+from .fields import record_from
+from .ordered import Ordered
+from .records import (
+    Claim,
+    Lease,
+    Name,
+    Publication,
+    PublicationRow,
+    Round,
+    Session,
+    SessionRow,
+    TermRow,
+    Version,
+    VersionRow,
+    Waiter,
+    WaiterRow,
+    packed,
+)
 from .users import by_number
 
 __all__ = ["Books", "restore", "save"]
-
-
-class SessionRow(Struct, array_like=True):
-    """A session."""
-
-    id: int
-    uid: int
-    pid: int
-    label: str
-    host: str = ""
-
-
-class VersionRow(Struct, array_like=True):
-    """A version; `token` is a number that the caller chose, `body` is encoded as readers get it."""
-
-    name: str
-    number: int
-    current: bool
-    owner: int
-    token: int
-    nbytes: int
-    handles: int
-    writable: bool
-    meta: dict[str, str]
-    body: bytes
-    published: float
-    expires: float | None
-    publisher_pid: int
-    publisher_label: str
-    withdrawn: bool
-    leases: list[tuple[int, int, str, float]]  # id, session, access, since
-    watchers: list[int]  # sessions
-    revoked: bool = False
-    publisher_host: str = ""
-    record: int = 0
-
-
-class PublicationRow(Struct, array_like=True):
-    """A publication under way."""
-
-    id: int
-    session: int
-    name: str
-    nbytes: int
-    handles: int
-    entries: int
-    writable: bool
-    meta: dict[str, str]
-    ttl: float | None
-    claim: int
-    record: int = 0
-
-
-class WaiterRow(Struct, array_like=True):
-    """An attach that waits."""
-
-    order: int
-    session: int
-    call: int
-    name: str
-    wants: int
-    access: str
-    expect: dict[str, str] | None
-    claims: bool
-    deadline: float | None
-    owner: int | None = None
-
-
-class TermRow(Struct, array_like=True):
-    """How long a claim lasts, and what was before it; those of an older keeper begin anew."""
-
-    claim: int
-    since: float
-    until: float | None
-    number: int
-    run: list[tuple[int, float]]
 
 
 class Books(Struct, array_like=True):
@@ -126,70 +68,31 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
         floor=catalogue._floor,
         last=dict(catalogue._last),
         numbers=list(catalogue._numbers.items()),
-        sessions=[SessionRow(one.id, one.uid, one.pid, one.label, one.host) for one in sessions],
+        sessions=[record_from(SessionRow, one) for one in sessions],
         versions=[
-            VersionRow(
-                one.name,
-                one.number,
-                catalogue.is_current(one),
-                one.owner,
-                number(one.token),
-                one.nbytes,
-                one.handles,
-                one.writable,
-                one.meta,
-                bytes(one.body),
-                one.published,
-                one.expires,
-                one.publisher_pid,
-                one.publisher_label,
-                one.withdrawn,
-                [(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
-                list(one.watchers),
-                one.revoked,
-                one.publisher_host,
-                one.record,
+            record_from(
+                VersionRow,
+                one,
+                current=catalogue.is_current(one),
+                token=number(one.token),
+                body=bytes(one.body),
+                leases=[(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
+                watchers=list(one.watchers),
             )
             for one in catalogue.all_versions()
         ],
         publications=[
-            PublicationRow(
-                one.id,
-                one.session.id,
-                one.name,
-                one.nbytes,
-                one.handles,
-                one.entries,
-                one.writable,
-                one.meta,
-                one.ttl,
-                one.claim,
-                one.record,
-            )
+            record_from(PublicationRow, one, session=session.id)
             for session in sessions
             for one in session.publications.values()
         ],
         waiters=[
-            WaiterRow(
-                one.order,
-                one.session.id,
-                one.call,
-                one.name,
-                one.wants,
-                one.access,
-                one.expect,
-                one.claims,
-                one.deadline,
-                one.owner,
-            )
+            record_from(WaiterRow, one, session=one.session.id)
             for line in catalogue._waiters.values()
             for one in line.values()
         ],
         claims=[(one.id, one.session.id, one.name) for one in catalogue.claims.values()],
-        terms=[
-            TermRow(one.id, one.since, one.until, one.number, list(one.run.items()))
-            for one in catalogue.claims.values()
-        ],
+        terms=[record_from(TermRow, one, claim=one.id, run=list(one.run.items())) for one in catalogue.claims.values()],
         passed=[
             (session.id, claim, name, last) for session in sessions for claim, (name, last) in session.passed.items()
         ],
@@ -232,44 +135,19 @@ def restore(
     made._floor = books.floor
     made._last = dict(books.last)
     made._numbers.update(books.numbers)
-    for row in books.sessions:
-        made.sessions[row.id] = Session(row.id, row.uid, row.pid, row.label, row.host)
+    made.sessions.update((row.id, record_from(Session, row)) for row in books.sessions)
     for one in books.versions:
         _restore_version(made, one, token(one.token))
     made._sorted.sort()
     publications = {}
     for entry in books.publications:
         session = made.sessions[entry.session]
-        publication = Publication(
-            entry.id,
-            session,
-            entry.name,
-            entry.nbytes,
-            entry.handles,
-            entry.entries,
-            entry.writable,
-            packed(entry.meta),
-            None,
-            entry.ttl,
-            entry.claim,
-            entry.record,
-        )
+        publication = record_from(Publication, entry, session=session, notes=packed(entry.meta), body=None)
         publications[entry.id] = session.publications[entry.id] = publication
         made.accounts.add(session.uid, publication.charge, entry.entries, entry.handles)
     for wait in books.waiters:
-        session = made.sessions[wait.session]
-        waiter = Waiter(
-            wait.order,
-            session,
-            wait.call,
-            wait.name,
-            wait.wants,
-            wait.access,
-            None if wait.expect is None else packed(wait.expect),
-            wait.claims,
-            wait.deadline,
-            wait.owner,
-        )
+        expected = None if wait.expect is None else packed(wait.expect)
+        waiter = record_from(Waiter, wait, session=made.sessions[wait.session], expected=expected)
         made.line_up(waiter)
         if waiter.deadline is not None:
             made._schedule(waiter.deadline, waiter)
@@ -297,25 +175,7 @@ def _restore_claim(made: Catalogue, claim: Claim, term: TermRow | None, now: flo
 
 
 def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
-    version = Version(
-        row.name,
-        row.number,
-        row.owner,
-        token,
-        row.nbytes,
-        row.handles,
-        row.writable,
-        packed(row.meta),
-        Raw(),
-        row.published,
-        row.expires,
-        row.publisher_pid,
-        row.publisher_label,
-        row.record,
-        withdrawn=row.withdrawn,
-        revoked=row.revoked,
-        publisher_host=row.publisher_host,
-    )
+    version = record_from(Version, row, token=token, notes=packed(row.meta), body=Raw(), leases=Ordered(), watchers={})
     version.settle(row.body)
     known = made._names.setdefault(row.name, Name(row.name))
     if row.current:

@@ -16,16 +16,16 @@ leases, waiters, claims, half-finished publications. Descriptors go in parts, ea
        |        <-------------- Received -----------------    |   (as often as it takes)
        |        <---------------- Commit -----------------  has everything, and it is consistent
     letting go                                             committed: must not give up any more
-       |        ---------------- LetGo ------------------>    |
+       |        -------------- Committed ---------------->    |
     waiting                                                listening
        |        <--------------- Serving -----------------    |
     exits, leaving the socket's path alone                 serving
 
 What happens when something fails:
 
-* Until it has sent ``LetGo``, the old keeper decides. If the new one dies, says anything unexpected, or is silent for
-  :data:`PATIENCE` seconds, the old one says ``Abandoned``, closes, and serves on as if nothing had been.
-* After ``LetGo`` the old one touches nothing, and waits: for ``Serving``, then it exits; or for the end of the
+* Until it has sent ``Committed``, the old keeper decides. If the new one dies, says anything unexpected, or is silent
+  for :data:`PATIENCE` seconds, the old one says ``Abandoned``, closes, and serves on as if nothing had been.
+* After ``Committed`` the old one touches nothing, and waits: for ``Serving``, then it exits; or for the end of the
   connection without it, then the new one died before it served anybody, and the old one serves on.
 * Once it has sent ``Commit`` the new one has to be ready to serve. ``Abandoned`` sends it away. The end of the
   connection without ``Abandoned`` means that the old one died: it has everything, so it serves.
@@ -42,7 +42,7 @@ import socket
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -66,11 +66,9 @@ from .connection import Connection, Held, Partial
 from .failures import raised
 from .killed import was_killed
 from .rpc_connection import greet, open_channel
+from .server import KeeperServer
 from .slow_close import pass_rights
 from .snapshot import Books, restore, save
-
-if TYPE_CHECKING:
-    from .server import KeeperServer
 
 __all__ = ["Succession", "hand_over", "take_over"]
 
@@ -194,7 +192,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
 
 
 def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
-    """Return True once the successor serves, False if it vanished after it was told LetGo; raise for anything else."""
+    """Return True once the successor serves, False if it died after Committed was sent; raise for anything else."""
     call = request.call
     # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
     server.service.finish(for_successor=request.goes_on)
@@ -216,8 +214,8 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
         parcels.acknowledge(_hear(channel, m.Received).received)
     _hear(channel, m.Commit)
     try:
-        channel.send(m.encode(m.LetGo()), timeout=PATIENCE)
-        # Without a deadline: whoever has been told LetGo may serve at any moment, until we know that it is gone.
+        channel.send(m.encode(m.Committed()), timeout=PATIENCE)
+        # Without a deadline: a successor that got Committed may serve at any moment, until we know that it is gone.
         _hear(channel, m.Serving, for_ever=True)
     except PeerGoneError:
         return False
@@ -447,7 +445,7 @@ def _commit(channel: Channel) -> None:
     channel.send(m.encode(m.Commit()), timeout=PATIENCE)
     with contextlib.suppress(PeerGoneError):  # the old keeper died after it gave us everything
         # Without a deadline: who has committed may be relied on at any moment, until it hears Abandoned.
-        _hear(channel, m.LetGo, for_ever=True)
+        _hear(channel, m.Committed, for_ever=True)
 
 
 def _settle_in(server: KeeperServer, listener: socket.socket) -> None:

@@ -6,23 +6,60 @@ import asyncio
 import contextlib
 import selectors
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
+from ..sharing.channel import Credentials
 from .fairness import Fairness
 
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .server import KeeperServer
+__all__ = ["NOBODY", "Readable", "Turns", "TurnsHost"]
 
-__all__ = ["NOBODY", "Turns"]
-
-NOBODY = -1  # whose turn it is when the keeper works for no user: at the end of a claim's time, for example
+NOBODY = -1  # the user id for work that the keeper does for no user, such as ending a claim whose time is over
 _ACCEPTING = -2  # the same for accepting, while somebody connects beyond their share
 
 
+class TurnsHost(Protocol):
+    """The server as :class:`Turns` uses it.
+
+    Attributes
+    ----------
+    by_user : dict of int to int
+        How many connections each user has; users without any are not in it.
+    loop : AbstractEventLoop
+        There once it serves.
+    paused : bool
+        Whether a successor has everything.
+    """
+
+    by_user: dict[int, int]
+    loop: asyncio.AbstractEventLoop
+    paused: bool
+
+    def now(self) -> float:
+        """Return the time in seconds, on the wall."""
+        ...
+
+
+class Readable(Protocol):
+    """A connection, as far as it waits here; see :class:`~vram.keeper.connection.Connection`."""
+
+    credentials: Credentials
+
+    def read(self) -> None:
+        """Take one message off the socket and have it answered."""
+        ...
+
+    def park(self, now: float) -> None:
+        """Watch its socket no more, until :meth:`unpark`."""
+        ...
+
+    def unpark(self, now: float) -> bool:
+        """It is its turn; return whether to read."""
+        ...
+
+
 class _Work:
-    """Something that waits for its user's turn and is no request."""
+    """Work that waits for its user's turn and is no request."""
 
     __slots__ = ("run", "uid")
 
@@ -32,11 +69,13 @@ class _Work:
 
 
 class _Selector(selectors.DefaultSelector):
-    """Counts how long the loop had nothing to do."""
+    """Counts how long the loop had nothing to do, and when its turn began."""
 
     idle = 0.0  # seconds
+    began = 0.0  # of this thread's own time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.began = time.thread_time()
         begin = time.monotonic()
         try:
             return super().select(timeout)
@@ -45,7 +84,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class Turns:
-    """Who may be read from now, and who waits.
+    """Decides which connections are read from now, and which wait.
 
     A connection that waits is not watched by the loop: a thousand that are ready would else cost everybody a thousand
     calls in each of its turns.
@@ -54,22 +93,26 @@ class Turns:
     -----
     Time here is the keeper's own: when it works, and when it has nothing to do. While another process has the
     processor it stands still. On a busy machine a user would else have its share of what passes, and that may be all
-    that the keeper gets; and who is interrupted in the middle of a request would pay for it.
+    that the keeper gets; and a user whose request is interrupted in the middle would pay for it.
+
+    The loop's own work for a request is charged with it: it is as much as a short request itself, and a user who makes
+    the loop turn for each of a thousand connections would else have twice its share.
     """
 
-    def __init__(self, server: KeeperServer) -> None:
-        self.fairness: Fairness[Connection | _Work] = Fairness()
+    def __init__(self, server: TurnsHost) -> None:
+        self.fairness: Fairness[Readable | _Work] = Fairness()
         self.selector = _Selector()
         self._server = server
         self._timer: asyncio.Handle | None = None
         self._timer_at = float("inf")
+        self._charged = 0.0  # until when this thread's time is charged to somebody
 
-    def ready(self, connection: Connection) -> None:
-        """There is something to read: answer it now, or when it is its turn."""
+    def ready(self, connection: Readable) -> None:
+        """A message can be read: answer it now, or when it is its user's turn."""
         if len(self._server.by_user) < 2:  # nobody to be fair to
             connection.read()
             return
-        uid, begin = connection.credentials.uid, time.thread_time()
+        uid, begin = connection.credentials.uid, self._begin()
         now = begin + self.selector.idle
         waits = not self.fairness.may(uid, now)
         try:
@@ -78,17 +121,17 @@ class Turns:
             else:
                 connection.read()
         finally:
-            self.fairness.spent(uid, time.thread_time() - begin, now, waited=waits)
+            self.fairness.spent(uid, self._since(begin), now, waited=waits)
         if waits:
             self.fairness.wait(uid, connection)
             self._wake(now)
 
-    def drop(self, connection: Connection) -> None:
-        """It waits no longer."""
+    def drop(self, connection: Readable) -> None:
+        """Forget a connection that waits."""
         self.fairness.drop(connection.credentials.uid, connection)
 
     def later(self, uid: int, work: Callable[[], None]) -> None:
-        """Do something that a user's request left to be done, when it is that user's turn again.
+        """Run work that is left of a user's request, when it is that user's turn again.
 
         Other users, and the next request of this one, get their turn before.
         """
@@ -99,12 +142,31 @@ class Turns:
 
     @contextlib.contextmanager
     def charged(self, uid: int) -> Iterator[None]:
-        """Charge a block to a user whose request it goes back to."""
+        """Charge a block to the user whose request caused it."""
+        begin = self._begin()
+        try:
+            yield
+        finally:
+            self.fairness.spent(uid, self._since(begin), begin + self.selector.idle, waited=True)
+
+    @contextlib.contextmanager
+    def shared(self, users: Mapping[int, int]) -> Iterator[None]:
+        """Charge a block in nobody's turn to the users for whom it is done, too.
+
+        A user whose waiters are served again and again would else have nobody's share besides its own.
+
+        Parameters
+        ----------
+        users : mapping
+            Their parts of it, once it has ended.
+        """
         begin = time.thread_time()
         try:
             yield
         finally:
-            self.fairness.spent(uid, time.thread_time() - begin, begin + self.selector.idle, waited=True)
+            took, now = time.thread_time() - begin, begin + self.selector.idle
+            for uid, part in users.items():
+                self.fairness.spent(uid, took * part / sum(users.values()), now, waited=True)
 
     @contextlib.contextmanager
     def accepting(self, *, in_turn: bool) -> Iterator[Callable[[int], None]]:
@@ -116,19 +178,19 @@ class Turns:
         Parameters
         ----------
         in_turn : bool
-            Whether this is what waited: then it is charged to that share already.
+            Whether this connection waited for its turn: then that share is charged already.
         """
         users: list[int] = []
-        begin = time.thread_time()
+        begin = self._begin()
         now = begin + self.selector.idle
         try:
             yield users.append
         finally:
-            spent = time.thread_time() - begin
+            spent = self._since(begin)
             for uid in users if len(self._server.by_user) > 1 else ():
-                may = self.fairness.may(uid, now)
-                self.fairness.spent(uid, spent, now, waited=not may)
-                if not may and not in_turn:
+                keeps_share = self.fairness.keeps_share(uid, now)  # not its pauses: who connects waits without a turn
+                self.fairness.spent(uid, spent, now, waited=not keeps_share)
+                if not keeps_share and not in_turn:
                     self.fairness.spent(_ACCEPTING, spent, now, waited=True)
 
     def may_accept(self, work: Callable[[], None]) -> bool:
@@ -141,6 +203,15 @@ class Turns:
         self.fairness.wait(_ACCEPTING, _Work(_ACCEPTING, work))
         self._wake(now)
         return False
+
+    def _begin(self) -> float:
+        """Return since when this thread has worked for what is charged next."""
+        return max(self._charged, self.selector.began)
+
+    def _since(self, begin: float) -> float:
+        """Return what this thread has worked since then, and begin anew."""
+        self._charged = time.thread_time()
+        return self._charged - begin
 
     def _now(self) -> float:
         return time.thread_time() + self.selector.idle
@@ -157,7 +228,7 @@ class Turns:
         self._timer = loop.call_later(delay, self._turn) if delay > 0 else loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Do one thing: between two of them the loop sees who else has come."""
+        """Run one piece of work: between two of them the loop polls the other connections."""
         self._timer = None
         self._timer_at = float("inf")
         if self._server.paused:  # a successor has everything

@@ -5,14 +5,19 @@ Each returns the value in the form the drivers take, or raises an error that nam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
 from ..spec import Access, AllocationFlags, HandleKind, Location, parse_size
 
 __all__ = [
-    "access", "aligned", "descriptor", "driver_of", "flag", "flags", "handle_bytes", "kinds", "not_exported",
+    "access", "aligned", "descriptor", "driver_of", "each", "flag", "flags", "handle_bytes", "kinds", "not_exported",
     "not_of_the_fabric", "place", "positive", "size",
 ]  # fmt: skip
+
+_T = TypeVar("_T")
 
 
 def size(value: int | str, what: str) -> int:
@@ -111,6 +116,19 @@ def flag(value: object, what: str) -> bool:
         return bool(value)
     except (TypeError, ValueError):
         raise UsageError(f"{what} must be True or False, not {value!r:.40}") from None
+
+
+def each(values: Iterable[_T], kinds: tuple[type, ...], what: str) -> tuple[_T, ...]:
+    """Return what was given one behind the other, all of the kinds that are meant."""
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    try:
+        found = tuple(values)
+    except TypeError:
+        raise UsageError(f"{what} must be a list of {wanted}, not {values!r:.40}") from None
+    for one in found:
+        if not isinstance(one, kinds):
+            raise UsageError(f"{what} must be a list of {wanted}; {one!r:.40} is none")
+    return found
 
 
 def driver_of(value: Driver) -> Driver:

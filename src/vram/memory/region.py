@@ -391,7 +391,7 @@ class Region(Owned):
             For `private` where the driver has no such mapping.
         """
         right = checks.access(access)
-        given = tuple(allocations)
+        given = checks.each(allocations, (PhysicalAllocation, Received), "allocations")
         if private:
             copy_on_write(driver)  # before anything is made
         total, place = chunks.measure(driver, given, None if location is None else checks.place(driver, location))
@@ -403,7 +403,7 @@ class Region(Owned):
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
         kinds = given[0].handle_kinds if given else HandleKind.NONE
         granularity = driver.mem_granularity(place, kinds).minimum
-        needed = tuple(depends)
+        needed = checks.each(depends, (Handle,), "depends")
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
         where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
         mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)

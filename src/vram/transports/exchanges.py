@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ..errors import BusyError, NotFoundError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
+from ..errors import BusyError, MissingFileError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from ..lifetime import Claim, Owned, close_all, own, uninterrupted
 from ..sharing.channel import MAX_MESSAGE, Channel, accept, check_path
 
@@ -278,7 +278,7 @@ def _taken(path: str, error: OSError) -> Exception:
     if error.errno in (errno.EADDRINUSE, errno.EEXIST):
         return BusyError(f"something is at {path} already: choose another path, or remove it")
     if error.errno == errno.ENOENT:
-        return NotFoundError(f"there is no directory for {path}")
+        return MissingFileError(f"there is no directory for {path}")
     return error
 
 

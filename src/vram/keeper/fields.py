@@ -1,0 +1,39 @@
+"""One record from another that has fields of the same names, which are written down where they are declared only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+__all__ = ["record_from"]
+
+_T = TypeVar("_T")
+
+
+def record_from(kind: Callable[..., _T], source: object, /, **others: Any) -> _T:
+    """Return a record of a kind, a dataclass or a Struct, with the fields that another one has by the same names.
+
+    Parameters
+    ----------
+    source : object
+        A record; a property of it counts as a field.
+    **others
+        Fields that it does not have, or that are to be something else.
+
+    Raises
+    ------
+    TypeError
+        If a field without a default is in neither.
+    """
+    other: Any = type(source)
+    for name in _shared(kind, other):
+        if name not in others:
+            others[name] = getattr(source, name)
+    return kind(**others)
+
+
+@cache
+def _shared(kind: Any, source: Any) -> tuple[str, ...]:
+    """The names of the fields of one kind that the other has too."""
+    return tuple(name for name in kind.__match_args__ if hasattr(source, name))

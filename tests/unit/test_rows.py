@@ -1,0 +1,151 @@
+"""A version's fields on their way: into the state of a takeover and back, and from rows into reports (S9)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+
+from vram.keeper import messages as m
+from vram.keeper.accounts import Quotas
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.fields import record_from
+from vram.keeper.records import Claim, Lease, Waiter
+from vram.keeper.reports import entry_info, holder_info, statistics_info, version_info
+from vram.keeper.snapshot import Books, restore, save
+
+KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
+
+# Frozen: a keeper of last year hands over to one of today, and the other way round. Where a row grows at its end, what
+# was written before stays here as well, to be read.
+GOLDEN = (
+    "9c110482a17702a4676f6e65019192a772656d6f76656401929501cd03e90ba3616e6ea3626f789502cd03ea0ca3626f62a374756293dc00"
+    "14a17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102c2a3"
+    "626f7805dc0014a4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba3616e6ec391940902a172cb4018000000000000"
+    "90c3a3626f7805dc0014a17702c3cd03e9026403c280c401c0cb4008000000000000cb4059c000000000000ba3616e6ec291940702a172cb"
+    "401000000000000090c2a3626f7805919b1001a468616c66070201c381a178a179cb40220000000000000006929a0d0203a7636c61696d65"
+    "6400a2727781a161a162c3cb404d800000000000cd03ea9a0f0204a17709a172c0c2c0c091930b01a7636c61696d656491950bcb40200000"
+    "00000000cb4083000000000000009192cd03e9cb408300000000000091940263a67061737365640290"
+)
+
+FOUND_ANEW = {"may_make", "differs"}  # of those who wait, by a keeper that serves them for the first time
+
+
+@pytest.fixture
+def books() -> Catalogue:
+    """Everything that can be under way, no two fields of a record alike where that can be."""
+    books = Catalogue(keeper_uid=KEEPER, nobody=NOBODY)
+    ann, bob = books.connect(ANN, 11, "ann", "box"), books.connect(BOB, 12, "bob", "tub")
+
+    def publish(name: str, token: str, now: float, **options: object) -> None:
+        options = {"nbytes": 100, "handles": 3, "body": b"\xc0", "record": 5, **options}
+        publication = books.begin(ann, name, **options)  # type: ignore[arg-type]
+        books.commit(publication, token, now)
+
+    publish("w", "t1", 1.0, meta={"k": "v"}, writable=True)
+    assert isinstance(books.attach(bob, "w", 2.0, access="rw"), Lease)
+    books.watch(bob, "w", 1)
+    publish("w", "t2", 3.0, ttl=100.0)
+    assert isinstance(books.attach(bob, "w", 4.0), Lease)
+    publish("gone", "t3", 5.0)
+    assert isinstance(books.attach(bob, "gone", 6.0), Lease)
+    books.remove(ann, "gone", revoke=True)
+    publish("removed", "t4", 7.0)
+    books.remove(ann, "removed")
+    assert isinstance(books.attach(ann, "claimed", 8.0, claim=True), Claim)
+    waits = books.attach(bob, "claimed", 9.0, call=3, access="rw", claim=True, expect={"a": "b"}, wait=50.0, owner=BOB)
+    assert isinstance(waits, Waiter)
+    assert isinstance(books.attach(bob, "w", 9.0, call=4, version=9, wait=None), Waiter)
+    books.begin(ann, "half", nbytes=7, handles=2, writable=True, meta={"x": "y"}, ttl=9.0, record=6)
+    bob.passed[99] = ("passed", 2)
+    books._floor = 4
+    return books
+
+
+def moved(books: Catalogue) -> tuple[bytes, Catalogue]:
+    """Return the state as it is written, and the books that a successor makes of it."""
+    tokens = [version.token for version in books.all_versions()]
+    written = msgspec.msgpack.encode(save(books, tokens.index))
+    read = msgspec.msgpack.decode(written, type=Books)
+    return written, restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]
+
+
+def test_s9_the_state_of_a_takeover_has_golden_bytes(books: Catalogue) -> None:
+    assert moved(books)[0].hex() == GOLDEN
+
+
+def test_s9_the_state_of_an_older_keeper_is_read(books: Catalogue) -> None:
+    tokens = [version.token for version in books.all_versions()]
+    read = msgspec.msgpack.decode(bytes.fromhex(GOLDEN), type=Books)
+    assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
+
+
+def test_every_field_of_a_record_is_there_after_a_takeover(books: Catalogue) -> None:
+    """Whatever a record will have one day: who forgets it in the rows of a takeover loses it."""
+    _, successor = moved(books)
+    assert shown(books) == shown(successor)
+
+
+def shown(books: Catalogue) -> dict[str, list[dict[str, object]]]:
+    """Return the records in words: each field, other records by their numbers."""
+    sessions = list(books.sessions.values())
+    return {
+        "versions": [words(one) for one in sorted(books.all_versions(), key=lambda one: (one.name, one.number))],
+        "sessions": [words(one) for one in sessions],
+        "publications": [words(one) for session in sessions for one in session.publications.values()],
+        "waiters": [words(one) for session in sessions for one in session.waiters.values()],
+        "claims": [words(one) for one in books.claims.values()],
+        "leases": [words(one) for _, one in sorted(books.leases.items())],
+    }
+
+
+def words(record: object) -> dict[str, object]:
+    names = {field.name for field in dataclasses.fields(record)} - FOUND_ANEW  # type: ignore[arg-type]
+    return {name: word(getattr(record, name)) for name in names}
+
+
+def word(value: object) -> object:
+    if hasattr(value, "id"):
+        return value.id
+    if hasattr(value, "number"):
+        return value.number
+    if dataclasses.is_dataclass(value):
+        return words(value)
+    if isinstance(value, (bytes, memoryview, msgspec.Raw)):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        return {key: word(each) for key, each in value.items()}
+    return value
+
+
+ENTRY = m.EntryRow("w", 7, 5, 90, 3, True, 4, 2, 1.5, 2.5, {"k": "v"}, 6, 80, 70)
+VERSION = m.VersionRow(7, 5, True, True, 90, [60, 30], ["host"], 4, 1.5, 2.5, 11, "ann", {"k": "v"}, True, "box")
+HOLDER = m.HolderRow(3, 7, 11, 5, "ann", "rw", 1.5, 90, "w", "box")
+STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12)
+
+
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        (ENTRY, entry_info(ENTRY)),
+        (VERSION, version_info(VERSION, ())),
+        (HOLDER, holder_info(HOLDER)),
+        (STATISTICS, statistics_info(STATISTICS, 0)),
+    ],
+    ids=["entry", "version", "holder", "statistics"],
+)
+def test_every_field_of_a_row_is_in_its_report(row: msgspec.Struct, read: object) -> None:
+    said = {key: value for key, value in msgspec.structs.asdict(row).items() if key != "call"}
+    found = {key: getattr(read, key) for key in said}
+    assert {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()} == said
+
+
+def test_a_record_from_another_says_which_field_nobody_has() -> None:
+    assert record_from(m.Done, m.Part(5, 1, 2)) == m.Done(5)
+    assert record_from(m.Done, m.Part(5, 1, 2), call=6) == m.Done(6)
+    with pytest.raises(TypeError, match="call"):
+        record_from(m.Done, m.Received(1))
+    with pytest.raises(TypeError, match="wrong"):
+        record_from(m.Done, m.Part(5, 1, 2), wrong=1)
