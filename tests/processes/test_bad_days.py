@@ -103,14 +103,14 @@ PUBLISHED: list[tuple[Callable[[], Any], type[VramError], str]] = [
     (lambda: vram.attach("there", access=["r"]), UsageError, '"cow"'),
     *(
         (lambda version=version: vram.attach("there", version=version), UsageError, "count from 1")
-        for version in [0, -1, "1", 1.5, True]
+        for version in [0, -1, "1", 1.5, True, 2**53 + 1, 10**5000]
     ),
     (lambda: vram.attach("there", version=9), NotFoundError, "9"),
     (lambda: vram.attach("there", expect=["k"]), UsageError, "a mapping such as"),
     (lambda: vram.attach("there", expect={"k": 1}), UsageError, "convert it"),
     *(
         (lambda timeout=timeout: vram.attach("there", timeout=timeout), UsageError, "None for ever")
-        for timeout in [-1, "5", float("nan"), [], True]
+        for timeout in [-1, "5", float("nan"), [], True, 10**400, 10**5000]
     ),
     (lambda: vram.attach("there", access="rw"), AccessDeniedError, "cow"),
     (lambda: vram.show("n"), NotFoundError, "n"),

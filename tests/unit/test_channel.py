@@ -161,7 +161,7 @@ def test_a_wait_longer_than_a_nap_of_the_kernels_goes_on(
                 closed.join(SOON)
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), -1, -0.001, "1", 1j, [], float("-inf")])
+@pytest.mark.parametrize("timeout", [float("nan"), -1, -0.001, "1", 1j, [], float("-inf"), True])
 def test_what_is_no_time_to_wait_is_refused(raw: tuple[socket.socket, Channel], timeout: float) -> None:
     for call in (
         lambda: raw[1].recv(timeout=timeout),

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
-from ..sharing.channel import close_fds
-from .keepers import check_flag, check_seconds, check_version, connect
+from ..keeper.rules import check_version
+from ..sharing.channel import check_timeout, close_fds
+from .keepers import check_flag, connect
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
 __all__ = [
-    "check_flag",
-    "check_version",
-    "connect",
     "holders",
     "list_entries",
     "remove",
@@ -148,7 +146,7 @@ def revoke(
     """
     check_version(version)
     by_force = check_flag(force, "force")
-    return connect(keeper).revoke(name, version, timeout=check_seconds(timeout), force=by_force)
+    return connect(keeper).revoke(name, version, timeout=check_timeout(timeout), force=by_force)
 
 
 def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[HolderInfo]:

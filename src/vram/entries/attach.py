@@ -11,10 +11,12 @@ from .. import driver as drivers
 from ..driver import visible
 from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
-from ..keeper.rules import check_name
+from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
+from ..sharing.channel import check_timeout
+from ..sharing.mapping import ACCESS
 from ..spec import HOST, Location
-from .keepers import as_notes, check_flag, check_owner, check_seconds, check_version, wait_for_keeper
+from .keepers import as_notes, check_flag, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
-_ACCESS = ("r", "rw", "cow")
 # What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
@@ -99,7 +100,7 @@ def attach(
         check_version(version)
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
-    client, left = wait_for_keeper(keeper, check_seconds(timeout))
+    client, left = wait_for_keeper(keeper, check_timeout(timeout))
     attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
     )
@@ -163,7 +164,7 @@ def attach_or_publish(
         raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
     meta = as_notes(expect, what="expect")
     uid = check_owner(owner)
-    seconds = check_seconds(timeout)
+    seconds = check_timeout(timeout)
     user = user_of(device)
     client, left = wait_for_keeper(keeper, seconds)
     key = (client.path, check_name(name))
@@ -234,5 +235,5 @@ def user_of(device: str | Location | None) -> Location | None:
 
 def check_access(access: object) -> None:
     """Raise :class:`UsageError` for what is no access to shared memory."""
-    if not isinstance(access, str) or access not in _ACCESS:
+    if not isinstance(access, str) or access not in ACCESS:
         raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')

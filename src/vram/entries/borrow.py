@@ -10,9 +10,10 @@ from ..arrays.streams import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.rules import LENT
+from ..sharing.channel import check_timeout
 from ..spec import Location
 from .attach import check_access, user_of
-from .keepers import check_seconds, for_greeting
+from .keepers import for_greeting
 from .lease import Lease, wire_access
 
 __all__ = ["as_path", "borrow"]
@@ -71,7 +72,7 @@ def borrow(
     check_access(access)
     user = user_of(device)
     waits = None if stream is None else as_stream(stream)
-    seconds = check_seconds(timeout)
+    seconds = check_timeout(timeout)
     path = as_path(at)
     begin = time.monotonic()
     deadline = None if seconds is None else begin + seconds

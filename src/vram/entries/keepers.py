@@ -21,7 +21,6 @@ __all__ = [
     "check_flag",
     "check_flags",
     "check_owner",
-    "check_version",
     "connect",
     "for_greeting",
     "wait_for_keeper",
@@ -137,12 +136,6 @@ def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
     return dict(meta)
 
 
-def check_version(version: object) -> None:
-    """Raise :class:`UsageError` unless `version` is None or may be a version's number."""
-    if version is not None and (type(version) is not int or not 0 < version < 2**53):
-        raise UsageError(f"version {version!r:.40} is not the number of a version: they count from 1")
-
-
 def check_owner(owner: object) -> int | None:
     """Return the uid of a user who was given by name or uid; None for anybody.
 
@@ -175,12 +168,3 @@ def check_flag(value: object, what: str) -> bool:
     if isinstance(value, bool) or isinstance(value, np.bool_):  # noqa: SIM101  (numpy is loaded for what is neither)
         return bool(value)
     raise UsageError(f"{what} must be True or False, not {value!r:.40}")
-
-
-def check_seconds(timeout: object) -> float | None:
-    """Return what a caller is willing to wait, in seconds; None is for ever."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
-        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds, or None for ever")
-    return float(timeout)

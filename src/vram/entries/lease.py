@@ -19,12 +19,12 @@ from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, Proto
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
-from ..sharing.channel import close_fds
+from ..sharing.channel import check_timeout, close_fds
 from ..sharing.descriptor import Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_count
-from .keepers import check_seconds, connect, wait_for_keeper
+from .keepers import connect, wait_for_keeper
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class Lease(Owned, Mapping[str, Array]):
             If no keeper serves at the path, and none came within `timeout` seconds; the error says how to start one.
         """
         self.handle  # noqa: B018
-        client, left = self._reconnect(check_seconds(timeout))
+        client, left = self._reconnect(check_timeout(timeout))
         return Lease(
             client,
             client.lease(self.name, access=wire_access(self.access), timeout=left),

@@ -16,11 +16,12 @@ from ..keeper.reports import HolderInfo, RevokeInfo
 from ..keeper.rules import LENT, MAX_MANIFEST, check_meta
 from ..lifetime import Owned, own, unwinding
 from ..memory import Event
+from ..sharing.channel import check_timeout
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
 from ..sharing.mapping import device_name
 from ..spec import HOST, format_count
 from .borrow import as_path
-from .keepers import as_notes, check_flag, check_seconds
+from .keepers import as_notes, check_flag
 from .manifests import sealed_copy
 from .placement import Placement
 
@@ -96,7 +97,7 @@ class Lending(Owned):
             If nothing is lent any more.
         """
         self.handle  # noqa: B018
-        seconds = check_seconds(timeout)
+        seconds = check_timeout(timeout)
         held = () if self._server.revoke(seconds) else tuple(self._server.holders())
         return RevokeInfo(LENT, held, self.nbytes if held else 0)
 
@@ -232,7 +233,7 @@ def lend(
 
     arrays = obj if isinstance(obj, Mapping) else {_ONE: obj}
     waits = None if stream is None else as_stream(stream)
-    seconds = check_seconds(patience)
+    seconds = check_timeout(patience)
     if seconds is None:
         raise UsageError("patience is a number of seconds")
     notes = check_meta(as_notes(meta))

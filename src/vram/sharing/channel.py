@@ -28,6 +28,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from .. import lifetime
 from ..errors import (
@@ -598,14 +599,25 @@ class Channel(lifetime.Owned):
         return error
 
 
-def check_timeout(timeout: object) -> None:
-    """Raise :class:`~vram.errors.UsageError` for what is neither a number of seconds nor None."""
-    if type(timeout) not in (float, int) and not isinstance(timeout, numbers.Real):
-        fine = timeout is None
-    else:
-        fine = timeout >= 0  # type: ignore[operator]  # not so for NaN
-    if not fine:
-        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds from 0, or None for ever")
+def check_timeout(timeout: object) -> float | None:
+    """Return how many seconds a caller is willing to wait; None is for ever.
+
+    Raises
+    ------
+    UsageError
+        For what is neither a number of seconds nor None.
+    """
+    if timeout is None:
+        return None
+    kind, number = type(timeout), cast("Any", timeout)
+    is_number = kind in (float, int) or (kind is not bool and isinstance(timeout, numbers.Real))
+    try:
+        if is_number and number >= 0:  # not so for NaN
+            return float(number)
+        shown = f"{timeout!r:.40}"
+    except (OverflowError, ValueError):  # an int that no float holds, or of more digits than Python writes
+        shown = "of so many digits"
+    raise UsageError(f"timeout {shown} is not a number of seconds from 0, or None for ever")
 
 
 def _cut_off(payload: bytes, came: int, cut: int) -> ProtocolError:
