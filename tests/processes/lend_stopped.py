@@ -46,7 +46,7 @@ def _borrow(path: str) -> None:
     with vram.borrow(path, timeout=120) as lease:
         lease.on_revoke(lambda lease: None)
         lease.array.to_host()
-        assert not lease.stale
+        assert not lease.is_stale()
 
 
 def _lend(path: str, kind: str) -> None:

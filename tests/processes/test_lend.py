@@ -779,7 +779,7 @@ def test_s10_where_no_event_is_to_be_had_lending_waits(
         deferred.defer()
         lending = vram.lend(x, at=path, stream=stream)
     with lending:
-        assert lending.manifest.events == ()
+        assert lending._manifest.events == ()
         hand.call("borrow", path)
         assert (hand.call("read") == 0x03030303).all()
         hand.call("close")
@@ -801,7 +801,7 @@ def test_s10_a_stream_of_no_gpu_that_holds_the_memory_is_refused_or_waited_for(
 
 def test_s10_a_stream_means_nothing_to_memory_of_the_host(path: str, hand: OtherProcess, sources: Sources) -> None:
     with vram.lend(sources.make("host"), at=path, stream=1) as lending:
-        assert lending.manifest.events == ()
+        assert lending._manifest.events == ()
         hand.call("borrow", path)
         hand.call("close")
 
@@ -864,7 +864,7 @@ def test_i7_a_lender_in_a_forked_child_is_inert(path: str) -> None:
             assert process.stdout.readline() == "'checked'\n"
             with vram.borrow(path, timeout=SOON) as lease:
                 assert lease.array.to_host().tolist() == [0] * 10
-                assert not lease.stale
+                assert not lease.is_stale()
                 process.kill()
                 until(lambda: gone(lease), what="the end of the lender")
                 assert select.select([process.stdout], [], [], 0)[0] == [], "the child is alive, and has our output"
@@ -877,7 +877,7 @@ def test_i7_a_lender_in_a_forked_child_is_inert(path: str) -> None:
 
 def gone(lease: vram.Lease) -> bool:
     try:
-        lease.stale
+        lease.is_stale()
     except PeerGoneError:
         return True
     return False

@@ -43,7 +43,7 @@ def lease() -> Iterator[vram.Lease]:
 def test_an_odd_argument_is_a_usage_error_and_costs_nothing_else(call: Callable[[], Any], lease: vram.Lease) -> None:
     with pytest.raises(vram.UsageError):
         call()
-    assert lease.stale is False  # asked over the connection that has the lease
+    assert lease.is_stale() is False  # asked over the connection that has the lease
     assert lease["x"].numpy().tolist() == [0, 1, 2, 3, 4]
 
 

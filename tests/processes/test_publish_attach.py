@@ -541,7 +541,7 @@ def test_a_lease_is_a_mapping() -> None:
     with pytest.raises(ClosedError):
         lease["x"]
     with pytest.raises(ClosedError):
-        lease.stale
+        lease.is_stale()
     assert repr(lease) == "<Lease 'mapping' version 1, r, closed>"
 
 
@@ -609,7 +609,7 @@ def test_a_version_ends_with_its_time_to_live() -> None:
     with vram.attach("n") as lease:
         until(lambda: not vram.list())
         assert lease["x"].numpy().tolist() == [0, 1, 2]
-        assert lease.stale
+        assert lease.is_stale()
         assert vram.statistics().nbytes
         with pytest.raises(NotFoundError):
             vram.attach("n")
@@ -619,19 +619,19 @@ def test_a_version_ends_with_its_time_to_live() -> None:
 def test_a_lease_learns_of_newer_versions() -> None:
     vram.publish("news", {"x": np.array([1])})
     with vram.attach("news") as lease:
-        assert not lease.stale
+        assert not lease.is_stale()
         assert select.select([lease], [], [], 0) == ([], [], [])
         assert lease.fileno() == lease.fileno()
         with lease.upgrade() as same:
             assert same.version == 1
         vram.publish("news", {"x": np.array([2])})
         assert select.select([lease], [], [], 10) == ([lease], [], [])
-        assert lease.stale
+        assert lease.is_stale()
         with lease.upgrade() as newer:
-            assert (newer.version, newer["x"].numpy()[0], newer.stale) == (2, 2, False)
+            assert (newer.version, newer["x"].numpy()[0], newer.is_stale()) == (2, 2, False)
             assert lease["x"].numpy()[0] == 1
             vram.remove("news")
-            assert newer.stale
+            assert newer.is_stale()
             assert select.select([newer], [], [], 10)[0] == [newer]
             with pytest.raises(NotFoundError):
                 newer.upgrade()
@@ -765,7 +765,7 @@ def test_i7_a_forked_child_reads_on_and_gives_nothing_back() -> None:
             said = "nothing"
             try:
                 said = f"{view.tolist()}"
-                for use in (lambda: lease["x"], lambda: lease.stale, lease.upgrade, lease.fileno):
+                for use in (lambda: lease["x"], lambda: lease.is_stale(), lease.upgrade, lease.fileno):
                     try:
                         use()
                         said += " used"
@@ -784,7 +784,7 @@ def test_i7_a_forked_child_reads_on_and_gives_nothing_back() -> None:
             assert pipe.read() == "[0, 1, 2, 3, 4, 5] forked forked forked forked [0, 1, 2, 3, 4, 5]"
         os.waitpid(child, 0)
         until(lambda: vram.statistics().leases == 1)
-        assert not lease.stale
+        assert not lease.is_stale()
         del view
 
 

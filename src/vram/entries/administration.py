@@ -108,9 +108,9 @@ def revoke(
 ) -> RevokeInfo:
     """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
 
-    Readers hear of it through :meth:`Lease.on_revoke`, :attr:`Lease.revoked` and :meth:`Lease.fileno`, and decide for
-    themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU, because
-    an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
+    Readers hear of it through :meth:`Lease.on_revoke`, :meth:`Lease.is_revoked` and :meth:`Lease.fileno`. They decide
+    for themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU,
+    because an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ class Lending(Owned):
         Seconds that :meth:`close` waits for borrowers of memory which may not be freed under them.
     """
 
-    __slots__ = ("_by_handle", "_server", "_wants", "manifest", "nbytes", "path", "patience")
+    __slots__ = ("_by_handle", "_manifest", "_server", "_wants", "nbytes", "path", "patience")
 
     _warn_on_leak = True
 
@@ -56,7 +56,7 @@ class Lending(Owned):
         self._wants = wants  # by nobody else, so that the lender ends with this object whatever its finalizers meet
         self.nbytes = nbytes
         self._by_handle = bool(manifest.handles)
-        self.manifest = manifest
+        self._manifest = manifest
         self.path = server.path
         self.patience = patience
         # Not a method of this object, which would never be collected then. Finalizers come there: nothing waits. What
@@ -150,7 +150,7 @@ class Lending(Owned):
         return []
 
     def __repr__(self) -> str:
-        count = format_count(len(self.manifest.arrays), "array")
+        count = format_count(len(self._manifest.arrays), "array")
         state = "closed" if self.is_closed else f"{count}, {self.nbytes} bytes"
         return f"<Lending at {self.path}, {state}>"
 
