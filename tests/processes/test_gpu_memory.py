@@ -20,7 +20,7 @@ import vram
 from strangers import CudaStranger
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
-from vram.errors import AccessDeniedError, UnsupportedError
+from vram.errors import ReadOnlyError, UnsupportedError
 from vram.keeper.client import KeeperClient
 from vram.keeper.private import short_directory
 from vram.memory import Received, Region
@@ -102,7 +102,7 @@ class GpuMemory:
             vram.publish("numbers", {"a": a})
             assert a.readonly
             with vram.attach("numbers") as lease:
-                with pytest.raises(AccessDeniedError):
+                with pytest.raises(ReadOnlyError):
                     lease["a"][:] = 1
                 with pytest.raises(vram.UsageError):
                     drivers.get(Location("cuda")).fill(lease["a"].address, 1, 10)

@@ -19,12 +19,12 @@ from vram import driver
 from vram.arrays import Array
 from vram.driver.protocol import Driver
 from vram.errors import (
-    AccessDeniedError,
     BusyError,
     CapacityError,
     ClosedError,
     ForkedError,
     RangeError,
+    ReadOnlyError,
     UnsupportedError,
     UsageError,
 )
@@ -384,7 +384,7 @@ def test_read_only_memory_is_refused_before_it_is_touched(host: Driver) -> None:
             assert reader.numpy().tolist() == [3] * 4
             assert not reader.numpy().flags.writeable
             for write in (lambda: reader.fill(1), lambda: reader.__setitem__(0, 1)):
-                with pytest.raises(AccessDeniedError, match="cow"):
+                with pytest.raises(ReadOnlyError, match="cow"):
                     write()
             with pytest.raises(ValueError, match="WRITEABLE"):
                 reader.numpy().flags.writeable = True

@@ -18,7 +18,7 @@ from vram import driver as drivers
 from vram.arrays import Array
 from vram.arrays.dlpack import _python, _tensor_in, _Versioned
 from vram.arrays.dlpack import capsule as dlpack_capsule
-from vram.errors import AccessDeniedError, BusyError, ProtocolError, UnsupportedError, UsageError
+from vram.errors import BusyError, ProtocolError, ReadOnlyError, UnsupportedError, UsageError
 from vram.memory import Received, Region
 from vram.spec import Access, Location
 
@@ -206,9 +206,9 @@ def test_capsules_of_read_only_memory_say_so() -> None:
             versioned = _Versioned.from_address(_python.PyCapsule_GetPointer(capsule, b"dltensor_versioned"))
             assert versioned.flags & 1
             assert a.__cuda_array_interface__["data"] == (a.address, True)
-            with pytest.raises(AccessDeniedError):
+            with pytest.raises(ReadOnlyError):
                 a[0] = 1
-            with pytest.raises(AccessDeniedError):
+            with pytest.raises(ReadOnlyError):
                 a.fill(1)
             del capsule, versioned
 
@@ -394,7 +394,7 @@ def test_memory_of_others_that_a_capsule_calls_read_only_is_not_written() -> Non
             first[...] = 1
             with vram.share(OfAnother(base, 10, True)) as shared:
                 assert shared.readonly
-                with pytest.raises(AccessDeniedError):
+                with pytest.raises(ReadOnlyError):
                     shared[...] = 2
                 assert shared.to_host().tolist() == [1] * 10
             assert not first.readonly

@@ -21,7 +21,15 @@ from safetensors.numpy import save_file
 from vram import driver, lifetime
 from vram.arrays import Array, file_copy, weights
 from vram.driver.protocol import Driver
-from vram.errors import AccessDeniedError, MissingFileError, OutOfMemoryError, RangeError, UsageError, VramError
+from vram.errors import (
+    MissingFileError,
+    OutOfMemoryError,
+    RangeError,
+    ReadOnlyError,
+    UnreadableFileError,
+    UsageError,
+    VramError,
+)
 from vram.memory import Region
 from vram.spec import HOST, Access, HandleKind
 
@@ -190,7 +198,7 @@ def test_into_a_region_of_ones_own(host: Driver, good: Path) -> None:
 def test_into_memory_that_is_read_only(host: Driver, good: Path) -> None:
     with Region.create(host, HOST, capacity="2MiB", nbytes=2 * MIB) as region:
         region.freeze()
-        with pytest.raises(AccessDeniedError, match="read-only"):
+        with pytest.raises(ReadOnlyError, match="read-only"):
             weights.fill(weights.plan(good), region)
 
 
@@ -368,7 +376,7 @@ def test_paths_that_are_none(host: Driver, path: object) -> None:
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read every file")
 def test_a_file_that_may_not_be_read(good: Path) -> None:
     good.chmod(0)
-    with pytest.raises(AccessDeniedError, match="may not be read"):
+    with pytest.raises(UnreadableFileError, match="may not be read"):
         weights.plan(good)
 
 

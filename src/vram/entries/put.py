@@ -57,8 +57,8 @@ def put(
     ------
     UsageError
         If the file is not a safetensors file, is truncated, or its header contradicts its contents.
-    MissingFileError
-        If there is no such file.
+    MissingFileError, UnreadableFileError
+        If there is no such file, or this user may not read it.
     """
     location = Location.parse(device)
     plan = weights.plan(path)
