@@ -237,7 +237,9 @@ class GpuMemory:
         driver = drivers.get(Location("cuda"))
         places = [Location("cuda", 0), Location("cuda", 1)]
         granule = driver.mem_granularity(places[0], vram.HandleKind.POSIX_FD).recommended
-        with Region.create(driver, places[0], capacity=4 * granule, chunk=granule, nbytes=1, users=places) as region:
+        with Region.create(
+            places[0], driver=driver, capacity=4 * granule, chunk=granule, nbytes=1, users=places
+        ) as region:
             for size in (granule, 3 * granule):
                 region.resize(size)
                 for start in range(0, size, granule):

@@ -69,7 +69,7 @@ def array(*_: object) -> vram.Array:
 
 def on_region(verb: str) -> Callable[..., Any]:
     def act(*given: Any) -> Any:
-        with vram.Region.create(drivers.get(HOST), HOST, capacity=G, nbytes=10) as region:
+        with vram.Region.create(HOST, capacity=G, nbytes=10) as region:
             return getattr(region, verb)(*given)
 
     return act
@@ -139,7 +139,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "put": (vram.put, lambda d: (("p", f"{d}/none"), {})),
     "Location": (vram.Location, lambda d: (("cuda", 0), {})),
     "Location.parse": (vram.Location.parse, lambda d: (("cuda:0",), {})),
-    "Region.create": (vram.Region.create, lambda d: ((drivers.get(HOST), HOST), {"capacity": G, "nbytes": G})),
+    "Region.create": (vram.Region.create, lambda d: ((HOST,), {"capacity": G, "nbytes": G})),
     "Region.from_allocations": (mapped_for, lambda d: ((), {})),
     "AddressReservation.reserve": (vram.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
     "PhysicalAllocation.create": (vram.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),

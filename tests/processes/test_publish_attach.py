@@ -350,9 +350,7 @@ def test_read_only_memory_is_copied_for_writing() -> None:
 
 def test_memory_that_cannot_leave_the_process_is_copied() -> None:
     """S3: the memory says so; nobody tries and fails."""
-    region = vram.Region.create(
-        drivers.get(HOST), HOST, capacity=2 * MIB, nbytes=2 * MIB, handle_kinds=vram.HandleKind.NONE
-    )
+    region = vram.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB, handle_kinds=vram.HandleKind.NONE)
     with region, Array(region, "int64", (4,)) as a:
         a.numpy()[:] = range(4)
         receipt = vram.publish("n", {"a": a})
@@ -362,7 +360,7 @@ def test_memory_that_cannot_leave_the_process_is_copied() -> None:
 
 
 def test_an_array_whose_region_was_closed_is_copied() -> None:
-    region = vram.Region.create(drivers.get(HOST), HOST, capacity=2 * MIB, nbytes=2 * MIB)
+    region = vram.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB)
     a = Array(region, "int64", (4,))
     region.close()
     with a:

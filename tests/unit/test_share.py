@@ -161,7 +161,7 @@ def test_a_private_copy_says_that_nobody_else_could_see_it() -> None:
 
 def test_memory_that_was_made_not_to_leave_says_so() -> None:
     host: Any = drivers.get(vram.spec.HOST)
-    with vram.Region.create(host, "host", capacity=GRANULE, nbytes=GRANULE, handle_kinds=NONE) as region:
+    with vram.Region.create("host", driver=host, capacity=GRANULE, nbytes=GRANULE, handle_kinds=NONE) as region:
         array = vram.Array(region, "uint8", 100)
         route = vram.explain(array)
         assert not route

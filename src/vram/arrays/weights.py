@@ -179,7 +179,7 @@ def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: L
     Others as :func:`plan`.
     """
     what = path if isinstance(path, WeightsPlan) else plan(path)
-    region = Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
+    region = Region.create(location, driver=driver, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
     try:
         fill(what, region)
         arrays = {

@@ -21,7 +21,9 @@ _LENGTH = struct.Struct("<Q")
 def sealed_copy(data: bytes) -> PhysicalAllocation:
     """Return sealed host memory that holds `data`, its length in front: a manifest too long for a message."""
     driver = drivers.get(HOST)
-    with Region.create(driver, HOST, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)) as region:
+    with Region.create(
+        HOST, driver=driver, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)
+    ) as region:
         driver.copy_in(region.address, memoryview(_LENGTH.pack(len(data)) + data))
         region.freeze()
         (allocation,), _ = region.segments(0, region.nbytes)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .. import driver as drivers
 from ..arrays import weights
 from ..arrays.dtypes import dtype_name
 from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
@@ -73,7 +72,7 @@ def put(
         for key, tensor in plan.tensors.items()
     }
     nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
-    with Region.create(drivers.get(location), location, capacity=nbytes, nbytes=nbytes, managed=True) as region:
+    with Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True) as region:
         weights.fill(plan, region)
         return publish_loaded(client, name, region, arrays, meta=notes, writable=writable, ttl=ttl)
 

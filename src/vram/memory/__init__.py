@@ -2,7 +2,8 @@
 
 One line each: a :class:`PhysicalAllocation` is bytes without an address, an :class:`AddressReservation` an address
 without bytes, a :class:`MemoryMapping` puts one into the other, and a :class:`Region` is a reservation with a ceiling
-that is mapped chunk by chunk and never moves. This room sees the drivers' contract only, never a driver.
+that is mapped chunk by chunk and never moves. This room sees the drivers' contract and :func:`vram.driver.get`, which
+finds the driver of a place; never a driver.
 
 Only GPUs have an :class:`Event` (what a stream had to do at one moment), a stream-ordered :class:`Pool` and, few of
 them, a :class:`MulticastObject`; these are loaded on first use.
