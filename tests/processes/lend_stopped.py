@@ -56,7 +56,7 @@ def _lend(path: str, kind: str) -> None:
 
     with Sources() as sources:
         x = sources.make(kind)
-        with vram.lend(x, at=path, patience=120) as lending:
+        with vram.lend(x, at=path, close_timeout=120) as lending:
             _say("lent")
             sys.stdin.readline()
             lending.revoke(timeout=120)

@@ -52,7 +52,7 @@ ODD: list[Any] = [
     *(object(), int, len, np.zeros(2), np.float64("nan"), np.int64(-1), np.array("x"), TooLarge(), NoMapping()),
 ]
 # What waits is given no time to; a ceiling keeps the machine its memory.
-_WAITS = ("timeout", "patience")
+_WAITS = ("timeout", "close_timeout")
 _TYPED = (vram.VramError, TypeError)
 
 
@@ -128,7 +128,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
         vram.attach_or_publish,
         lambda d: (("c", lambda: {"x": np.ones(1)}), {"timeout": 0.01}),
     ),
-    "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "patience": 0.01})),
+    "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "close_timeout": 0.01})),
     "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {})),
     "remove": (vram.remove, lambda d: (("none",), {})),
     "revoke": (vram.revoke, lambda d: (("none",), {"timeout": 0.01})),

@@ -12,7 +12,7 @@ from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.rules import LENT
 from ..spec import Location
 from .attach import check_access, user_of
-from .keepers import check_seconds, for_greeting
+from .keepers import TIMEOUT, check_seconds, for_greeting
 from .lease import Lease, wire_access
 
 __all__ = ["as_path", "borrow"]
@@ -25,7 +25,7 @@ def borrow(
     at: str | os.PathLike[str],
     *,
     access: str = "r",
-    timeout: float | None = 5.0,
+    timeout: float | None = TIMEOUT,
     device: str | Location | None = None,
     stream: object = None,
 ) -> Lease:
@@ -38,7 +38,7 @@ def borrow(
     access : {"r", "rw", "cow"}
         As of :func:`vram.attach`; ``"rw"`` if it is lent writable.
     timeout : float or None
-        Seconds to wait for somebody to lend there; None waits for ever.
+        Seconds to wait for somebody to lend there; 0 looks once, None waits for ever.
     device : str, optional
         The GPU that will work on memory of a GPU; by default the one that it is on.
     stream : int or stream, optional

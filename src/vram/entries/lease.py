@@ -389,7 +389,8 @@ class Lease(Owned, Mapping[str, Array]):
         strict : bool
             Refuse, and change nothing, while views are alive.
         wait : bool
-            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so.
+            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so. It
+            is no time, since the keeper need not wait for anybody to answer this.
 
         Raises
         ------
