@@ -19,6 +19,7 @@ from .keepers import as_notes, check_flag, check_owner, check_seconds, check_ver
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
     from ..keeper.session import Keeper
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
@@ -109,7 +110,7 @@ def attach(
 
 def attach_or_publish(
     name: str,
-    load: Callable[[], Mapping[str, object]],
+    load: Callable[[], Mapping[str, ArrayLike]],
     *,
     expect: Mapping[str, str] | None = None,
     access: str = "r",

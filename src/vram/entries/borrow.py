@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from typing import TYPE_CHECKING
 
 from ..arrays.streams import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
@@ -14,6 +15,9 @@ from ..spec import Location
 from .attach import check_access, user_of
 from .keepers import TIMEOUT, check_seconds, for_greeting
 from .lease import Lease, wire_access
+
+if TYPE_CHECKING:
+    from ..arrays.hints import StreamLike
 
 __all__ = ["as_path", "borrow"]
 
@@ -27,7 +31,7 @@ def borrow(
     access: str = "r",
     timeout: float | None = TIMEOUT,
     device: str | Location | None = None,
-    stream: object = None,
+    stream: StreamLike | None = None,
 ) -> Lease:
     """Borrow what another process lends at a path: map its memory into this process, without a copy.
 

@@ -18,13 +18,14 @@ from ..lifetime import Owned, own, unwinding
 from ..memory import Event
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
 from ..sharing.mapping import device_name
-from ..spec import HOST, format_count
+from ..spec import HOST, Location, format_count
 from .borrow import as_path
 from .keepers import TIMEOUT, as_notes, check_flag, check_seconds
 from .manifests import sealed_copy
 from .placement import Placement
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike, StreamLike
     from ..keeper.lend_server import LendServer, Wanted
 
 __all__ = ["Lending", "lend"]
@@ -176,11 +177,11 @@ class _LendOwner:
 
 
 def lend(
-    obj: object,
+    obj: ArrayLike | tuple[int, int | str, str | Location] | Mapping[str, ArrayLike],
     *,
     at: str | os.PathLike[str],
     writable: bool = False,
-    stream: object = None,
+    stream: StreamLike | None = None,
     mode: int = 0o600,
     group: str | None = None,
     meta: Mapping[str, str] | None = None,

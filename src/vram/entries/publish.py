@@ -19,6 +19,7 @@ from .manifests import sealed_copy, sealed_size
 from .placement import Loaded, Placement
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
     from ..keeper.session import Keeper
 
 __all__ = ["Published", "publish", "publish_loaded", "publish_to"]
@@ -52,7 +53,7 @@ class Published:
 
 def publish(
     name: str,
-    arrays: Mapping[str, object],
+    arrays: Mapping[str, ArrayLike],
     *,
     meta: Mapping[str, str] | None = None,
     writable: bool = False,
