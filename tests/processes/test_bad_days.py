@@ -28,6 +28,7 @@ from vram.errors import (
     ProtocolError,
     QuotaError,
     RangeError,
+    UnreadableFileError,
     UnsupportedError,
     UsageError,
     VramError,
@@ -234,7 +235,7 @@ def test_i4_a_file_that_cannot_be_read_publishes_nothing(kept: vram.Keeper, tmp_
     secret.chmod(0)
     if not os.geteuid():
         kind, _ = as_user(OTHER, lambda: vram.put("model", secret, device="host", keeper="/nowhere"))
-        assert issubclass(kind, VramError)
+        assert kind is UnreadableFileError
 
 
 def test_a_file_is_read_only_if_it_will_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
