@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from .keepers import as_notes, check_flag, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
     from ..keeper.session import Keeper
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
@@ -37,7 +39,7 @@ def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    keeper: Keeper | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
 
@@ -64,8 +66,8 @@ def attach(
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
         several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
         which are that user's alone.
-    keeper : Keeper or str, optional
-        Whom to ask: a socket path, or what :func:`vram.keeper` gave. By default ``$VRAM_KEEPER`` or the user's own.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
 
     Returns
     -------
@@ -109,7 +111,7 @@ def attach(
 
 def attach_or_publish(
     name: str,
-    load: Callable[[], Mapping[str, object]],
+    load: Callable[[], Mapping[str, ArrayLike]],
     *,
     expect: Mapping[str, str] | None = None,
     access: str = "r",
@@ -119,7 +121,7 @@ def attach_or_publish(
     timeout: float | None = None,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    keeper: Keeper | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
 

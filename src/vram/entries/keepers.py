@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
 __all__ = [
+    "TIMEOUT",
     "as_notes",
     "check_flag",
     "check_flags",
@@ -25,6 +26,10 @@ __all__ = [
     "for_greeting",
     "wait_for_keeper",
 ]
+
+# Seconds that a verb waits for what another process has to do, unless its caller says otherwise. Two kinds differ, and
+# say so: what looks a name up does not wait (0), and what waits for work does so for ever (None).
+TIMEOUT = 10.0
 
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
 # Seconds in which a keeper that listens has to greet, where nobody waits for anything: it may be busy.
@@ -118,7 +123,7 @@ def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, 
         if not isinstance(keeper.path, (str, os.PathLike)) or not isinstance(keeper.label, str):
             raise UsageError(f"a Keeper's path and label are strings, not {keeper.path!r:.80} and {keeper.label!r:.80}")
         return os.fspath(keeper.path), keeper.label
-    raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
+    raise UsageError(f"keeper must be a socket path (str or PathLike) or a vram.Keeper, not {keeper!r:.80}")
 
 
 def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:

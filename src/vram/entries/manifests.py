@@ -23,7 +23,9 @@ _SHORT = 4096  # bytes of a manifest that is remembered
 def sealed_copy(data: bytes) -> PhysicalAllocation:
     """Return sealed host memory that holds `data`, its length in front: a manifest too long for a message."""
     driver = drivers.get(HOST)
-    with Region.create(driver, HOST, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)) as region:
+    with Region.create(
+        HOST, driver=driver, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)
+    ) as region:
         driver.copy_in(region.address, memoryview(_LENGTH.pack(len(data)) + data))
         region.freeze()
         (allocation,), _ = region.segments(0, region.nbytes)

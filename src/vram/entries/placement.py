@@ -141,7 +141,7 @@ class PackedCopy:
         # An entry of empty arrays still is an entry: it has memory, if only a granule.
         capacity = round_up(max(end, 1), granule)
         size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
-        region = Region.create(driver, location, capacity=capacity, chunk=size, managed=True)
+        region = Region.create(location, driver=driver, capacity=capacity, chunk=size, managed=True)
         return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
 
     def describe(self) -> MemoryDescriptor:

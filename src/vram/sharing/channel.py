@@ -599,7 +599,7 @@ class Channel(lifetime.Owned):
         return error
 
 
-def check_timeout(timeout: object) -> float | None:
+def check_timeout(timeout: object, what: str = "timeout") -> float | None:
     """Return how many seconds a caller is willing to wait; None is for ever.
 
     Raises
@@ -617,7 +617,7 @@ def check_timeout(timeout: object) -> float | None:
         shown = f"{timeout!r:.40}"
     except (OverflowError, ValueError):  # an int that no float holds, or of more digits than Python writes
         shown = "of so many digits"
-    raise UsageError(f"timeout {shown} is not a number of seconds from 0, or None for ever")
+    raise UsageError(f"{what} {shown} is not a number of seconds from 0, or None for ever")
 
 
 def _cut_off(payload: bytes, came: int, cut: int) -> ProtocolError:
