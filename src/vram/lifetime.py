@@ -58,6 +58,7 @@ __all__ = [
     "noted",
     "own",
     "stuck",
+    "unclosed",
     "uninterrupted",
     "unwinding",
 ]
@@ -68,6 +69,7 @@ _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
 _guards: dict[int, _Guard] = {}  # by serial number, of every claim
 _lost: deque[_Guard] = deque()  # of claims that went, and that nobody has released
+_unclosed: deque[weakref.ref[object]] = deque()  # of what had a finalizer that an interrupt kept from running
 _live: dict[int, Handle] = {}
 _stuck: list[Handle] = []
 _serials = itertools.count(1)
@@ -479,8 +481,32 @@ def live() -> tuple[Handle, ...]:
 
 
 def stuck() -> tuple[Handle, ...]:
-    """Return the handles whose undo failed: kept, with all they depend on, until the process ends."""
+    """Return the handles whose undo failed: kept, with all they depend on, until the process ends.
+
+    Besides, one for each object whose finalizer was to close something, and was kept from it (:func:`unclosed`).
+    """
+    while _unclosed:
+        with contextlib.suppress(IndexError):  # another thread was quicker
+            _unclosed.popleft()
+            handle = own("what an interrupted finalizer did not close", None).handle
+            handle._state = _STUCK
+            _stuck.append(handle)
+            _live.pop(handle._id, None)
     return tuple(_stuck)
+
+
+def unclosed(owner: object) -> weakref.ref[object]:
+    """Have an object counted as :func:`stuck` if it goes before its finalizer has come to its end (I12).
+
+    An interrupt can come where a finalizer begins, and Python drops the rest of it. What then sees the object go is C,
+    where none comes.
+
+    Parameters
+    ----------
+    owner : object
+        It keeps what this returns as one of its attributes, and lets go of it where there is nothing to close.
+    """
+    return weakref.ref(owner, _unclosed.append)
 
 
 @contextlib.contextmanager
@@ -711,6 +737,7 @@ def _after_fork_in_child() -> None:
     _released.clear()
     _guards.clear()
     _lost.clear()
+    _unclosed.clear()
     _live.clear()
     _stuck.clear()
 

@@ -17,6 +17,7 @@ from interrupts import interrupt, interrupt_finalizers, room
 from vram import lifetime
 from vram.keeper.bind import Listener
 from vram.sharing.channel import Channel, accept, take_over
+from vram.testing.keeper import SOON
 
 ROOMS = room("sharing/", "lifetime.py", "open_files.py", "std:socket")
 
@@ -116,3 +117,33 @@ def descriptors(listener: socket.socket) -> int:
         while True:
             listener.accept()[0].close()
     return len(os.listdir("/proc/self/fd"))
+
+
+def open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
+
+
+def test_descriptors_that_an_interrupted_finalizer_leaves_open_are_counted_i12() -> None:
+    """It comes where the finalizer begins, or later in it: what is left open is known to be."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left_open = 0
+    with other, Channel(one) as channel, open(os.devnull, "rb") as file:
+
+        def take_and_drop() -> None:
+            channel.take(timeout=SOON)
+
+        for nth in itertools.count(1):
+            before, known = open_files(), len(lifetime.stuck())
+            socket.send_fds(other, [b"x"], [file.fileno()])
+            came = interrupt_finalizers(nth, take_and_drop, ROOMS)
+            counted = len(lifetime.stuck()) - known
+            left = open_files() - before
+            for fd in left:
+                os.close(fd)
+            del lifetime._stuck[known:]
+            assert counted >= len(left), "descriptors stay open, and nobody knows"
+            assert counted <= came
+            left_open += len(left)
+            if not came:
+                break
+    assert left_open, "no finalizer was kept from closing anything"

@@ -38,7 +38,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import messages as m
-from vram.keeper import reports, users, watch  # noqa: F401
+from vram.keeper import notices, reports, users  # noqa: F401
 from vram.keeper.__main__ import parse_seconds
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, close_clients
 from vram.keeper.private import KeeperProcess, short_directory

@@ -21,7 +21,7 @@ import standin
 import vram
 from vram import driver as drivers
 from vram import transports
-from vram.errors import ClosedError, ForkedError, UnsupportedError, UsageError, WaitTimeoutError
+from vram.errors import ClosedError, ForkedError, PeerGoneError, UnsupportedError, UsageError, WaitTimeoutError
 from vram.spec import HOST, Location
 from vram.testing.keeper import SOON, until
 from vram.transports import (
@@ -537,6 +537,18 @@ def test_the_route_command_prints_the_ranking() -> None:
 
 
 # -- pipes ------------------------------------------------------------------------------------------------------------
+def test_a_listener_that_stops_between_two_looks_is_gone(tmp_path: Path) -> None:
+    """It had made both pipes, and takes both away."""
+    there = tmp_path / "x.there"
+    os.mkfifo(there)
+    reads = os.open(there, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(PeerGoneError, match="has stopped"):
+            PipeExchange.connect(str(tmp_path / "x"), SOON)
+    finally:
+        os.close(reads)
+
+
 def test_a_listener_that_is_slow_to_open_its_pipe_is_not_taken_for_one_that_has_gone(tmp_path: Path) -> None:
     """Longer than one look takes: until it has opened the pipe, reading from that is the end of file."""
     there, back = tmp_path / "x.there", tmp_path / "x.back"

@@ -113,10 +113,21 @@ class OwnedFds(list[int]):
     """
 
     is_armed = False  # as long as an interrupt would leave them to somebody else
+    _guard: object = None
+
+    def watch(self) -> None:
+        """Have it known if an interrupt keeps the finalizer from running."""
+        self._guard = lifetime.unclosed(self)
+
+    def disarm(self) -> None:
+        """From here on somebody else has to close them."""
+        self.is_armed = False
+        self._guard = None
 
     def __del__(self) -> None:
         if self and self.is_armed:
             close_fds(self)
+        self._guard = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +178,7 @@ def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[b
         _discard(left)
         raise
     if fds:
-        fds.is_armed = False  # type: ignore[attr-defined]
+        fds.disarm()  # type: ignore[attr-defined]
     return payload, fds, cut != 0
 
 
@@ -192,6 +203,7 @@ def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL
         if not ancillary:
             return payload, [], cut
         fds = OwnedFds(_numbers(ancillary))
+        fds.watch()
     except BaseException:
         left.appendleft(raw)
         raise
@@ -538,7 +550,7 @@ class Channel(lifetime.Owned):
         """
         payload, fds = self.take(timeout=timeout)
         if fds:
-            fds.is_armed = False  # type: ignore[attr-defined]  # OwnedFds, where there are any
+            fds.disarm()  # type: ignore[attr-defined]  # OwnedFds, where there are any
         return payload, fds
 
     def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:

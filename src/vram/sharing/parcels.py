@@ -119,6 +119,8 @@ class Collector(OwnedFds):
         super().__init__()
         self.total = total
         self.is_armed = is_armed
+        if is_armed:
+            self.watch()
 
     @property
     def is_complete(self) -> bool:

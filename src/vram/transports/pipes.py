@@ -87,7 +87,10 @@ class PipeExchange(ByteExchange):
         try:
             wait_until(lambda: _is_read(f"{path}.there", fds), timeout, f"nobody listens at {path}")
             # The other pipe was made before; read first, or its end could not write to it.
-            _open_pipe(f"{path}.back", os.O_RDONLY, fds)
+            try:
+                _open_pipe(f"{path}.back", os.O_RDONLY, fds)
+            except FileNotFoundError:
+                raise PeerGoneError(f"who listened at {path} has stopped") from None
             fds.reverse()
             return cls._greeted(fds, claim, timeout)
         except BaseException as error:
