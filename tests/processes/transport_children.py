@@ -214,3 +214,32 @@ def without_a_driver(pipe: Connection) -> None:
     except vram.UnsupportedError as error:
         said = str(error)
     pipe.send((answers, select("host", "host").best.kind, said))
+
+
+def taker(pipe: Connection, kind: str, path: str, src: str, dst: str) -> None:
+    """Receive what it is told to, and say what it sees; what came is kept until it is told to drop it."""
+    kept: list[Array] = []
+    with KINDS[kind](src, dst, SocketExchange.connect(path, SOON), timeout=SOON) as transport:
+        pipe.send("here")
+        with contextlib.suppress(EOFError):
+            while True:
+                word, *rest = pipe.recv()
+                if word == "recv":
+                    kept.append(transport.recv(timeout=SOON))
+                    pipe.send(kept[-1].to_host().tobytes())
+                elif word == "import":
+                    kept.append(transport.import_(rest[0]))
+                    pipe.send(kept[-1].to_host().tobytes())
+                elif word == "read":
+                    pipe.send(kept[-1].to_host().tobytes())
+                elif word == "drop":
+                    while kept:
+                        kept.pop().close()
+                    transport.synchronize(timeout=SOON)  # a call of its own, with which the other end hears of it
+                    pipe.send("dropped")
+                elif word == "opens":
+                    import standin
+
+                    pipe.send((standin.Standin().live().get("ipc_opens", 0), transport.statistics().imported))
+    for array in kept:
+        array.close()
