@@ -132,8 +132,29 @@ class Descriptors(Between):
         """Descriptors cannot be brought through a pipe; see tests/conformance."""
 
 
+@pytest.mark.usefixtures("two_gpus")
+class SharedMemory(Between):
+    kind = "shm"
+
+    @pytest.fixture(params=[("cuda:0", "cuda:1"), ("cuda:0", "host"), ("host", "cuda:0")], ids=["two", "down", "up"])
+    def ends(self, request: pytest.FixtureRequest, maker: Connection, path: str) -> Iterator[Ends]:
+        with self.connected(maker, "socket", path, *request.param) as ends:
+            ends.elsewhere = next(
+                Location.parse(place) for place in ("host", "cuda:0") if place not in request.param[1]
+            )
+            yield ends
+
+    def test_a_handle_brought_by_hand(self) -> None:  # type: ignore[override]
+        """Descriptors cannot be brought through a pipe; see tests/conformance."""
+
+
 @pytest.mark.standin
 class TestLegacyOnTheStandin(Legacy):
+    pass
+
+
+@pytest.mark.standin
+class TestSharedMemoryOnTheStandin(SharedMemory):
     pass
 
 
@@ -157,10 +178,17 @@ class TestDescriptorsOnHardware(Descriptors):
     pass
 
 
+@pytest.mark.gpu
+class TestSharedMemoryOnHardware(SharedMemory):
+    pass
+
+
 # -- deaths ---------------------------------------------------------------------------------------------------------
 DEATHS = [
     pytest.param("vmm", "socket", "host", 5, id="vmm-host"),
     pytest.param("vmm", "socket", "cuda:0", 5, id="vmm-gpu", marks=pytest.mark.standin),
+    pytest.param("shm", "socket", "host", 6, id="shm-host"),
+    pytest.param("shm", "socket", "cuda:0", 6, id="shm-gpu", marks=pytest.mark.standin),
     pytest.param("ipc", "socket", "cuda:0", 3, id="ipc-socket", marks=pytest.mark.standin),
     pytest.param("ipc", "pipes", "cuda:0", 3, id="ipc-pipes", marks=pytest.mark.standin),
     pytest.param("ipc", "memory", "cuda:0", 3, id="ipc-memory", marks=pytest.mark.standin),
@@ -392,8 +420,8 @@ def test_gpus_that_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "0,1")
     with child(children.without_peers) as (_, pipe):
         answers, refused, chosen, moved = answer(pipe)
-    assert {kind for kind, (is_available, _) in answers.items() if is_available} == {"staged"}
-    assert all("no peers" in reason for kind, (_, reason) in answers.items() if kind != "staged")
+    assert {kind for kind, (is_available, _) in answers.items() if is_available} == {"staged", "shm"}
+    assert all("no peers" in reason for kind, (_, reason) in answers.items() if kind not in ("staged", "shm"))
     assert "no peers" in refused
     assert (chosen, moved) == ("staged", 7)
 
@@ -405,7 +433,7 @@ def test_no_driver_at_all() -> None:
         "work(types.SimpleNamespace(send=lambda found: print(repr(found))))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
+    environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("", "tests", "src"))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, env=environment, check=False
     )
@@ -415,7 +443,7 @@ def test_no_driver_at_all() -> None:
         pytest.skip("this machine has a driver")
     assert all(reason for _, reason in answers.values())
     assert best == "staged"
-    assert all(f"{kind}: " in said for kind in ("peer", "staged", "vmm", "ipc"))
+    assert all(f"{kind}: " in said for kind in ("peer", "staged", "vmm", "ipc", "shm"))
 
 
 def test_other_machines_words_are_not_believed() -> None:

@@ -18,10 +18,17 @@ from vram.memory.foreign import find_foreign
 from vram.spec import Location
 from vram.testing.keeper import SOON
 from vram.testing.transport import ARENA
-from vram.transports import IpcTransport, PipeExchange, SharedMemoryExchange, SocketExchange, VmmTransport
+from vram.transports import (
+    IpcTransport,
+    PipeExchange,
+    SharedMemoryExchange,
+    ShmTransport,
+    SocketExchange,
+    VmmTransport,
+)
 
 WAYS: dict[str, Any] = {"socket": SocketExchange, "pipes": PipeExchange, "memory": SharedMemoryExchange}
-KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport}
+KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport, "shm": ShmTransport}
 
 
 def cuda_malloc(nbytes: int, device: int = 0) -> int:
@@ -137,6 +144,13 @@ def receiver(pipe: Connection, kind: str, way: str, path: str, place: str) -> No
     pipe.recv()
 
 
+def holder(pipe: Connection, kind: str, path: str, place: str) -> None:
+    """Connect, and receive nothing; wait to be killed."""
+    with KINDS[kind](place, place, SocketExchange.connect(path, SOON)):
+        pipe.send("here")
+        pipe.recv()
+
+
 def talker(pipe: Connection, way: str, path: str) -> None:
     """Bring every message back, twice as long."""
     with WAYS[way].connect(path, SOON) as exchange, contextlib.suppress(vram.PeerGoneError):
@@ -183,7 +197,7 @@ def without_peers(pipe: Connection) -> None:
     from vram.transports import PeerTransport, StagedTransport, select
 
     answers = {}
-    for cls in (IpcTransport, VmmTransport, PeerTransport, StagedTransport):
+    for cls in (IpcTransport, VmmTransport, PeerTransport, StagedTransport, ShmTransport):
         answer = cls.available("cuda:0", "cuda:1")
         answers[cls.kind] = (bool(answer), getattr(answer, "reason", ""))
     refused = ""

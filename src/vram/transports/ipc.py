@@ -14,7 +14,7 @@ from ..memory.foreign import ForeignRegion
 from ..spec import HandleKind, Location
 from .contract import Estimate, No, Yes
 from .measure import measured
-from .places import COPY_FIRST, on_gpus, unless
+from .places import SHM, on_gpus, unless
 from .remote import RemoteTransport
 from .vmm import fit_between
 
@@ -34,11 +34,12 @@ class IpcTransport(RemoteTransport):
 
     kind = "ipc"
     needs_fds = False
+    carries = frozenset({"legacy", "pool"})
 
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether both places are GPUs that reach each other; see the contract."""
-        return unless(on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, COPY_FIRST))
+        return unless(on_gpus("ipc is for memory of cudaMalloc, on GPUs", src, dst, SHM))
 
     @classmethod
     def measure(cls, src: Location, dst: Location) -> Estimate:
@@ -66,5 +67,5 @@ class IpcTransport(RemoteTransport):
                 )
             if self.src != self.dst:
                 raise UsageError(
-                    f"{array!r} is memory of a pool on {self.src}, which is opened there and not on {self.dst}"
+                    f"{array!r} is memory of a pool on {self.src}, which is opened there and not on {self.dst}: {SHM}"
                 )

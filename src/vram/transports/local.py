@@ -74,7 +74,7 @@ class LocalTransport(Endpoint):
     def export(self, buffer: Array) -> ExportedBuffer:
         """Return a handle to a buffer at the source, for this process; see the contract."""
         self.handle  # noqa: B018  (the check)
-        array = as_array(buffer)
+        array = as_array(buffer, copies=True)
         check_place("the buffer", array, self.src)
         ready(array, None)
         return ExportedBuffer(self.kind, keeps=array)
@@ -97,7 +97,7 @@ class LocalTransport(Endpoint):
         """Hand a buffer at the source over; see the contract. It is read when it is received."""
         started = time.perf_counter()
         self.handle  # noqa: B018  (the check)
-        array = as_array(buffer)
+        array = as_array(buffer, copies=True)
         check_place("the buffer", array, self.src)
         ready(array, stream)
         message = self._keep(array)
@@ -112,7 +112,7 @@ class LocalTransport(Endpoint):
     def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
         """Return what was sent, copied; see the contract."""
         self.handle  # noqa: B018  (the check)
-        wanted = None if buffer is None else as_array(buffer)
+        wanted = None if buffer is None else as_array(buffer, copies=True)
         deadline = None if timeout is None else time.monotonic() + timeout
         message: Message | None = None
         try:
@@ -194,15 +194,21 @@ class LocalTransport(Endpoint):
         return measured(cls.kind, src, dst, lambda fit: fit_with(cls(src, dst), None, fit))
 
 
-def fit_with(sender: Any, receiver: Any, fit: Any) -> Estimate:
-    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given."""
+def fit_with(sender: Any, receiver: Any, fit: Any, once: Any = None) -> Estimate:
+    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given.
+
+    Parameters
+    ----------
+    once : callable, optional
+        Moves so many bytes, in place of a send and a recv one after the other.
+    """
     from .measure import LARGE
 
     ends = [end for end in (sender, receiver) if end is not None]
     try:
         with fresh(sender.src, (LARGE,), np.dtype("uint8")) as source:
             with fresh(sender.dst, (LARGE,), np.dtype("uint8")) as target:
-                transfer: Transfer = lambda nbytes: _once(sender, ends[-1], source, target, nbytes)  # noqa: E731
+                transfer: Transfer = lambda nbytes: (once or _once)(sender, ends[-1], source, target, nbytes)  # noqa: E731
                 return fit(transfer)  # type: ignore[no-any-return]
     finally:
         for end in ends:

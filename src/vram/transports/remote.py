@@ -23,7 +23,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from msgspec import structs
 
@@ -59,6 +59,7 @@ __all__ = ["RemoteTransport"]
 
 MAX_MEMORIES = 4096  # that the other end may have described at a time
 _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is gone already
+_SLICE = 2e-3  # seconds between two looks, where another thread hears the other end
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 
 
@@ -78,6 +79,8 @@ class _Arrived:
     """An array that came and was not received yet, and the event after which it may be read; 0 if at once."""
 
     __slots__ = ("array", "event")
+
+    is_dropped = False
 
     def __init__(self, array: Array, event: int) -> None:
         self.array, self.event = array, event
@@ -112,21 +115,24 @@ class RemoteTransport(Endpoint):
 
     __slots__ = (
         "_acking", "_awaited", "_came", "_exchange", "_exports", "_imports", "_inbox", "_is_back", "_learning",
-        "_origin", "_outbox", "_peer", "_reading", "_received_count", "_refs", "_sending", "_sent_count",
-        "_stream_events", "_taken", "_taking", "_warm", "timeout",
+        "_memory_is_on", "_origin", "_outbox", "_peer", "_reading", "_received_count", "_refs", "_sending",
+        "_sent_count", "_stream_events", "_taken", "_taking", "_warm", "timeout",
     )  # fmt: skip
 
     needs_fds: ClassVar[bool]
+    copies: ClassVar[bool] = False  # whether what is received is a copy in any case
+    carries: ClassVar[frozenset[str]] = frozenset({"vmm"})  # what made the memory; see selection.select
 
     def __init__(
         self, src: Location | str, dst: Location | str, exchange: Exchange, *, timeout: float | None = None
     ) -> None:
         super().__init__(src, dst)
         self._exchange = exchange
+        self._memory_is_on = self.src
         self.timeout = timeout
         self._origin = os.urandom(16)
         self._peer = b""  # the other end's, from its Hello on
-        self._inbox: deque[_Arrived] = deque()
+        self._inbox: deque[Any] = deque()
         self._is_back = False  # whether one is in there that the other end was told is received
         self._came: list[_Came | tuple[bytes, list[int]]] = []  # one, taken off the exchange and not dealt with yet
         self._outbox = Outbox(MOST_OF_A_KIND)  # finalizers put into it; it goes with the next call
@@ -198,11 +204,12 @@ class RemoteTransport(Endpoint):
     def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
         """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
         self.handle  # noqa: B018  (the check)
-        wanted = None if buffer is None else as_array(buffer)
-        came: _Arrived | None = None
+        wanted = None if buffer is None else as_array(buffer, copies=True)
+        came: Any = None  # an _Arrived, or what a subclass puts into the inbox instead
+        found: Array | None = None
         self._tell()
         try:
-            while came is None:
+            while found is None:
                 self._until(lambda: bool(self._inbox), timeout, "no message came")
                 with self._taking:
                     if not self._inbox:  # another thread was faster
@@ -210,12 +217,12 @@ class RemoteTransport(Endpoint):
                     if wanted is not None:
                         check_fits(wanted, self._inbox[0].nbytes, self.dst)
                     came = uninterrupted(self._inbox.popleft)
-            started, nbytes = time.perf_counter(), came.nbytes
-            found = self._taken_by(came, wanted, stream)
-            self._count_received(nbytes, time.perf_counter() - started)
+                started = time.perf_counter()
+                found = self._taken_by(came, wanted, stream, timeout)
+            self._count_received(came.nbytes, time.perf_counter() - started)
             self._say_received()
         except BaseException:
-            if came is not None:
+            if came is not None and not came.is_dropped:
                 with self._taking:
                     self._inbox.appendleft(came)  # it stays, for another try
             raise
@@ -282,7 +289,12 @@ class RemoteTransport(Endpoint):
     # -- this end's memory --------------------------------------------------------------------------------------
     def _of_ours(self, buffer: object) -> Array:
         self.handle  # noqa: B018  (the check)
-        array = as_array(buffer)
+        try:
+            array = as_array(buffer, copies=self.copies)
+        except UsageError as error:
+            if not self.copies and not isinstance(buffer, Array):
+                error.add_note("The shm transport copies whatever is on a GPU")
+            raise
         check_place("the buffer", array, self.src)
         self._check_memory(array)
         return array
@@ -379,10 +391,13 @@ class RemoteTransport(Endpoint):
             left = None if deadline is None else deadline - time.monotonic()
             held = False
             try:
-                held = uninterrupted(self._reading.acquire, True, -1 if left is None else max(left, 0.0))
-                if not held:
+                # Whoever else hears the other end may hear what is waited for here, and then go on hearing.
+                held = uninterrupted(
+                    self._reading.acquire, True, _SLICE if left is None else max(min(left, _SLICE), 0.0)
+                )
+                if not held and left is not None and left <= 0:
                     raise WaitTimeoutError("somebody else hears the other end")
-                if not is_done():
+                if held and not is_done():
                     self.handle  # noqa: B018  (closed meanwhile?)
                     self._hear(left if left is None else max(left, 0.0))
             except WaitTimeoutError:
@@ -436,7 +451,8 @@ class RemoteTransport(Endpoint):
             del self._came[:]
             return
         elif isinstance(message, Received):
-            if not self._taken <= message.count <= self._sent_count:
+            # The one that is just being sent may have been received before that is counted.
+            if not self._taken <= message.count <= self._sent_count + self._sending.locked():
                 raise ProtocolError(f"{message.count} messages are said to be received of {self._sent_count}")
             self._taken = message.count
         elif isinstance(message, NextPart):
@@ -473,7 +489,9 @@ class RemoteTransport(Endpoint):
         elif isinstance(message, Closed):
             for number in message.memories:
                 self._refs.closed(number)
-        elif isinstance(message, EventIs) and not (came.is_begun and self._stream_events.knows(message.number)):
+        elif not isinstance(message, EventIs):
+            raise ProtocolError(f"a {type(message).__name__} came, which is not said on the {self.kind} transport")
+        elif not (came.is_begun and self._stream_events.knows(message.number)):
             came.is_begun = True
             with self._while_it_lives():
                 self._stream_events.learn(message.number, message.event)
@@ -489,8 +507,10 @@ class RemoteTransport(Endpoint):
     # -- the other end's memory ---------------------------------------------------------------------------------
     def _learn(self, part: MemoryPart, fds: list[int]) -> None:
         """Open memory, or what it has grown by, as far as it is not open already. `fds` are lent."""
-        if part.descriptor.device != device_name(self.src):
-            raise ProtocolError(f"memory came from a device {part.descriptor.device!r:.80}, which is not {self.src}")
+        if part.descriptor.device != device_name(self._memory_is_on):
+            raise ProtocolError(
+                f"memory came from a device {part.descriptor.device!r:.80}, which is not {self._memory_is_on}"
+            )
         with self._learning:
             known = self._imports.known(part.memory)
             if 0 <= part.first < known:  # somebody brought it by hand, or an interrupt came the last time
@@ -533,9 +553,9 @@ class RemoteTransport(Endpoint):
             raise ProtocolError(f"an array came on memory {reference.memory}, which was not described")
         return array
 
-    def _taken_by(self, came: _Arrived, wanted: Array | None, stream: object) -> Array:
-        """Return what came once it may be used, or its copy in the buffer that is wanted."""
-        array = came.array
+    def _taken_by(self, came: Any, wanted: Array | None, stream: object, timeout: float | None) -> Array | None:
+        """Return what came once it may be used, or its copy in the buffer that is wanted; None if it was given up."""
+        array: Array = came.array
         self._check_alive(array)
         if wanted is None:
             self._wait(came, None if stream is None else as_stream(stream))

@@ -15,7 +15,7 @@ from .contract import Estimate, No, Yes
 from .exchanges import SocketExchange
 from .local import fit_with
 from .measure import measured
-from .places import COPY_FIRST, name_place, on_gpus, refusal, unless
+from .places import SHM, name_place, on_gpus, refusal, unless
 from .remote import RemoteTransport
 
 __all__ = ["VmmTransport"]
@@ -39,7 +39,7 @@ class VmmTransport(RemoteTransport):
         """Say whether the destination can map the source's memory; see the contract."""
         if Location.parse(src) == Location.parse(dst) == HOST:
             return unless(refusal(HOST))
-        refused = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, COPY_FIRST)
+        refused = on_gpus("vmm maps memory of the host for the host and of a GPU for GPUs", src, dst, SHM)
         if refused is not None:
             return refused
         home = name_place(src)

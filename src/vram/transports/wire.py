@@ -13,7 +13,19 @@ from msgspec import Meta, Struct
 from ..errors import ProtocolError
 from ..handover.messages import Closed, EventIs, MemoryPart, NextPart, Part, Reference, Shared, Size, Unmap, Unref
 
-__all__ = ["MOST_OF_A_KIND", "VERSION", "WINDOW", "Handle", "Hello", "Received", "decode", "decode_handle", "encode"]
+__all__ = [
+    "MOST_OF_A_KIND",
+    "VERSION",
+    "WINDOW",
+    "Chunk",
+    "Drained",
+    "Handle",
+    "Hello",
+    "Received",
+    "decode",
+    "decode_handle",
+    "encode",
+]
 
 VERSION = 2
 WINDOW = 64  # messages that were sent and not received: then the sender waits
@@ -36,6 +48,26 @@ class Received(Struct, frozen=True, array_like=True, tag="t"):
     count: Size
 
 
+class Chunk(Struct, frozen=True, array_like=True, tag="k"):
+    """Bytes of an array that lie in a ring of shared memory now: `nbytes` of them, which belong at `at` in the array.
+
+    `reference` has the type and shape of the whole array, and where in the ring these bytes are; `stop` is how many
+    bytes of the ring were used up to here, in all. A chunk at 0 begins an array: one that was begun before and is not
+    whole was given up by its sender.
+    """
+
+    reference: Reference
+    at: Size
+    nbytes: Size
+    stop: Size
+
+
+class Drained(Struct, frozen=True, array_like=True, tag="q"):
+    """The ring was read up to here, in all: what was there before may be overwritten."""
+
+    stop: Size
+
+
 class Handle(Struct, frozen=True, array_like=True):
     """The payload of a handle that somebody brings: which end made it, all of the memory, and the array on it."""
 
@@ -44,7 +76,7 @@ class Handle(Struct, frozen=True, array_like=True):
     reference: Reference
 
 
-Message = Hello | Part | NextPart | EventIs | Shared | Received | Unmap | Unref | Closed
+Message = Hello | Part | NextPart | EventIs | Shared | Received | Unmap | Unref | Closed | Chunk | Drained
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
