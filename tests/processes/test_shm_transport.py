@@ -210,6 +210,25 @@ def test_threads_receive_in_turn() -> None:
     assert sorted(seen) == list(range(100))
 
 
+def test_what_is_not_read_is_not_overwritten() -> None:
+    """Where two threads receive, the later message may be read first: the ring is still full of the other one."""
+    one, other = SocketExchange.pair()
+    with (
+        ShmTransport("host", "host", one, slots=2, slot=4096) as sender,
+        ShmTransport("host", "host", other) as receiver,
+    ):
+        with vram.zeros(4096, "uint8", device="host") as array:
+            for _ in range(2):
+                sender.send(array)
+            receiver._listen()
+            first = receiver._inbox.popleft()  # another thread has it, and has not come to read it
+            receiver.recv(timeout=SOON).close()
+            assert receiver._read_told == 0, "what is in the ring is said to be read before it was"
+            receiver._inbox.appendleft(first)
+            receiver.recv(timeout=SOON).close()
+            assert receiver._read_told == 8192
+
+
 # -- deaths ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("place", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
 def test_a_receiver_killed_in_the_middle_of_a_transfer_is_known_at_once(place: str, path: str) -> None:

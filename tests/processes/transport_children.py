@@ -257,3 +257,25 @@ def taker(pipe: Connection, kind: str, path: str, src: str, dst: str) -> None:
                     pipe.send((standin.Standin().live().get("ipc_opens", 0), transport.statistics().imported))
     for array in kept:
         array.close()
+
+
+def filler(pipe: Connection, path: str) -> None:
+    """Send memory that a stream is still to fill, by that stream; do the work when told to."""
+    import standin
+
+    driver: Any = drivers.get(Location("cuda"))
+    control = standin.Standin()
+    stream = driver.stream_create(Location("cuda", 0))
+    array = vram.zeros(4096, "uint8", device="cuda:0")
+    with VmmTransport("cuda:0", "cuda:0", SocketExchange.connect(path, SOON), timeout=SOON) as transport:
+        control.defer()
+        for value in (7, 8):
+            driver.fill_async(array.address, value, 4096, stream)
+            transport.send(array, stream)
+            pipe.send(control.live()["pending"])
+            assert pipe.recv() == "work"
+            driver.stream_synchronize(stream, Location("cuda", 0))
+            pipe.send("done")
+            if pipe.recv() == "end":  # the event is not recorded again before whoever waits for it has seen it
+                break
+        control.defer(False)

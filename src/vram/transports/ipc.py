@@ -33,6 +33,7 @@ class IpcTransport(RemoteTransport):
     __slots__ = ()
 
     kind = "ipc"
+    method = "memory that both processes map, by 64-byte handle"
     needs_fds = False
     carries = frozenset({"legacy", "pool"})
 

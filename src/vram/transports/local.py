@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from typing import Any
@@ -17,7 +18,7 @@ from ..arrays.numpy_on_use import np
 from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
 from ..lifetime import uninterrupted, unwinding
-from ..memory import Pin
+from ..memory import Pin, Region
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer
 from .endpoint import Endpoint, fresh
@@ -52,11 +53,12 @@ class Message:
 class LocalTransport(Endpoint):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
-    __slots__ = ("_bells", "_taking", "_waiting")
+    __slots__ = ("_bells", "_exported", "_taking", "_waiting")
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         super().__init__(src, dst)
         self._waiting: deque[Message] = deque()
+        self._exported: weakref.WeakSet[Region] = weakref.WeakSet()
         self._taking = threading.Lock()  # never taken by a finalizer
         self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
 
@@ -77,7 +79,15 @@ class LocalTransport(Endpoint):
         array = as_array(buffer, copies=True)
         check_place("the buffer", array, self.src)
         ready(array, None)
+        self._exported.add(array.region)
         return ExportedBuffer(self.kind, keeps=array)
+
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return the handle of a buffer whose memory was exported before, or None; see the contract."""
+        self.handle  # noqa: B018  (the check)
+        array = as_array(buffer, copies=True)
+        check_place("the buffer", array, self.src)
+        return ExportedBuffer(self.kind, keeps=array) if array.region in self._exported else None
 
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return what a handle means as an array at the destination; see the contract."""

@@ -159,6 +159,28 @@ class RemoteTransport(Endpoint):
                 self._claim.release()
             raise
 
+    @property
+    def exchange(self) -> str:
+        """What carries the bytes, and what the messages, in words."""
+        return f"{self.method}; messages over {getattr(self._exchange, 'way', type(self._exchange).__name__)}"
+
+    @property
+    def ready(self) -> bool:
+        """Whether both ends are open, and this one has heard the other's greeting. Does not wait.
+
+        Raises
+        ------
+        ProtocolError
+            If the other end is no such transport, or one of another version.
+        """
+        if self.is_closed:
+            return False
+        with contextlib.suppress(PeerGoneError):
+            if not self._peer:
+                self._listen()
+            return bool(self._peer) and not self._exchange.is_gone()
+        return False
+
     # -- what differs -------------------------------------------------------------------------------------------
     def _check_memory(self, array: Array) -> None:
         """Raise UsageError if an array's memory does not travel this way."""
@@ -171,6 +193,12 @@ class RemoteTransport(Endpoint):
         with self._sending:
             export = self._exports.export(array)
         return self._handle_of(array, export)
+
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return the handle of a buffer whose memory was exported or sent before, or None; see the contract."""
+        array = self._of_ours(buffer)
+        export = self._exports.known(array.region)
+        return None if export is None else self._handle_of(array, export)
 
     def import_(self, handle: ExportedBuffer) -> Array:
         """Open the memory that a handle of the other end describes; see the contract.

@@ -97,6 +97,7 @@ class ShmTransport(RemoteTransport):
     )  # fmt: skip
 
     kind = "shm"
+    method = "copies through shared memory of the host"
     needs_fds = True
     copies = True
     carries = frozenset({"vmm", "legacy", "pool"})
@@ -158,6 +159,11 @@ class ShmTransport(RemoteTransport):
             with unwinding(error):
                 shared.close()
             raise
+
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return None: what is exported is a copy, and of a buffer that may have changed since there is none."""
+        self._of_ours(buffer)
+        return None
 
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return a copy of what a handle describes, at the destination; see the contract."""

@@ -32,6 +32,7 @@ class VmmTransport(RemoteTransport):
     __slots__ = ()
 
     kind = "vmm"
+    method = "memory that both processes map, by file descriptor"
     needs_fds = True
 
     @classmethod
