@@ -69,7 +69,7 @@ def test_s10_what_is_not_filled_yet_is_not_received(filling: tuple[Any, Any, Any
     def receive() -> None:
         with vram.zeros(4096, "uint8", device=GPU) as buffer:
             with transport.recv(buffer if given else None, timeout=SOON) as came:
-                seen.append(set(came.to_host()))
+                seen.append(set(came.to_host().tolist()))
 
     thread = threading.Thread(target=receive)
     thread.start()
