@@ -11,7 +11,7 @@ pytest.register_assert_rewrite("vram.testing.transport")
 from vram import driver as drivers  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
 from vram.testing.transport import Ends, LocalEnds, TransportContract  # noqa: E402
-from vram.transports import PeerTransport, SocketExchange, StagedTransport, VmmTransport  # noqa: E402
+from vram.transports import PeerTransport, ShmTransport, SocketExchange, StagedTransport, VmmTransport  # noqa: E402
 
 GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
 
@@ -30,6 +30,19 @@ class TestDescriptorsOnTheHost(TransportContract):
     def ends(self) -> Iterator[Ends]:
         one, other = SocketExchange.pair()
         ends = LocalEnds(VmmTransport("host", "host", one), VmmTransport("host", "host", other))
+        yield ends
+        ends.close()
+
+
+class TestSharedMemoryOnTheHost(TransportContract):
+    """With a ring that a message fills again and again, and with one that has room for many."""
+
+    @pytest.fixture(params=[(2, "1MiB"), (4, "4MiB")], ids=["small", "large"])
+    def ends(self, request: pytest.FixtureRequest) -> Iterator[Ends]:
+        one, other = SocketExchange.pair()
+        slots, slot = request.param
+        sender = ShmTransport("host", "host", one, slots=slots, slot=slot)
+        ends = LocalEnds(sender, ShmTransport("host", "host", other))
         yield ends
         ends.close()
 
@@ -81,6 +94,32 @@ class Staged(OnGpus):
         ends = LocalEnds(transport, transport, elsewhere)
         yield ends
         ends.close()
+
+
+class SharedMemory(Staged):
+    """The same places, with each end as in a process of its own."""
+
+    @pytest.fixture(params=[(33, 32_768), (4, "4MiB")], ids=["small", "large"])
+    def ends(self, places: tuple[Location, Location], request: pytest.FixtureRequest) -> Iterator[Ends]:
+        slots, slot = request.param
+        one, other = SocketExchange.pair()
+        sender = ShmTransport(*places, one, slots=slots, slot=slot)
+        seen = (HOST, OTHER, GPU) if drivers.get(GPU).device_count() > 1 else (HOST, GPU)
+        free = [place for place in seen if place not in places]
+        elsewhere = next(place for place in (*free, *seen) if place != places[1])
+        ends = LocalEnds(sender, ShmTransport(*places, other), elsewhere)
+        yield ends
+        ends.close()
+
+
+@pytest.mark.standin
+class TestSharedMemoryOnTheStandin(SharedMemory):
+    pass
+
+
+@pytest.mark.gpu
+class TestSharedMemoryOnHardware(SharedMemory):
+    pass
 
 
 @pytest.mark.standin

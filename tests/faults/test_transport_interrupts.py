@@ -21,7 +21,14 @@ from vram.errors import VramError
 from vram.keeper.private import short_directory
 from vram.spec import HOST
 from vram.testing.keeper import AT_ONCE, SOON
-from vram.transports import PipeExchange, SharedMemoryExchange, SocketExchange, StagedTransport, VmmTransport
+from vram.transports import (
+    PipeExchange,
+    SharedMemoryExchange,
+    ShmTransport,
+    SocketExchange,
+    StagedTransport,
+    VmmTransport,
+)
 
 ROOMS = room("transports/", "sharing/", "lifetime.py", "std:socket")
 EXCHANGES = {"socket": SocketExchange, "pipes": PipeExchange, "memory": SharedMemoryExchange}
@@ -181,6 +188,22 @@ def sent_parts(s: Scene) -> None:
     s.thread.start()
 
 
+def shm(s: Scene) -> None:
+    """A ring that is long enough for the whole of it."""
+    one, two = SocketExchange.pair()
+    s.one, s.two = (ShmTransport(HOST, HOST, end, timeout=SOON, slots=4, slot=512) for end in (one, two))
+    s.array = vram.zeros(1000, "uint8", device="host")
+
+
+def sent_chunks(s: Scene) -> None:
+    """More bytes than the ring has."""
+    shm(s)
+    s.array.close()
+    s.array = vram.zeros(5000, "uint8", device="host")
+    s.thread = threading.Thread(target=send, args=(s,))
+    s.thread.start()
+
+
 def goes_on(s: Scene) -> None:
     """An interrupted send has sent or not; in any case what is sent next comes, and both know it."""
     hand_over(s, 0, 1)
@@ -220,6 +243,10 @@ MOVING: dict[str, tuple[Step, Step, Step]] = {
     "vmm recv": (sent_by(ends), lambda s: s.two.recv(timeout=SOON), comes_again),
     "vmm recv parts": (sent_parts, lambda s: s.two.recv(timeout=SOON), parts_come),
     "vmm close": (sent_by(ends), lambda s: s.two.close(), lambda s: s.close()),
+    "shm send": (shm, send, goes_on),
+    "shm recv": (sent_by(shm), lambda s: s.two.recv(timeout=SOON), comes_again),
+    "shm recv chunks": (sent_chunks, lambda s: s.two.recv(timeout=SOON), parts_come),
+    "shm close": (sent_by(shm), lambda s: s.two.close(), lambda s: s.close()),
     "staged send": (both, send, goes_on),
     "staged recv": (sent_by(both), lambda s: s.two.recv(timeout=SOON), comes_again),
     "staged close": (sent_by(both), lambda s: s.two.close(), lambda s: s.close()),

@@ -132,8 +132,29 @@ class Descriptors(Between):
         """Descriptors cannot be brought through a pipe; see tests/conformance."""
 
 
+@pytest.mark.usefixtures("two_gpus")
+class SharedMemory(Between):
+    kind = "shm"
+
+    @pytest.fixture(params=[("cuda:0", "cuda:1"), ("cuda:0", "host"), ("host", "cuda:0")], ids=["two", "down", "up"])
+    def ends(self, request: pytest.FixtureRequest, maker: Connection, path: str) -> Iterator[Ends]:
+        with self.connected(maker, "socket", path, *request.param) as ends:
+            ends.elsewhere = next(
+                Location.parse(place) for place in ("host", "cuda:0") if place not in request.param[1]
+            )
+            yield ends
+
+    def test_a_handle_brought_by_hand(self) -> None:  # type: ignore[override]
+        """Descriptors cannot be brought through a pipe; see tests/conformance."""
+
+
 @pytest.mark.standin
 class TestLegacyOnTheStandin(Legacy):
+    pass
+
+
+@pytest.mark.standin
+class TestSharedMemoryOnTheStandin(SharedMemory):
     pass
 
 
@@ -157,10 +178,17 @@ class TestDescriptorsOnHardware(Descriptors):
     pass
 
 
+@pytest.mark.gpu
+class TestSharedMemoryOnHardware(SharedMemory):
+    pass
+
+
 # -- deaths ---------------------------------------------------------------------------------------------------------
 DEATHS = [
     pytest.param("vmm", "socket", "host", 5, id="vmm-host"),
     pytest.param("vmm", "socket", "cuda:0", 5, id="vmm-gpu", marks=pytest.mark.standin),
+    pytest.param("shm", "socket", "host", 6, id="shm-host"),
+    pytest.param("shm", "socket", "cuda:0", 6, id="shm-gpu", marks=pytest.mark.standin),
     pytest.param("ipc", "socket", "cuda:0", 3, id="ipc-socket", marks=pytest.mark.standin),
     pytest.param("ipc", "pipes", "cuda:0", 3, id="ipc-pipes", marks=pytest.mark.standin),
     pytest.param("ipc", "memory", "cuda:0", 3, id="ipc-memory", marks=pytest.mark.standin),
@@ -242,7 +270,7 @@ def test_what_a_dead_process_sent_is_refused_also_where_its_memory_is_open(path:
             process.kill()
             process.join(SOON)
             for _ in range(3):  # what is refused stays refused
-                with pytest.raises(PeerGoneError, match="cudaMalloc memory with it"):
+                with pytest.raises(PeerGoneError, match="and its memory with it"):
                     transport.recv(buffer if given else None, timeout=SOON)
             assert set(buffer.to_host()) == {0}
 
@@ -264,7 +292,7 @@ def test_what_was_copied_while_its_maker_died_is_refused(path: str, monkeypatch:
             pipe.send(("send", b"words", 3))
             assert answer(pipe) == "done"
             monkeypatch.setattr(driver, "copy", dies_meanwhile)
-            with pytest.raises(PeerGoneError, match="cudaMalloc memory with it"):
+            with pytest.raises(PeerGoneError, match="and its memory with it"):
                 transport.recv(buffer, timeout=SOON)
 
 
@@ -392,8 +420,8 @@ def test_gpus_that_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VRAM_STANDIN_NO_PEER", "0,1")
     with child(children.without_peers) as (_, pipe):
         answers, refused, chosen, moved = answer(pipe)
-    assert {kind for kind, (is_available, _) in answers.items() if is_available} == {"staged"}
-    assert all("no peers" in reason for kind, (_, reason) in answers.items() if kind != "staged")
+    assert {kind for kind, (is_available, _) in answers.items() if is_available} == {"staged", "shm"}
+    assert all("no peers" in reason for kind, (_, reason) in answers.items() if kind not in ("staged", "shm"))
     assert "no peers" in refused
     assert (chosen, moved) == ("staged", 7)
 
@@ -405,7 +433,7 @@ def test_no_driver_at_all() -> None:
         "work(types.SimpleNamespace(send=lambda found: print(repr(found))))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
+    environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("", "tests", "src"))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, env=environment, check=False
     )
@@ -415,26 +443,36 @@ def test_no_driver_at_all() -> None:
         pytest.skip("this machine has a driver")
     assert all(reason for _, reason in answers.values())
     assert best == "staged"
-    assert all(f"{kind}: " in said for kind in ("peer", "staged", "vmm", "ipc"))
+    assert all(f"{kind}: " in said for kind in ("peer", "staged", "vmm", "ipc", "shm"))
 
 
 def test_other_machines_words_are_not_believed() -> None:
     """S7: what is no message, comes too early, or names what was never described."""
-    from vram.transports.wire import Allocation, Hello, Received, Sent, Unmap, encode
+    from vram.handover.messages import MemoryPart, Part, Reference, Shared, Unmap
+    from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
+    from vram.transports.wire import VERSION, Hello, Received, encode
 
-    hello = encode(Hello(1, "vmm"))
+    def by_handle(data: bytes) -> bytes:
+        memory = MemoryDescriptor("host", (SegmentEntry(4096, 4),), 0, 4096, 4096)
+        return encode(Part(MemoryPart(1, 0, True, True, memory, data)))
+
+    hello = encode(Hello(VERSION, "vmm"))
+    shared = encode(Shared(Reference(1, 1, 0, "uint8", (1,))))
     cases = {
         "no message": [b"\xc1"],
-        "without a Hello": [encode(Sent(1, 0, 1, "uint8", (1,)))],
-        "another kind": [encode(Hello(1, "ipc"))],
-        "another version": [encode(Hello(2, "vmm"))],
-        "never described": [hello, encode(Sent(1, 0, 1, "uint8", (1,)))],
-        "64 bytes": [hello, encode(Allocation(1, "host", bytes(64), 4096))],
+        "without a Hello": [shared],
+        "another kind": [encode(Hello(VERSION, "ipc"))],
+        "another version": [encode(Hello(VERSION - 1, "vmm"))],
+        "never described": [hello, shared],
+        "an event that was never described": [hello, encode(["e", 1, ["host", bytes(64)]])],
+        "64 bytes": [hello, by_handle(bytes(64))],
+        "given back and never sent": [hello, encode(["d", [[1, 1]]])],
         "nothing to go on with": [hello, encode(["g"])],
         "too many received": [hello, encode(Received(5))],
         "negative": [hello, encode(["t", -1])],
-        "a handle too short": [hello, encode(["a", 1, "host", bytes(63), 4096])],
-        "too many at once": [hello, encode(["x", list(range(1, 300))])],
+        "a handle too short": [hello, by_handle(bytes(63))],
+        "a handle too long": [hello, by_handle(bytes(65))],
+        "too many at once": [hello, encode(["f", list(range(1, 5000))])],
         "no such kind": [hello, encode(["z", 1])],
         "nested": [hello, b"\x91" * 5000],
     }
@@ -455,9 +493,9 @@ def test_other_machines_words_are_not_believed() -> None:
 
 def test_descriptors_that_are_not_what_is_said_are_refused_and_closed() -> None:
     """S7: too few, too many, too small, of another place, out of order; nothing of them stays open."""
-    from vram.handover.messages import MemoryPart, Part
+    from vram.handover.messages import MemoryPart, Part, Reference, Shared
     from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
-    from vram.transports.wire import Hello, Sent, encode
+    from vram.transports.wire import VERSION, Hello, encode
 
     granule = 2 << 20
 
@@ -479,7 +517,7 @@ def test_descriptors_that_are_not_what_is_said_are_refused_and_closed() -> None:
         (part((granule,), kind=8), 1),
         (part((granule,), offset=5), 1),
         (part((1 << 50,)), 1),
-        (encode(Sent(1, 0, 1, "uint8", (1,))), 1),
+        (encode(Shared(Reference(1, 1, 0, "uint8", (1,)))), 1),
     ]
     with vram.zeros(10, "uint8", device="host") as array:
         (allocation,), _ = array.region.segments(0, 10)
@@ -487,22 +525,21 @@ def test_descriptors_that_are_not_what_is_said_are_refused_and_closed() -> None:
             for payload, count in cases:
                 one, other = SocketExchange.pair()
                 with one, VmmTransport("host", "host", other) as transport:
-                    one.send(encode(Hello(1, "vmm")))
+                    one.send(encode(Hello(VERSION, "vmm")))
                     one.send(payload, [allocation.export()] * count)
                     with pytest.raises(ProtocolError):
                         transport.recv(timeout=SOON)
                     assert transport.statistics().imported == 0
-            beyond = [(0, granule + 1, "uint8", (granule + 1,)), (granule, 1, "uint8", (1,)), (0, 2, "uint8", (1,))]
-            beyond += [(0, 8, "float99", (1,)), (0, 0, "uint8", (1 << 62, 1 << 62, 0)), (1, 8, "object", (1,))]
-            for offset, nbytes, dtype, shape in beyond:
+            beyond = [(0, 1, "uint8", (granule + 1,)), (granule, 1, "uint8", (1,)), (0, 2, "uint8", (1,))]
+            beyond += [(0, 1, "float99", (1,)), (0, 1, "uint8", (1 << 62, 1 << 62)), (1, 1, "object", (1,))]
+            for offset, segments, dtype, shape in beyond:
                 one, other = SocketExchange.pair()
                 with one, VmmTransport("host", "host", other) as transport:
-                    one.send(encode(Hello(1, "vmm")))
+                    one.send(encode(Hello(VERSION, "vmm")))
                     one.send(part((granule,)), [allocation.export()])
-                    one.send(encode(Sent(1, offset, nbytes, dtype, shape)))
-                    if nbytes:
-                        with pytest.raises(ProtocolError):
-                            transport.recv(timeout=SOON)
+                    one.send(encode(Shared(Reference(1, segments, offset, dtype, shape))))
+                    with pytest.raises(ProtocolError):
+                        transport.recv(timeout=SOON)
 
 
 def test_s4_descriptors_that_nobody_reads_are_one_part() -> None:

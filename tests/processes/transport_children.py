@@ -18,10 +18,17 @@ from vram.memory.foreign import find_foreign
 from vram.spec import Location
 from vram.testing.keeper import SOON
 from vram.testing.transport import ARENA
-from vram.transports import IpcTransport, PipeExchange, SharedMemoryExchange, SocketExchange, VmmTransport
+from vram.transports import (
+    IpcTransport,
+    PipeExchange,
+    SharedMemoryExchange,
+    ShmTransport,
+    SocketExchange,
+    VmmTransport,
+)
 
 WAYS: dict[str, Any] = {"socket": SocketExchange, "pipes": PipeExchange, "memory": SharedMemoryExchange}
-KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport}
+KINDS: dict[str, Any] = {"ipc": IpcTransport, "vmm": VmmTransport, "shm": ShmTransport}
 
 
 def cuda_malloc(nbytes: int, device: int = 0) -> int:
@@ -137,6 +144,13 @@ def receiver(pipe: Connection, kind: str, way: str, path: str, place: str) -> No
     pipe.recv()
 
 
+def holder(pipe: Connection, kind: str, path: str, place: str) -> None:
+    """Connect, and receive nothing; wait to be killed."""
+    with KINDS[kind](place, place, SocketExchange.connect(path, SOON)):
+        pipe.send("here")
+        pipe.recv()
+
+
 def talker(pipe: Connection, way: str, path: str) -> None:
     """Bring every message back, twice as long."""
     with WAYS[way].connect(path, SOON) as exchange, contextlib.suppress(vram.PeerGoneError):
@@ -183,7 +197,7 @@ def without_peers(pipe: Connection) -> None:
     from vram.transports import PeerTransport, StagedTransport, select
 
     answers = {}
-    for cls in (IpcTransport, VmmTransport, PeerTransport, StagedTransport):
+    for cls in (IpcTransport, VmmTransport, PeerTransport, StagedTransport, ShmTransport):
         answer = cls.available("cuda:0", "cuda:1")
         answers[cls.kind] = (bool(answer), getattr(answer, "reason", ""))
     refused = ""
@@ -214,3 +228,54 @@ def without_a_driver(pipe: Connection) -> None:
     except vram.UnsupportedError as error:
         said = str(error)
     pipe.send((answers, select("host", "host").best.kind, said))
+
+
+def taker(pipe: Connection, kind: str, path: str, src: str, dst: str) -> None:
+    """Receive what it is told to, and say what it sees; what came is kept until it is told to drop it."""
+    kept: list[Array] = []
+    with KINDS[kind](src, dst, SocketExchange.connect(path, SOON), timeout=SOON) as transport:
+        pipe.send("here")
+        with contextlib.suppress(EOFError):
+            while True:
+                word, *rest = pipe.recv()
+                if word == "recv":
+                    kept.append(transport.recv(timeout=SOON))
+                    pipe.send(kept[-1].to_host().tobytes())
+                elif word == "import":
+                    kept.append(transport.import_(rest[0]))
+                    pipe.send(kept[-1].to_host().tobytes())
+                elif word == "read":
+                    pipe.send(kept[-1].to_host().tobytes())
+                elif word == "drop":
+                    while kept:
+                        kept.pop().close()
+                    transport.synchronize(timeout=SOON)  # a call of its own, with which the other end hears of it
+                    pipe.send("dropped")
+                elif word == "opens":
+                    import standin
+
+                    pipe.send((standin.Standin().live().get("ipc_opens", 0), transport.statistics().imported))
+    for array in kept:
+        array.close()
+
+
+def filler(pipe: Connection, path: str) -> None:
+    """Send memory that a stream is still to fill, by that stream; do the work when told to."""
+    import standin
+
+    driver: Any = drivers.get(Location("cuda"))
+    control = standin.Standin()
+    stream = driver.stream_create(Location("cuda", 0))
+    array = vram.zeros(4096, "uint8", device="cuda:0")
+    with VmmTransport("cuda:0", "cuda:0", SocketExchange.connect(path, SOON), timeout=SOON) as transport:
+        control.defer()
+        for value in (7, 8):
+            driver.fill_async(array.address, value, 4096, stream)
+            transport.send(array, stream)
+            pipe.send(control.live()["pending"])
+            assert pipe.recv() == "work"
+            driver.stream_synchronize(stream, Location("cuda", 0))
+            pipe.send("done")
+            if pipe.recv() == "end":  # the event is not recorded again before whoever waits for it has seen it
+                break
+        control.defer(False)

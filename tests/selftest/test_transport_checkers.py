@@ -63,7 +63,7 @@ local.check_fits = check
     ),
     "another end's memory mapped for every message": (
         """
-right = vmm.ExportTable.export
+right = remote.ExportTable.export
 def lend(self, array):
     region = array.region
     known = self._by_region.get(region.handle)
@@ -71,7 +71,7 @@ def lend(self, array):
         region.handle.drop_dependency(known.handle)
     self._retired = None
     return right(self, array)
-vmm.ExportTable.export = lend
+remote.ExportTable.export = lend
 """,
         CONTRACT, "OnTheHost and again", 'assert len(imported) == 1',
     ),

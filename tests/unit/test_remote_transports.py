@@ -11,15 +11,15 @@ from tests.processes.transport_children import WAYS
 
 import vram
 from vram.errors import ProtocolError
-from vram.handover.messages import MemoryPart, Part
+from vram.handover.messages import MemoryPart, Part, Reference, Shared
 from vram.keeper.private import short_directory
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
 from vram.testing.keeper import SOON
 from vram.transports import SocketExchange, VmmTransport, remote
-from vram.transports.wire import WINDOW, Hello, Sent, encode
+from vram.transports.wire import VERSION, WINDOW, Hello, encode
 
 GRANULE = 2 << 20
-BYTE = Sent(1, 0, 1, "uint8", (1,))
+BYTE = Shared(Reference(1, 1, 0, "uint8", (1,)))
 
 
 def memory(number: int) -> bytes:
@@ -35,7 +35,7 @@ def test_s7_more_messages_than_may_be_under_way_are_refused() -> None:
         with one, VmmTransport("host", "host", other) as transport, vram.zeros(1, "uint8", device="host") as array:
             (allocation,), _ = array.region.segments(0, 1)
             with allocation:
-                one.send(encode(Hello(1, "vmm")))
+                one.send(encode(Hello(VERSION, "vmm")))
                 one.send(memory(1), [allocation.export()])
                 for _ in range(count):
                     one.send(encode(BYTE))
@@ -54,7 +54,7 @@ def test_s7_more_memories_than_may_be_described_are_refused(monkeypatch: pytest.
     with one, VmmTransport("host", "host", other) as transport, vram.zeros(1, "uint8", device="host") as array:
         (allocation,), _ = array.region.segments(0, 1)
         with allocation:
-            one.send(encode(Hello(1, "vmm")))
+            one.send(encode(Hello(VERSION, "vmm")))
             for number in range(1, 5):
                 one.send(memory(number), [allocation.export()])
             one.send(encode(BYTE))

@@ -31,6 +31,7 @@ from vram.transports import (
     PeerTransport,
     PipeExchange,
     SharedMemoryExchange,
+    ShmTransport,
     SocketExchange,
     StagedTransport,
     Statistics,
@@ -348,7 +349,7 @@ def test_a_transport_that_nobody_closed_warns() -> None:
 
 # -- what is available, and what is chosen ---------------------------------------------------------------------------
 def test_what_works_on_the_host() -> None:
-    for cls in (StagedTransport, VmmTransport):
+    for cls in (StagedTransport, VmmTransport, ShmTransport):
         assert cls.available("host", "host") == Yes()
     for cls in (PeerTransport, IpcTransport):
         answer = cls.available("host", "host")
@@ -363,7 +364,7 @@ def test_what_works_on_the_host() -> None:
 
 @pytest.mark.standin
 def test_a_refusal_advises_what_there_is() -> None:
-    """Within one process staged goes over the host; between two no transport does."""
+    """Within one process staged goes over the host; between two shm does."""
     for src, dst in (("host", "cuda:0"), ("cuda:0", "host"), ("host", "host")):
         for cls in (PeerTransport, IpcTransport, VmmTransport):
             if cls is VmmTransport and src == dst:
@@ -371,7 +372,8 @@ def test_a_refusal_advises_what_there_is() -> None:
             answer = cls.available(src, dst)
             assert isinstance(answer, No)
             between = issubclass(cls, RemoteTransport)
-            assert ("staged" in answer.reason, "array.to_host()" in answer.reason) == (not between, between)
+            assert ("use staged" in answer.reason, "use shm" in answer.reason) == (not between, between)
+            assert (ShmTransport if between else StagedTransport).available(src, dst)
             with pytest.raises(UnsupportedError) as refused:
                 cls(src, dst, *([None] if between else []))
             assert refused.value.have.startswith(f"{src} and {dst}: ")
@@ -417,7 +419,7 @@ def test_the_ranking_is_what_was_measured() -> None:
     for route in found.routes:
         assert route.estimate is not None
         assert route.seconds == route.estimate.seconds(1 << 20)
-    assert [route.kind for route in found.routes[2:]] == ["vmm", "ipc"]
+    assert [route.kind for route in found.routes[2:]] == ["vmm", "ipc", "shm"]
     assert all("needs an exchange" in route.reason for route in found.routes[2:])
     assert "fastest for 1 MiB" in found.best.reason
     with found.transport() as transport:
@@ -425,7 +427,7 @@ def test_the_ranking_is_what_was_measured() -> None:
 
 
 @pytest.mark.standin
-@pytest.mark.parametrize("cls", [PeerTransport, StagedTransport, VmmTransport, IpcTransport])
+@pytest.mark.parametrize("cls", [PeerTransport, StagedTransport, VmmTransport, IpcTransport, ShmTransport])
 def test_figures_are_measured_and_no_constants(cls: type[PeerTransport], monkeypatch: pytest.MonkeyPatch) -> None:
     """By moving bytes, for each pair of places anew; and once."""
     monkeypatch.setattr(measure, "_known", {})
@@ -469,13 +471,21 @@ def test_between_processes_the_exchange_and_the_memory_decide() -> None:
     one, other = SocketExchange.pair()
     with other:
         found = select("cuda:0", "cuda:1", exchange=one)
-        assert [route.kind for route in found.routes if route.is_available] == ["vmm"]
+        assert {route.kind for route in found.routes if route.is_available} == {"vmm", "shm"}
         reasons = {route.kind: route.reason for route in found.routes}
-        assert "cudaMalloc only" in reasons["ipc"]
+        assert "cudaMalloc and of pools only" in reasons["ipc"]
         assert "exchange leads to another" in reasons["peer"]
-        assert select("cuda:0", "cuda:0", exchange=one, memory="legacy").best.kind == "ipc"
+        for memory in ("legacy", "pool"):
+            usable = {
+                route.kind for route in select(GPU, GPU, exchange=one, memory=memory).routes if route.is_available
+            }
+            assert usable == {"ipc", "shm"}
+        elsewhere = {route.kind: route for route in select(GPU, OTHER, exchange=one, memory="pool").routes}
+        assert not elsewhere["ipc"].is_available
+        assert "not on cuda:1" in elsewhere["ipc"].reason
+        assert elsewhere["shm"].is_available
         with found.transport() as transport:
-            assert transport.kind == "vmm"
+            assert transport.kind == found.best.kind
     with pytest.raises(UsageError, match="memory"):
         select("host", "host", memory="other")  # type: ignore[arg-type]
 
@@ -483,7 +493,7 @@ def test_between_processes_the_exchange_and_the_memory_decide() -> None:
 def test_nothing_is_taken_silently() -> None:
     """No fallback: if there is none, the error has every reason."""
     found = select("host", "cuda:4000")
-    assert [route.is_available for route in found.routes] == [False] * 4
+    assert [route.is_available for route in found.routes] == [False] * 5
     for use in (lambda: found.best, found.transport):
         with pytest.raises(UnsupportedError) as raised:
             use()
@@ -529,7 +539,7 @@ def test_the_route_command_prints_the_ranking() -> None:
     done = CliRunner().invoke(app, ["route", "host", "host", "--json"])
     found = json.loads(done.output)
     assert (found["src"], found["dst"], found["nbytes"], found["best"]) == ("host", "host", 64 << 20, "staged")
-    assert [route["kind"] for route in found["routes"]] == ["staged", "peer", "vmm", "ipc"]
+    assert [route["kind"] for route in found["routes"]] == ["staged", "peer", "vmm", "ipc", "shm"]
     assert found["routes"][0]["estimate"]["bandwidth"] > 0
     done = CliRunner().invoke(app, ["route", "host", "cuda:4000"])
     assert done.exit_code == 1

@@ -23,7 +23,7 @@ from .sources import CudaSource, Source, as_source, find
 if TYPE_CHECKING:
     from .hints import ArrayLike
 
-__all__ = ["Finder", "copy_in", "explain", "share"]
+__all__ = ["Finder", "copy_in", "explain", "over", "share"]
 
 
 def share(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Array:
@@ -68,6 +68,25 @@ def share(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Array:
     region, offset = _foreign(source, obj)
     owner = source.owner
     return Array(region, source.dtype, source.shape, offset=offset, keeps=owner)
+
+
+def over(obj: Any) -> Array:
+    """Return an array over the memory of anything that a driver knows, for copies: also of what cannot be shared.
+
+    Raises
+    ------
+    UnsupportedError, UsageError
+        As :func:`share` does, but not for memory of a GPU that has no way out of this process.
+    """
+    source = None if isinstance(obj, Array) else _look(obj)
+    if not isinstance(source, CudaSource) or not source.nbytes or find(source.address, source.nbytes) is not None:
+        return share(obj)
+    _check_dense(source, obj)
+    access = Access.READ if source.readonly else Access.READ_WRITE
+    driver = drivers.get(Location("cuda", source.gpu))
+    region, offset = find_foreign(driver, source.address, source.nbytes, access=access)
+    check_place(region.infos, source)
+    return Array(region, source.dtype, source.shape, offset=offset, keeps=source.owner)
 
 
 class Finder:

@@ -152,19 +152,24 @@ class Export:
 
         Memory without segments is announced all the same, by one message: it may grow.
         """
+        everything, _ = self.whole()
         whole, total = self.descriptor, len(self.fds)
-        region = self.region()
-        # Asked now: what was frozen since it was exported can only be mapped read-only.
-        writable = self.writable and (region is None or region.access is Access.READ_WRITE)
         if self.data:
-            return MemoryPart(self.id, 0, True, writable, whole, self.data, self.pool), self.fds
+            return everything, self.fds
         if first >= max(total, 1):
             return None
         part = next_part(total, first)
         some = whole.segments[part]
         nbytes = sum([segment.nbytes for segment in some])
         described = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
-        return MemoryPart(self.id, first, part.stop == total, writable, described), self.fds[part]
+        return MemoryPart(self.id, first, part.stop == total, everything.writable, described), self.fds[part]
+
+    def whole(self) -> tuple[MemoryPart, list[int]]:
+        """Return all of it as one part, however many descriptors that has, for who brings it to the other end."""
+        region = self.region()
+        # Asked now: what was frozen since it was exported can only be mapped read-only.
+        writable = self.writable and (region is None or region.access is Access.READ_WRITE)
+        return MemoryPart(self.id, 0, True, writable, self.descriptor, self.data, self.pool), self.fds
 
     # -- the local arrays ----------------------------------------------------------------------------------------
     def remember(self, array: Array) -> None:
@@ -306,6 +311,12 @@ class ExportTable:
         export = self._by_id.get(number)
         if export is not None:
             export.memory.drop_dependency(export.handle)
+
+    def known(self, region: Region) -> Export | None:
+        """Return the entry of a region as it is now; None if this end has not exported it, or not all of it."""
+        export = self._by_region.get(region.handle)
+        is_all = export is not None and export.still_is(region) and len(export.layout) == len(region.layout)
+        return export if is_all else None
 
     def find(self, number: int) -> Export | None:
         """Return what was exported under an id, if its memory is still there."""

@@ -14,7 +14,7 @@ from ..memory.foreign import ForeignRegion
 from ..sharing.descriptor import HANDLE_BYTES, HandleEntry
 from ..sharing.mapping import extend_memory, map_memory
 from ..sharing.parcels import check_next
-from ..spec import Access, HandleKind
+from ..spec import Access, HandleKind, Location
 from .by_handle import Imports
 from .exports import array_on_lent, known_dtype
 from .messages import MemoryPart, Reference
@@ -46,10 +46,13 @@ class ImportTable:
     dropped : callable, optional
         Told the number and how often it came of what was exported by handle and is done with. Finalizers reach it: it
         must neither wait nor raise. Without it nothing is taken that lives only as long as its maker.
+    user : Location, optional
+        The GPU that works on what is imported; by default the one that it is on.
     """
 
-    def __init__(self, dropped: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, dropped: Callable[[int, int], None] | None = None, *, user: Location | None = None) -> None:
         self._dropped = dropped
+        self._user = user
         self._imports = Imports()
         self._regions: dict[int, Region] = {}
         self._numbers: dict[Handle, int] = {}
@@ -78,7 +81,7 @@ class ImportTable:
             self._add(part.memory, self._open(part, fds, region))
         elif region is None:
             access = "rw" if part.writable else "r"
-            self._add(part.memory, map_memory(part.descriptor, fds, access=access, follow=True))
+            self._add(part.memory, map_memory(part.descriptor, fds, access=access, follow=True, user=self._user))
         else:
             extend_memory(region, part.descriptor.segments, fds)
 
@@ -99,7 +102,7 @@ class ImportTable:
         entry = HandleEntry(0, part.handle, part.pool)
         pool = ((part.pool,), fds[0]) if of_pool else None
         access = Access.READ_WRITE if part.writable else Access.READ
-        return self._imports.open(part.memory, part.descriptor, entry, pool, access=access, depends=())
+        return self._imports.open(part.memory, part.descriptor, entry, pool, access=access, depends=(), user=self._user)
 
     def array(self, reference: Reference, keep: int = 0) -> Array:
         """Return the array that a reference means: the same object as the last time while that is in use.
@@ -128,12 +131,23 @@ class ImportTable:
                 return array
         # Before it is known whether there is an array: else it is dropped here, and its sender keeps it no longer.
         token = RefToken(keep, self._dropped) if keep and self._dropped is not None else None
+        array = self.new_array(reference, token)
+        if array is not None:
+            self._latest[reference.memory] = (reference, weakref.ref(array))
+        return array
+
+    def new_array(self, reference: Reference, token: RefToken | None = None) -> Array | None:
+        """Return an array that a reference means, a new one each time; None if its memory was not shared yet.
+
+        Parameters
+        ----------
+        token : RefToken, optional
+            What the array and its views keep: its end tells the sender.
+        """
         region = self._regions.get(reference.memory)
         if region is None or len(region.layout) < reference.segments:
             return None
-        array = array_on_lent(region, known_dtype(reference.dtype), reference, token)
-        self._latest[reference.memory] = (reference, weakref.ref(array))
-        return array
+        return array_on_lent(region, known_dtype(reference.dtype), reference, token)
 
     def known(self, memory: int) -> int:
         """Return how many segments of a memory are known; -1 if it was never heard of."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from ..errors import VramError, WaitTimeoutError
-from ..sharing.channel import Channel
 from .messages import MAX_UNMAPPED, Closed, Unmap, Unref, encode
 
 __all__ = ["Outbox"]
+
+
+class _Sends(Protocol):
+    """What carries the messages: a channel, or an exchange of a transport."""
+
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        """Send one message."""
 
 
 class Outbox:
@@ -19,12 +26,18 @@ class Outbox:
     ----------
     is_over : bool
         Whether the other end was found to be gone.
+
+    Parameters
+    ----------
+    most : int
+        How many of a kind go into one message.
     """
 
-    __slots__ = ("_items", "is_over")
+    __slots__ = ("_items", "_most", "is_over")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_UNMAPPED) -> None:
         self.is_over = False
+        self._most = most
         self._items: deque[tuple[str, int, int]] = deque()
 
     def __bool__(self) -> bool:
@@ -46,7 +59,7 @@ class Outbox:
         """The other end uses a memory no more: whoever sends next decides whether it stays open there."""
         self._items.append(("idle", memory, 0))
 
-    def tell(self, channel: Channel, idle: Callable[[int], object]) -> bool:
+    def tell(self, channel: _Sends, idle: Callable[[int], object]) -> bool:
         """Say it all, without waiting; False if the other end does not read. One thread at a time."""
         items = self._items
         while items:
@@ -57,7 +70,7 @@ class Outbox:
                 continue
             # By index: others append meanwhile. At least one of a kind, and those of the kind that follow it.
             count = 1
-            while count < min(len(items), MAX_UNMAPPED) and items[count][0] == kind:
+            while count < min(len(items), self._most) and items[count][0] == kind:
                 count += 1
             some = [items[at] for at in range(count)]
             try:

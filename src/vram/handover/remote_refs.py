@@ -153,5 +153,6 @@ class RefToken:
         self._tell = tell
 
     def __del__(self) -> None:
-        # Reached from finalizers: `tell` neither waits nor raises.
-        self._tell(self.number, self.times)
+        # Reached from finalizers: `tell` neither waits nor raises. Number 0 is of a token that counts nothing yet.
+        if self.number:
+            self._tell(self.number, self.times)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from .. import driver as drivers
 from ..arrays.streams import stream_synchronize
 from ..driver.foreign import InterprocessEvents
-from ..errors import ProtocolError, UsageError
+from ..errors import PeerGoneError, ProtocolError, UsageError
 from ..lifetime import Handle
 from ..memory import Event, EventPool, Region
 from ..sharing.descriptor import EventEntry
@@ -16,6 +17,7 @@ from ..spec import Location
 
 __all__ = ["StreamEvents", "wait_for"]
 
+_SHORTEST, _LONGEST = 20e-6, 2e-3  # seconds between two looks at an event
 _MOST = 1024  # events of the other end: it has no use for more
 
 
@@ -52,7 +54,7 @@ class StreamEvents:
         self._pools: dict[Location, EventPool] = {}
         self._numbers: dict[Event, int] = {}
         self._told: set[int] = set()  # numbers that the other end knows
-        self._theirs: dict[int, Event | None] = {}
+        self._theirs: dict[int, Event | Location] = {}  # a place, where the other end is in this very process
 
     def record(self, region: Region, stream: int) -> tuple[int, EventEntry | None]:
         """Have an event stand for what is on a stream now.
@@ -104,13 +106,28 @@ class StreamEvents:
         if number in self._theirs or not 0 < number <= _MOST:
             raise ProtocolError(f"event {number} came, of {len(self._theirs)} that are known")
         place = location_of(entry.device)
+        driver = drivers.get(place)
+        if not isinstance(driver, InterprocessEvents):
+            raise ProtocolError(f"event {number} came of {place}, where there are none")
         try:
-            self._theirs[number] = Event.import_(drivers.get(place), entry.data, place)
+            self._theirs[number] = Event.import_(driver, entry.data, place)
         except UsageError:  # the other end is in this very process, where the driver opens no event of its own
-            self._theirs[number] = None
+            self._theirs[number] = place
 
-    def wait(self, number: int, region: Region, stream: int | None) -> None:
+    def knows(self, number: int) -> bool:
+        """Whether the other end has said which event that is."""
+        return number in self._theirs
+
+    def wait(self, number: int, region: Region, stream: int | None, check: Callable[[], object] | None = None) -> None:
         """Have a stream wait, or wait here, until the work is done that an event of the other end stands for.
+
+        Parameters
+        ----------
+        region : Region
+            What the work fills; the stream is one of the GPU that works on it here.
+        check : callable, optional
+            Called again and again while this waits here, and raises if there is no use in it: an event of a process
+            that was killed may never be done.
 
         Raises
         ------
@@ -120,15 +137,35 @@ class StreamEvents:
         if number not in self._theirs:
             raise ProtocolError(f"an array came with event {number}, which is not known here")
         event = self._theirs[number]
-        if event is None:
-            region.synchronize()
-        elif stream is None:
-            event.synchronize()
-        else:
+        if isinstance(event, Location):
+            drivers.get(event).synchronize(event)
+            return
+        if stream is not None:
             try:
-                event.wait(stream)
+                event.wait(stream, region.users[0])
             except UsageError:  # no stream (any more): here then
-                event.synchronize()
+                pass
+            else:
+                return
+        if check is None:
+            event.synchronize()
+            return
+        pause, gone = _SHORTEST, None
+        while not event.is_done:
+            if gone is not None:  # and it was not done before that either
+                raise gone
+            try:
+                check()
+            except PeerGoneError as error:
+                gone = error
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def synchronize(self) -> None:
+        """Return when all work is done that events of this end stand for."""
+        for event in tuple(self._numbers):
+            event.synchronize()
 
     def close(self) -> None:
         """Give all events back."""
@@ -138,6 +175,6 @@ class StreamEvents:
         self._numbers.clear()
         self._told.clear()
         for event in self._theirs.values():
-            if event is not None:
+            if isinstance(event, Event):
                 event.close()
         self._theirs.clear()

@@ -197,6 +197,39 @@ class TransportContract:
         with pytest.raises(UsageError):
             ends.receiver.import_(ExportedBuffer("other", handle.payload, handle.fds, handle.keeps))
 
+    def test_what_was_exported_is_found_again_and_nothing_else(self, ends: Ends, noise: random.Random) -> None:
+        sender = ends.sender
+        if sender is None:
+            pytest.skip("the sender is in another process")
+        data = noise.randbytes(1001)
+        with empty(1001, "uint8", device=sender.src) as array:
+            array[...] = np.frombuffer(data, np.uint8)
+            assert sender.exported_handle(array) is None
+            assert sender.exported_handle(array) is None, "to ask exported it"
+            handle = sender.export(array)
+            again = sender.exported_handle(array)
+            for one in (handle, again):
+                if one is not None:
+                    with ends.receiver.import_(one) as came:
+                        assert content(came) == data
+            assert ends.receiver.statistics().imported <= 1
+            with empty(5, "uint8", device=sender.src) as other:
+                assert sender.exported_handle(other) is None
+
+    # -- what it says of itself ---------------------------------------------------------------------------------
+    def test_it_says_which_method_it_is_and_when_it_is_ready(self, ends: Ends) -> None:
+        receiver = ends.receiver
+        assert receiver.exchange
+        ends.send(b"here")
+        assert receiver.ready
+        receiver.recv(timeout=SOON).close()
+        if ends.sender is not None and ends.sender is not receiver:
+            assert ends.sender.ready
+            ends.sender.close()
+            assert not receiver.ready
+        receiver.close()
+        assert not receiver.ready
+
     # -- refusals -----------------------------------------------------------------------------------------------
     def test_a_buffer_that_is_too_small_is_refused_and_the_message_stays(
         self, ends: Ends, noise: random.Random

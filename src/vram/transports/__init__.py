@@ -15,6 +15,7 @@ from .peer import PeerTransport
 from .pipes import PipeExchange
 from .remote import RemoteTransport
 from .selection import Ranked, Selection, register, select
+from .shm import ShmTransport
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
@@ -31,6 +32,7 @@ __all__ = [
     "RemoteTransport",
     "Selection",
     "SharedMemoryExchange",
+    "ShmTransport",
     "SocketExchange",
     "StagedTransport",
     "Statistics",

@@ -5,17 +5,23 @@ A place is a :class:`~vram.spec.Location`: ``"host"``, ``"cuda:0"``. What is mov
 ====== ============================== ======================================= ====================================
 kind   between                        what :meth:`Transport.recv` gives       what it takes
 ====== ============================== ======================================= ====================================
-ipc    GPUs, two processes            the sender's own memory, mapped here    memory of cudaMalloc; peers if two
+ipc    GPUs, two processes            the sender's own memory, mapped here    memory of cudaMalloc, or of a pool; peers
 vmm    GPUs or host, two processes    the sender's own memory, mapped here    memory with file descriptors; peers
+shm    any two places, two processes  a copy, through shared host memory      a socket between them
 peer   GPUs, one process              a copy, by the GPUs alone               peers, or one GPU
 staged any two places, one process    a copy, through pinned host memory      nothing
 ====== ============================== ======================================= ====================================
 
 Order (S10)
 -----------
-:meth:`Transport.send` waits for the work that fills the buffer: for `stream`, or if none is given for all work of the
-GPUs that may write to it. Only then does the message go. :meth:`Transport.recv` returns when the bytes are there. The
-sender leaves the buffer as it is until the other end has received it; between processes
+:meth:`Transport.send` waits for the work that fills the buffer: all work of the GPUs that may write to it. Who names
+the `stream` that fills it waits for that alone, and with `ipc` and `vmm` for nothing: an interprocess event goes along
+(where the driver has none left the stream is waited for), and :meth:`Transport.recv` has the stream that it was given
+wait for it, on the GPU, or waits itself. So without a stream the bytes are there when it returns, and with one when
+that stream comes to them. Into a buffer it always returns when they are there: both the sender's event and the stream
+that still works on the buffer are waited for.
+
+The sender leaves the buffer as it is until the other end has received it; between processes
 :meth:`Transport.synchronize` waits for that. Messages arrive in the order in which they were sent.
 
 What is received into a buffer of one's own is copied, by every transport. What is received without one is on memory of
@@ -161,6 +167,20 @@ class Transport(Protocol):
     def dst(self) -> Location:
         """Where what is received lies, or is mapped to."""
 
+    @property
+    def exchange(self) -> str:
+        """What carries the bytes, and between processes what the messages, in words: which method was taken."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be used at once: it is open, and between processes the other end is there. Does not wait.
+
+        Raises
+        ------
+        ProtocolError
+            If the other end turns out to be no such transport.
+        """
+
     @classmethod
     def available(cls, src: Location | str, dst: Location | str) -> Yes | No:
         """Say whether it works between two places, as this process sees them. Asks; moves and makes nothing.
@@ -172,12 +192,32 @@ class Transport(Protocol):
         """
 
     def export(self, buffer: Array) -> ExportedBuffer:
-        """Return a handle to a buffer at the source. Waits for the work that fills it.
+        """Export a buffer at the source, for who brings the handle to the other end. Waits for the work that fills it.
+
+        Its memory is known to this end from now on: :meth:`exported_handle` finds it. A transport that copies between
+        processes exports a copy of the buffer as it is now.
 
         Raises
         ------
         UsageError
             If it is not at the source, or is memory that does not travel this way.
+        """
+
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return the handle of a buffer whose memory this end has exported, or sent, before. Exports nothing.
+
+        Unlike :meth:`export` it changes nothing and waits for nothing: whoever asks sees to it that the buffer is
+        filled.
+
+        Returns
+        -------
+        ExportedBuffer or None
+            None if the memory, as it is now, was not exported; always, where what is exported is a copy.
+
+        Raises
+        ------
+        UsageError
+            As :meth:`export`.
         """
 
     def import_(self, handle: ExportedBuffer) -> Array:
@@ -192,7 +232,7 @@ class Transport(Protocol):
         """
 
     def send(self, buffer: Array, stream: object = None) -> None:
-        """Hand a buffer at the source over. It returns when the work on `stream` is done and the message is gone.
+        """Hand a buffer at the source over. It returns when the message is gone; see above for streams.
 
         Parameters
         ----------
@@ -210,14 +250,15 @@ class Transport(Protocol):
         """
 
     def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
-        """Return what was sent, in the order of sending. The bytes are there when it returns.
+        """Return what was sent, in the order of sending. The bytes are there when it returns, or for `stream`.
 
         Parameters
         ----------
         buffer : Array, optional
             Where the bytes go, at the destination; a longer one is filled from its beginning.
         stream : optional
-            What still works on `buffer`, which is waited for. By default all work of its GPUs.
+            With `buffer`: what still works on it, which is waited for; by default all work of its GPUs. Without: what
+            will read the array, and waits for the work that fills it.
         timeout : float, optional
             Seconds to wait for a message; for ever by default.
 

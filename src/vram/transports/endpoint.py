@@ -36,6 +36,7 @@ class Endpoint(Owned, ABC):
     __slots__ = ("_counting", "_received", "_sent", "dst", "src")
 
     kind: ClassVar[str]
+    method: ClassVar[str] = "a way of its own"  # what carries the bytes, in words
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         answer = type(self).available(src, dst)
@@ -64,6 +65,20 @@ class Endpoint(Owned, ABC):
     @abstractmethod
     def export(self, buffer: Array) -> ExportedBuffer:
         """Return a handle to a buffer at the source; see the contract."""
+
+    @abstractmethod
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return the handle of a buffer whose memory was exported before, or None; see the contract."""
+
+    @property
+    def exchange(self) -> str:
+        """What carries the bytes, in words."""
+        return self.method
+
+    @property
+    def ready(self) -> bool:
+        """Whether this transport is open: within one process it has no other end to wait for."""
+        return not self.is_closed
 
     @abstractmethod
     def import_(self, handle: ExportedBuffer) -> Array:

@@ -93,6 +93,7 @@ class SocketExchange(Owned):
 
     _warn_on_leak = False
     carries_fds = True
+    way = "a unix socket"
     most = MAX_MESSAGE
 
     def __init__(self, channel: Channel) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from typing import Any
@@ -17,7 +18,7 @@ from ..arrays.numpy_on_use import np
 from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
 from ..lifetime import uninterrupted, unwinding
-from ..memory import Pin
+from ..memory import Pin, Region
 from ..spec import Location
 from .contract import Estimate, ExportedBuffer
 from .endpoint import Endpoint, fresh
@@ -52,11 +53,12 @@ class Message:
 class LocalTransport(Endpoint):
     """Both ends of a transport, in one process. Any thread may send, any may receive."""
 
-    __slots__ = ("_bells", "_taking", "_waiting")
+    __slots__ = ("_bells", "_exported", "_taking", "_waiting")
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         super().__init__(src, dst)
         self._waiting: deque[Message] = deque()
+        self._exported: weakref.WeakSet[Region] = weakref.WeakSet()
         self._taking = threading.Lock()  # never taken by a finalizer
         self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
 
@@ -74,10 +76,18 @@ class LocalTransport(Endpoint):
     def export(self, buffer: Array) -> ExportedBuffer:
         """Return a handle to a buffer at the source, for this process; see the contract."""
         self.handle  # noqa: B018  (the check)
-        array = as_array(buffer)
+        array = as_array(buffer, copies=True)
         check_place("the buffer", array, self.src)
         ready(array, None)
+        self._exported.add(array.region)
         return ExportedBuffer(self.kind, keeps=array)
+
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return the handle of a buffer whose memory was exported before, or None; see the contract."""
+        self.handle  # noqa: B018  (the check)
+        array = as_array(buffer, copies=True)
+        check_place("the buffer", array, self.src)
+        return ExportedBuffer(self.kind, keeps=array) if array.region in self._exported else None
 
     def import_(self, handle: ExportedBuffer) -> Array:
         """Return what a handle means as an array at the destination; see the contract."""
@@ -97,7 +107,7 @@ class LocalTransport(Endpoint):
         """Hand a buffer at the source over; see the contract. It is read when it is received."""
         started = time.perf_counter()
         self.handle  # noqa: B018  (the check)
-        array = as_array(buffer)
+        array = as_array(buffer, copies=True)
         check_place("the buffer", array, self.src)
         ready(array, stream)
         message = self._keep(array)
@@ -112,7 +122,7 @@ class LocalTransport(Endpoint):
     def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
         """Return what was sent, copied; see the contract."""
         self.handle  # noqa: B018  (the check)
-        wanted = None if buffer is None else as_array(buffer)
+        wanted = None if buffer is None else as_array(buffer, copies=True)
         deadline = None if timeout is None else time.monotonic() + timeout
         message: Message | None = None
         try:
@@ -194,15 +204,21 @@ class LocalTransport(Endpoint):
         return measured(cls.kind, src, dst, lambda fit: fit_with(cls(src, dst), None, fit))
 
 
-def fit_with(sender: Any, receiver: Any, fit: Any) -> Estimate:
-    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given."""
+def fit_with(sender: Any, receiver: Any, fit: Any, once: Any = None) -> Estimate:
+    """Measure transfers from one end to the other, or through a transport that is both; closes what it was given.
+
+    Parameters
+    ----------
+    once : callable, optional
+        Moves so many bytes, in place of a send and a recv one after the other.
+    """
     from .measure import LARGE
 
     ends = [end for end in (sender, receiver) if end is not None]
     try:
         with fresh(sender.src, (LARGE,), np.dtype("uint8")) as source:
             with fresh(sender.dst, (LARGE,), np.dtype("uint8")) as target:
-                transfer: Transfer = lambda nbytes: _once(sender, ends[-1], source, target, nbytes)  # noqa: E731
+                transfer: Transfer = lambda nbytes: (once or _once)(sender, ends[-1], source, target, nbytes)  # noqa: E731
                 return fit(transfer)  # type: ignore[no-any-return]
     finally:
         for end in ends:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMemoryExchange"]
 
-_SLOTS, _SLOT = 64, 4096
+_SLOTS, _SLOT = 256, 4096  # a window of messages, their receipts, and what is said of memory, all unread
 _HERE = b"here"
 _PAGE = 4096  # bytes in front: the locks, and how far each end has read
 _HEAD = struct.Struct("<QII")  # the message's number from 1 on, its length, its checksum

@@ -32,6 +32,7 @@ class PeerTransport(LocalTransport):
     __slots__ = ("_aliases",)
 
     kind = "peer"
+    method = "copies by the GPUs themselves"
 
     def __init__(self, src: Location | str, dst: Location | str) -> None:
         super().__init__(src, dst)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.share import share
+from ..arrays.share import over, share
 from ..arrays.streams import as_stream, stream_synchronize
 from ..driver import visible
 from ..driver.protocol import Driver
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
-    "COPY_FIRST",
+    "SHM",
     "STAGED",
     "as_array",
     "check_fits",
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 
-# What a refusal advises: within one process, and between two, where no transport goes over the host.
+# What a refusal advises: the transport that goes over the host, within one process and between two.
 STAGED = "use staged, which goes over the host"
-COPY_FIRST = "copy it to the host and send that: vram.asarray(array.to_host())"
+SHM = "use shm, which goes over memory of the host that both processes map"
 
 
 def name_place(place: Location | str) -> Location:
@@ -85,10 +85,16 @@ def peers(src: Location, dst: Location, instead: str) -> No | None:
     return No(f"{reason}; {instead}") if reason else None
 
 
-def as_array(buffer: Any) -> Array:
-    """Return a buffer as an array: a vram array, or whatever :func:`vram.share` takes."""
+def as_array(buffer: Any, *, copies: bool = False) -> Array:
+    """Return a buffer as an array: a vram array, or whatever :func:`vram.share` takes.
+
+    Parameters
+    ----------
+    copies : bool
+        Whether the transport only copies: then it may be memory of a GPU that cannot leave this process.
+    """
     try:
-        return share(buffer)
+        return over(buffer) if copies else share(buffer)
     except UnsupportedError as error:
         raise UsageError(f"a transport moves vram arrays, and what vram.share() makes one of: {error}") from None
 

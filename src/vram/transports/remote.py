@@ -1,11 +1,13 @@
 """Transports between two processes: memory is described once, and after that its id is enough.
 
+All that concerns memory is :mod:`vram.handover`'s: ``ExportTable`` numbers what this end exports, ``ImportTable`` opens
+what the other end exports, once and under its numbers (S6), ``RemoteRefs`` keep what lives only as long as its maker,
+``Outbox`` has what the other end is to be told, and ``StreamEvents`` order a hand-over with the work of streams (S10).
+Here are the places, the window, the receipts, and the exchange.
+
 An end reads what the other one says when it receives, waits or sends; nothing runs in between. At most
 :data:`~vram.transports.wire.WINDOW` messages are under way, so neither end ever fills the exchange with what nobody
 reads: a sender that is further ahead waits until the other end has received.
-
-Memory that was described to this end is opened once and kept under its sender's number, until the sender says that it
-is gone there, or either end is closed. Arrays on it that are in use keep it on their own.
 
 An interrupt (I12) loses no message. What was taken off the exchange stays until it was dealt with, in steps that may be
 repeated; what must not be done twice ends in two steps without a call between them. An exchange raises what it has not
@@ -15,41 +17,82 @@ sent, so what was sent is counted in the step after the return.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from abc import abstractmethod
+import warnings
 from collections import deque
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from msgspec import structs
 
 from ..arrays import Array
-from ..arrays.dtypes import dtype_name, dtype_of
-from ..arrays.shapes import nbytes_of
-from ..errors import PeerGoneError, ProtocolError, UnsupportedError, UsageError, WaitTimeoutError
-from ..handover.messages import Part
+from ..arrays.streams import as_stream
+from ..errors import (
+    PeerGoneError,
+    ProtocolError,
+    ReleaseWarning,
+    UnsupportedError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
+from ..handover.exports import Export, ExportTable, refer
+from ..handover.imports import ImportTable
+from ..handover.messages import Closed, EventIs, MemoryPart, NextPart, Part, Reference, Shared, Unmap, Unref
+from ..handover.outbox import Outbox
+from ..handover.remote_refs import RefToken, RemoteRefs, unreturned
+from ..handover.stream_events import StreamEvents
 from ..lifetime import uninterrupted, unwinding
-from ..memory import Region
+from ..memory.foreign import ForeignRegion
 from ..sharing.channel import close_fds
+from ..sharing.mapping import device_name
 from ..spec import Location
+from .contract import ExportedBuffer
 from .endpoint import Endpoint
-from .exchanges import Exchange
+from .exchanges import Exchange, wait_until
 from .places import as_array, check_fits, check_place, ready, shown_on
-from .wire import MAX_UNMAPPED, VERSION, WINDOW, Allocation, Hello, NextPart, Received, Sent, Unmap, decode, encode
+from .wire import MOST_OF_A_KIND, VERSION, WINDOW, Handle, Hello, Message, Received, decode, decode_handle, encode
 
 __all__ = ["RemoteTransport"]
 
 MAX_MEMORIES = 4096  # that the other end may have described at a time
+_MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is gone already
+_SLICE = 2e-3  # seconds between two looks, where another thread hears the other end
+_LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 
 
 class _Came:
     """A message that was taken off the exchange, and how far it was dealt with."""
 
-    __slots__ = ("fds", "is_answered", "is_begun", "is_learned", "payload")
+    __slots__ = ("fds", "is_answered", "is_begun", "is_learned", "payload", "token")
 
     def __init__(self, payload: bytes, fds: list[int]) -> None:
         self.payload = payload
         self.fds = fds
         self.is_begun = self.is_learned = self.is_answered = False
+        self.token: RefToken | None = None
+
+
+class _Arrived:
+    """An array that came and was not received yet, and the event after which it may be read; 0 if at once."""
+
+    __slots__ = ("array", "event")
+
+    is_dropped = False
+
+    def __init__(self, array: Array, event: int) -> None:
+        self.array, self.event = array, event
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array."""
+        return self.array.nbytes
+
+    def close(self) -> None:
+        """Drop the array."""
+        self.array.close()
 
 
 class RemoteTransport(Endpoint):
@@ -71,29 +114,38 @@ class RemoteTransport(Endpoint):
     """
 
     __slots__ = (
-        "_acking", "_awaited", "_came", "_exchange", "_greeted", "_inbox", "_is_back", "_memories", "_reading",
-        "_received_count", "_retired", "_sending", "_sent_count", "_taken", "_taking", "timeout",
+        "_acking", "_awaited", "_came", "_exchange", "_exports", "_imports", "_inbox", "_is_back", "_learning",
+        "_memory_is_on", "_origin", "_outbox", "_peer", "_reading", "_received_count", "_refs", "_sending",
+        "_sent_count", "_stream_events", "_taken", "_taking", "_warm", "timeout",
     )  # fmt: skip
 
     needs_fds: ClassVar[bool]
+    copies: ClassVar[bool] = False  # whether what is received is a copy in any case
+    carries: ClassVar[frozenset[str]] = frozenset({"vmm"})  # what made the memory; see selection.select
 
     def __init__(
         self, src: Location | str, dst: Location | str, exchange: Exchange, *, timeout: float | None = None
     ) -> None:
         super().__init__(src, dst)
         self._exchange = exchange
+        self._memory_is_on = self.src
         self.timeout = timeout
-        self._greeted = False
-        self._inbox: deque[Array] = deque()
+        self._origin = os.urandom(16)
+        self._peer = b""  # the other end's, from its Hello on
+        self._inbox: deque[Any] = deque()
         self._is_back = False  # whether one is in there that the other end was told is received
         self._came: list[_Came | tuple[bytes, list[int]]] = []  # one, taken off the exchange and not dealt with yet
-        self._memories: dict[int, tuple[Region, Callable[[], object]]] = {}
-        self._retired: deque[int] = deque()  # finalizers append to it
+        self._outbox = Outbox(MOST_OF_A_KIND)  # finalizers put into it; it goes with the next call
+        self._exports = ExportTable(self._outbox.unmap, by_handle=True)
+        self._imports = ImportTable(self._outbox.unref, user=self.dst)
+        self._refs = RemoteRefs()
+        self._stream_events = StreamEvents()
+        self._warm = 0  # memory by handle that was sent last: open there, and mostly sent again; 0 is none
         self._sent_count = self._taken = self._received_count = 0
         self._awaited = 0  # parts of memory that the other end has not taken yet
         # None of them is ever taken by a finalizer. Reading and receipts have locks of their own: a sender that waits
         # for the other end must not keep another thread from telling it what was received.
-        self._reading, self._taking, self._sending, self._acking = (threading.Lock() for _ in range(4))
+        self._reading, self._taking, self._sending, self._acking, self._learning = (threading.Lock() for _ in range(5))
         try:
             if self.needs_fds and not exchange.carries_fds:
                 raise UnsupportedError(
@@ -101,57 +153,91 @@ class RemoteTransport(Endpoint):
                     f"{type(exchange).__name__}, which carries bytes only",
                 )  # fmt: skip
             with contextlib.suppress(PeerGoneError):  # what it said before may still be there to be received
-                exchange.send(encode(Hello(VERSION, self.kind)), timeout=timeout)
+                exchange.send(encode(Hello(VERSION, self.kind, self._origin)), timeout=timeout)
         except BaseException as error:
             with unwinding(error):
                 self._claim.release()
             raise
 
-    # -- what differs -------------------------------------------------------------------------------------------
-    @abstractmethod
-    def _introduce(self, array: Array) -> int:
-        """Return the number of an array's memory; describe it to the other end if it does not know it yet."""
+    @property
+    def exchange(self) -> str:
+        """What carries the bytes, and what the messages, in words."""
+        return f"{self.method}; messages over {getattr(self._exchange, 'way', type(self._exchange).__name__)}"
 
-    @abstractmethod
-    def _learn(self, message: Part | Allocation, fds: list[int], *, again: bool = False) -> None:
-        """Open memory that the other end described. `fds` are lent.
+    @property
+    def ready(self) -> bool:
+        """Whether both ends are open, and this one has heard the other's greeting. Does not wait.
 
-        Parameters
-        ----------
-        again : bool
-            Whether an interrupt came the last time, when it may have been opened all the same.
+        Raises
+        ------
+        ProtocolError
+            If the other end is no such transport, or one of another version.
         """
+        if self.is_closed:
+            return False
+        with contextlib.suppress(PeerGoneError):
+            if not self._peer:
+                self._listen()
+            return bool(self._peer) and not self._exchange.is_gone()
+        return False
 
-    def _keep_open(self, array: Array, number: int) -> None:
-        """Have an array keep what it lies on open, if its own pin does not."""
-
-    def _check_alive(self) -> None:
-        """Raise if what was received cannot be used, since its sender is gone."""
+    # -- what differs -------------------------------------------------------------------------------------------
+    def _check_memory(self, array: Array) -> None:
+        """Raise UsageError if an array's memory does not travel this way."""
 
     # -- the contract -------------------------------------------------------------------------------------------
+    def export(self, buffer: Array) -> ExportedBuffer:
+        """Return a handle to a buffer for who brings it to the other end; see the contract."""
+        array = self._of_ours(buffer)
+        ready(array, None)
+        with self._sending:
+            export = self._exports.export(array)
+        return self._handle_of(array, export)
+
+    def exported_handle(self, buffer: Array) -> ExportedBuffer | None:
+        """Return the handle of a buffer whose memory was exported or sent before, or None; see the contract."""
+        array = self._of_ours(buffer)
+        export = self._exports.known(array.region)
+        return None if export is None else self._handle_of(array, export)
+
+    def import_(self, handle: ExportedBuffer) -> Array:
+        """Open the memory that a handle of the other end describes; see the contract.
+
+        The descriptors in it stay the caller's. The memory is opened once, however often and in whatever way it comes.
+        """
+        self._check_handle(handle)
+        said = decode_handle(handle.payload)
+        self._until(lambda: bool(self._peer), self.timeout, "the other end did not greet")
+        if said.origin != self._peer:
+            raise UsageError("a handle was brought to an end that is not connected with the one that made it")
+        self._learn(said.part, list(handle.fds))
+        return self._array(said.reference, None)
+
     def send(self, buffer: Array, stream: object = None) -> None:
-        """Hand a buffer at the source over; see the contract."""
+        """Hand a buffer at the source over; see the contract. With a stream its event goes along, and nobody waits."""
         started = time.perf_counter()
-        self.handle  # noqa: B018  (the check)
-        array = as_array(buffer)
-        check_place("the buffer", array, self.src)
-        ready(array, stream)
+        array = self._of_ours(buffer)
+        if stream is None:
+            ready(array, None)
+        elif array.region.users[0].kind == "host":
+            ready(array, stream)  # says that there is none
         with self._sending:
             self._listen()
             self._until(lambda: self._sent_count - self._taken < WINDOW, self.timeout, "the other end received nothing")
-            self._tell_retired()
-            number = self._introduce(array)
-            self._say(Sent(number, array.offset, array.nbytes, dtype_name(array.dtype), array.shape))
+            self._tell()
+            self._hand_over(array, None if stream is None else as_stream(stream))
             self._sent_count += 1
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
     def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
         """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
         self.handle  # noqa: B018  (the check)
-        wanted = None if buffer is None else as_array(buffer)
-        came: Array | None = None
+        wanted = None if buffer is None else as_array(buffer, copies=True)
+        came: Any = None  # an _Arrived, or what a subclass puts into the inbox instead
+        found: Array | None = None
+        self._tell()
         try:
-            while came is None:
+            while found is None:
                 self._until(lambda: bool(self._inbox), timeout, "no message came")
                 with self._taking:
                     if not self._inbox:  # another thread was faster
@@ -159,25 +245,155 @@ class RemoteTransport(Endpoint):
                     if wanted is not None:
                         check_fits(wanted, self._inbox[0].nbytes, self.dst)
                     came = uninterrupted(self._inbox.popleft)
-            started, nbytes = time.perf_counter(), came.nbytes
-            self._check_alive()
-            found = came
-            if wanted is not None:
-                ready(wanted, stream)
-                if nbytes:
-                    came.region.driver.copy(wanted.address, came.address, nbytes)
-                    self._check_alive()  # what was read before the other end died is right, and nobody knows when
-                found = shown_on(wanted, came.dtype, came.shape)
-            self._count_received(nbytes, time.perf_counter() - started)
+                started = time.perf_counter()
+                found = self._taken_by(came, wanted, stream, timeout)
+            self._count_received(came.nbytes, time.perf_counter() - started)
             self._say_received()
         except BaseException:
-            if came is not None:
+            if came is not None and not came.is_dropped:
                 with self._taking:
                     self._inbox.appendleft(came)  # it stays, for another try
             raise
         if wanted is not None:
             came.close()
         return found
+
+    def synchronize(self, *, timeout: float | None = None) -> None:
+        """Return when the other end has received all that this one sent; see the contract."""
+        self.handle  # noqa: B018  (the check)
+        self._listen()
+        self._tell()
+        self._until(lambda: self._taken >= self._sent_count, timeout, "the other end has not received everything")
+
+    def close(self, *, strict: bool = False) -> None:
+        """Give everything back, and the exchange; see the contract.
+
+        Memory of ``cudaMalloc`` or of a pool that was sent, and that the other end still uses a second later, is kept
+        for as long as this process lives, with a ReleaseWarning: the other end can no longer say that it is done.
+        """
+        left = self._linger() if self._claim.handle.is_open else 0  # not in a forked child, which owns none of it
+        was_open = self._claim.handle.is_open
+        super().close(strict=strict)
+        if not was_open:
+            return
+        self._exchange.close()
+        with self._taking:
+            while self._inbox:
+                self._inbox[0].close()
+                self._inbox.popleft()
+        with self._reading:  # whoever read has been told by the exchange that it is closed
+            for came in self._came:
+                close_fds(came.fds if isinstance(came, _Came) else came[1])
+            self._imports.close()
+        self._exports.close()
+        self._stream_events.close()
+        if left:
+            unreturned.append(self._refs)
+            warnings.warn(
+                f"{self!r} is closed while the other end uses {left} arrays of memory that lives only as long as its "
+                f"maker: they are kept until this process ends. Have the other end drop them, or close, first",
+                ReleaseWarning, stacklevel=2,
+            )  # fmt: skip
+        else:
+            self._refs.close()
+
+    def _linger(self) -> int:
+        """Wait for the work that events stand for, and for the other end to be done with what it may not outlive.
+
+        Returns
+        -------
+        int
+            How many arrays it still uses.
+        """
+        try:
+            self._stream_events.synchronize()
+            self._until(lambda: not self._refs, _LINGER if self._refs else 0, "")
+        except VramError:  # it does not, it is gone, or what it says makes no sense
+            pass
+        with contextlib.suppress(VramError):
+            return 0 if self._exchange.is_gone() else len(self._refs)
+        return 0
+
+    # -- this end's memory --------------------------------------------------------------------------------------
+    def _of_ours(self, buffer: object) -> Array:
+        self.handle  # noqa: B018  (the check)
+        try:
+            array = as_array(buffer, copies=self.copies)
+        except UsageError as error:
+            if not self.copies and not isinstance(buffer, Array):
+                error.add_note("The shm transport copies whatever is on a GPU")
+            raise
+        check_place("the buffer", array, self.src)
+        self._check_memory(array)
+        return array
+
+    def _handle_of(self, array: Array, export: Export) -> ExportedBuffer:
+        start = array.offset
+        kept = array.region.pin(start, start + array.nbytes, "exported")
+        part, fds = export.whole()
+        handle = Handle(self._origin, part, refer(export.id, export.count, array))
+        return ExportedBuffer(self.kind, encode(handle), tuple(fds), (kept, array))
+
+    def _hand_over(self, array: Array, stream: int | None) -> None:
+        """Describe an array to the other end, and its memory if that does not know it yet. With the sending lock."""
+        event = 0 if stream is None else self._record(array, stream)
+        export = self._introduce(array)
+        keep = self._refs.keep(array, export.id) if export.data else 0
+        try:
+            if keep and export.id != self._warm:
+                if self._warm:
+                    self._outbox.idle(self._warm)
+                self._warm = export.id
+            self._say(Shared(refer(export.id, export.sent, array), keep, event))
+        except BaseException:
+            if keep:
+                self._drop_ref(keep, 1)
+            raise
+
+    def _record(self, array: Array, stream: int) -> int:
+        """Record an event on a stream and return its number, after the other end was told what it is."""
+        number, entry = self._stream_events.record(array.region, stream)
+        if entry is not None:
+            self._say(EventIs(number, entry))
+            self._stream_events.told(number)
+        return number
+
+    def _introduce(self, array: Array) -> Export:
+        export = self._exports.export(array)
+        if export.sent < export.count or export.sent < 0:
+            kept = export.keep()
+            try:
+                for part, fds in export.parts(max(export.sent, 0)):
+                    sent = part.first + len(part.descriptor.segments)
+                    # One part on its way at a time: descriptors that nobody reads are limited, for all of this user.
+                    self._until(lambda: not self._awaited, self.timeout, "the other end takes no descriptors")
+                    self._say(Part(part), fds)
+                    export.sent = sent  # no interrupt comes before all of it is noted (I12)
+                    self._awaited += not part.last
+            finally:
+                kept.release()
+        return export
+
+    def _drop_ref(self, number: int, times: int) -> None:
+        """The other end is done with what was kept for it."""
+        memory = self._refs.decref(number, times)
+        if memory is not None:
+            self._outbox.idle(memory)
+
+    def _release_idle(self, memory: int) -> None:
+        """Have the other end close what it uses no more, unless it was sent last."""
+        if memory != self._warm and self._refs.is_idle(memory):
+            self._exports.release(memory)
+
+    # -- what is said -------------------------------------------------------------------------------------------
+    def _say(self, message: object, fds: list[int] | tuple[int, ...] = ()) -> None:
+        self._exchange.send(encode(message), fds, timeout=self.timeout)
+
+    def _tell(self) -> None:
+        """Tell the other end what is unmapped or dropped here, as far as it reads. Never waits for it."""
+        if self._outbox:
+            with self._acking:
+                self._outbox.tell(self._exchange, self._release_idle)
 
     def _say_received(self) -> None:
         """Tell the other end that one more message was received; if this raises, that is not counted."""
@@ -195,47 +411,6 @@ class RemoteTransport(Endpoint):
                 self._is_back = True
             raise
 
-    def synchronize(self, *, timeout: float | None = None) -> None:
-        """Return when the other end has received all that this one sent; see the contract."""
-        self.handle  # noqa: B018  (the check)
-        self._tell_retired()
-        self._until(lambda: self._taken >= self._sent_count, timeout, "the other end has not received everything")
-
-    def close(self, *, strict: bool = False) -> None:
-        """Give everything back, and the exchange; see the contract."""
-        was_open = self._claim.handle.is_open
-        super().close(strict=strict)
-        if not was_open:  # or in a forked child, which owns none of it
-            return
-        self._exchange.close()
-        with self._taking:
-            while self._inbox:
-                self._inbox[0].close()
-                self._inbox.popleft()
-        with self._reading:  # whoever read has been told by the exchange that it is closed
-            for came in self._came:
-                close_fds(came.fds if isinstance(came, _Came) else came[1])
-            for number in tuple(self._memories):
-                self._forget(number)
-
-    # -- what is said -------------------------------------------------------------------------------------------
-    def _say(self, message: object, fds: list[int] | tuple[int, ...] = ()) -> None:
-        self._exchange.send(encode(message), fds, timeout=self.timeout)
-
-    def _tell_retired(self) -> None:
-        """Tell the other end of memory that is unmapped here."""
-        while self._retired:
-            numbers: list[int] = []
-            try:
-                with contextlib.suppress(IndexError):
-                    while len(numbers) < MAX_UNMAPPED:
-                        (_,) = map(numbers.append, map(deque.popleft, (self._retired,)))  # in one step (I12)
-                if numbers:
-                    self._say(Unmap(tuple(numbers)))
-                    del numbers[:]
-            finally:
-                self._retired.extend(numbers)  # twice does no harm
-
     # -- what is heard ------------------------------------------------------------------------------------------
     def _until(self, is_done: Callable[[], bool], timeout: float | None, what: str) -> None:
         """Hear the other end until something is so."""
@@ -244,10 +419,13 @@ class RemoteTransport(Endpoint):
             left = None if deadline is None else deadline - time.monotonic()
             held = False
             try:
-                held = uninterrupted(self._reading.acquire, True, -1 if left is None else max(left, 0.0))
-                if not held:
+                # Whoever else hears the other end may hear what is waited for here, and then go on hearing.
+                held = uninterrupted(
+                    self._reading.acquire, True, _SLICE if left is None else max(min(left, _SLICE), 0.0)
+                )
+                if not held and left is not None and left <= 0:
                     raise WaitTimeoutError("somebody else hears the other end")
-                if not is_done():
+                if held and not is_done():
                     self.handle  # noqa: B018  (closed meanwhile?)
                     self._hear(left if left is None else max(left, 0.0))
             except WaitTimeoutError:
@@ -271,7 +449,11 @@ class RemoteTransport(Endpoint):
     def _hear(self, timeout: float | None) -> None:
         """Take one message off the exchange and deal with it, or with the one that an interrupt left."""
         if not self._came:
-            self._came += (self._exchange.recv(timeout=timeout),)
+            try:
+                self._came += (self._exchange.recv(timeout=timeout),)
+            except PeerGoneError:
+                self._refs.close()  # nobody uses it there any more
+                raise
         came = self._came[0]
         if not isinstance(came, _Came):
             came = self._came[0] = _Came(*came)
@@ -289,17 +471,16 @@ class RemoteTransport(Endpoint):
             raise ProtocolError(f"{len(came.fds)} descriptors came with a {type(message).__name__}, which has none")
         if isinstance(message, Hello):
             self._greet(message)
-        elif not self._greeted:
+        elif not self._peer:
             raise ProtocolError(f"the other end began with a {type(message).__name__}, without a Hello")
-        elif isinstance(message, Sent):
-            if len(self._inbox) >= WINDOW + self._is_back:
-                raise ProtocolError(f"more than {WINDOW} messages came that were not received")
-            array = self._array(message)
-            self._inbox += (array,)
+        elif isinstance(message, Shared):
+            arrived = self._arrived(message, came)
+            self._inbox += (arrived,)
             del self._came[:]
             return
         elif isinstance(message, Received):
-            if not self._taken <= message.count <= self._sent_count:
+            # The one that is just being sent may have been received before that is counted.
+            if not self._taken <= message.count <= self._sent_count + self._sending.locked():
                 raise ProtocolError(f"{message.count} messages are said to be received of {self._sent_count}")
             self._taken = message.count
         elif isinstance(message, NextPart):
@@ -308,21 +489,40 @@ class RemoteTransport(Endpoint):
             self._awaited -= 1
             del self._came[:]
             return
-        elif isinstance(message, Unmap):
-            for number in message.memories:
-                self._forget(number)
-        elif not came.is_learned:
-            if not came.is_begun and len(self._memories) >= MAX_MEMORIES:
-                raise ProtocolError(f"the other end described more than {MAX_MEMORIES} memories")
-            again, came.is_begun = came.is_begun, True
-            self._learn(message, came.fds, again=again)
-            came.is_learned = True
-        if isinstance(message, Part) and not message.part.last and not came.is_answered:
-            with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
-                self._say(NextPart())
-                came.is_answered = True
+        elif isinstance(message, Unref):
+            del self._came[:]  # first: what is lost is kept until the connection ends, what is counted twice is wrong
+            for number, times in message.arrays:
+                self._drop_ref(number, times)
+            return
+        elif isinstance(message, Part):
+            if not came.is_learned:
+                self._learn(message.part, came.fds)
+                came.is_learned = True
+            if not message.part.last and not came.is_answered:
+                with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
+                    self._say(NextPart())
+                    came.is_answered = True
+        else:
+            self._deal_with_ends(message, came)
         close_fds(came.fds)
         del self._came[:]
+
+    def _deal_with_ends(self, message: Message, came: _Came) -> None:
+        """Do what a message says about memory that is gone, or of an event."""
+        if isinstance(message, Unmap):
+            with self._learning:
+                for number in message.memories:
+                    if self._imports.release(number):
+                        self._outbox.unmapped(number)  # twice does no harm
+        elif isinstance(message, Closed):
+            for number in message.memories:
+                self._refs.closed(number)
+        elif not isinstance(message, EventIs):
+            raise ProtocolError(f"a {type(message).__name__} came, which is not said on the {self.kind} transport")
+        elif not (came.is_begun and self._stream_events.knows(message.number)):
+            came.is_begun = True
+            with self._while_it_lives():
+                self._stream_events.learn(message.number, message.event)
 
     def _greet(self, message: Hello) -> None:
         if message.kind != self.kind or message.version != VERSION:
@@ -330,39 +530,93 @@ class RemoteTransport(Endpoint):
                 f"the other end is a {message.kind!r} transport, version {message.version}; this is "
                 f"{self.kind!r}, version {VERSION}"
             )
-        self._greeted = True
+        self._peer = message.origin
 
-    def _array(self, sent: Sent) -> Array:
+    # -- the other end's memory ---------------------------------------------------------------------------------
+    def _learn(self, part: MemoryPart, fds: list[int]) -> None:
+        """Open memory, or what it has grown by, as far as it is not open already. `fds` are lent."""
+        if part.descriptor.device != device_name(self._memory_is_on):
+            raise ProtocolError(
+                f"memory came from a device {part.descriptor.device!r:.80}, which is not {self._memory_is_on}"
+            )
+        with self._learning:
+            known = self._imports.known(part.memory)
+            if 0 <= part.first < known:  # somebody brought it by hand, or an interrupt came the last time
+                part.descriptor.check()
+                part, fds = _from(part, fds, known)
+                if not part.descriptor.segments:
+                    return
+            if known < 0 and len(self._imports.numbers()) >= MAX_MEMORIES:
+                raise ProtocolError(f"the other end described more than {MAX_MEMORIES} memories")
+            with self._while_it_lives():
+                self._imports.learn(part, fds)
+
+    @contextlib.contextmanager
+    def _while_it_lives(self) -> Iterator[None]:
+        """Say of what cannot be opened, since its maker is gone, that its maker is gone."""
+        try:
+            yield
+        except ProtocolError as error:
+            # It goes with its maker, and a moment later the connection does.
+            with contextlib.suppress(WaitTimeoutError):
+                wait_until(lambda: self._exchange.is_gone() or None, _MOMENT, "")
+                raise PeerGoneError(
+                    f"the process that made the memory is gone, and the memory with it: {error}"
+                ) from None
+            raise
+
+    def _arrived(self, message: Shared, came: _Came) -> _Arrived:
+        if len(self._inbox) >= WINDOW + self._is_back:
+            raise ProtocolError(f"more than {WINDOW} messages came that were not received")
+        if message.keep:
+            if came.token is None:
+                came.token = RefToken(0, self._outbox.unref)
+            came.token.number = message.keep  # counts from here on, once: an interrupt finds it there
+        return _Arrived(self._array(message.reference, came.token), message.event)
+
+    def _array(self, reference: Reference, token: RefToken | None) -> Array:
         """Return the array that the other end means. A wrong one is the other end's mistake (S7)."""
-        region, _ = self._memories.get(sent.memory, (None, None))
-        if region is None:
-            raise ProtocolError(f"an array came on memory {sent.memory}, which was not described")
-        array = array_on(region, sent.dtype, sent.shape, sent.offset, sent.nbytes)
-        self._keep_open(array, sent.memory)
+        array = self._imports.new_array(reference, token)
+        if array is None:
+            raise ProtocolError(f"an array came on memory {reference.memory}, which was not described")
         return array
 
-    def _forget(self, number: int) -> None:
-        found = self._memories.get(number)
-        if found is not None:
-            found[1]()
-            self._memories.pop(number, None)  # afterwards: an interrupt may have it dropped twice, but not left out
+    def _taken_by(self, came: Any, wanted: Array | None, stream: object, timeout: float | None) -> Array | None:
+        """Return what came once it may be used, or its copy in the buffer that is wanted; None if it was given up."""
+        array: Array = came.array
+        self._check_alive(array)
+        if wanted is None:
+            self._wait(came, None if stream is None else as_stream(stream))
+            return array
+        self._wait(came, None)
+        ready(wanted, stream)
+        if array.nbytes:
+            array.region.driver.copy(wanted.address, array.address, array.nbytes)
+            self._check_alive(array)  # what was read before the other end died is right, and nobody knows when
+        return shown_on(wanted, array.dtype, array.shape)
+
+    def _wait(self, came: _Arrived, stream: int | None) -> None:
+        """Have a stream wait for the work that fills an array, or wait here as long as whoever does it is there."""
+        if came.event:
+            self._stream_events.wait(came.event, came.array.region, stream, self._check_filler)
+            came.event = 0
+
+    def _check_filler(self) -> None:
+        if self._exchange.is_gone():
+            raise PeerGoneError("the process that was filling the memory is gone, and nobody knows how far it came")
+
+    def _check_alive(self, array: Array) -> None:
+        """Raise if what was received cannot be used, since it lived only as long as its sender."""
+        if isinstance(array.region, ForeignRegion) and self._exchange.is_gone():
+            raise PeerGoneError("the process that made the memory is gone, and its memory with it")
 
     def _imported(self) -> int:
-        return len(self._memories)
+        return len(self._imports.numbers())
 
 
-def array_on(region: Region, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> Array:
-    """Return an array that another process described, on memory that is checked already.
-
-    Raises
-    ------
-    ProtocolError
-        If it is none, or does not lie there.
-    """
-    try:
-        kind = dtype_of(dtype)
-        if nbytes_of(shape, kind) != nbytes:
-            raise ProtocolError(f"an array of {dtype} {shape} is said to have {nbytes} bytes")
-        return Array(region, kind, shape, offset=offset)
-    except UsageError as error:
-        raise ProtocolError(f"another process described an array that cannot be: {error}") from None
+def _from(part: MemoryPart, fds: list[int], known: int) -> tuple[MemoryPart, list[int]]:
+    """Return what is left of a part of memory whose first segments are known."""
+    skipped, whole = known - part.first, part.descriptor
+    segments = whole.segments[skipped:]
+    left = structs.replace(whole, segments=segments, offset=0, nbytes=sum(one.nbytes for one in segments))
+    return structs.replace(part, first=known, descriptor=left), fds[skipped:]

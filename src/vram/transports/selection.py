@@ -14,6 +14,7 @@ from .local import LocalTransport
 from .peer import PeerTransport
 from .places import name_place
 from .remote import RemoteTransport
+from .shm import ShmTransport
 from .staged import StagedTransport
 from .vmm import VmmTransport
 
@@ -21,8 +22,11 @@ __all__ = ["TRANSPORTS", "Ranked", "Selection", "register", "select"]
 
 # Of equals the first is taken: what needs no host before what does, what outlives its maker before the rest.
 TRANSPORTS: tuple[type[LocalTransport | RemoteTransport], ...] = (
-    PeerTransport, StagedTransport, VmmTransport, IpcTransport,
+    PeerTransport, StagedTransport, VmmTransport, IpcTransport, ShmTransport,
 )  # fmt: skip
+_MADE_BY = {
+    "vmm": "virtual memory management, such as vram's own,", "legacy": "cudaMalloc", "pool": "pools",
+}  # fmt: skip
 _registered: list[type[LocalTransport | RemoteTransport]] = []
 
 
@@ -145,7 +149,7 @@ def select(
     *,
     nbytes: int | str = "64MiB",
     exchange: Exchange | None = None,
-    memory: Literal["vmm", "legacy"] = "vmm",
+    memory: Literal["vmm", "legacy", "pool"] = "vmm",
 ) -> Selection:
     """Rank the transports between two places by measured speed, and say of each why.
 
@@ -159,8 +163,9 @@ def select(
         The size of a transfer, in bytes: for small ones latency decides, for large ones bandwidth.
     exchange : Exchange, optional
         What leads to the other process, for a transport between two. Without one both places are in this process.
-    memory : {"vmm", "legacy"}
-        Between two processes: what made the memory. ``"vmm"`` is what vram makes, ``"legacy"`` that of cudaMalloc.
+    memory : {"vmm", "legacy", "pool"}
+        Between two processes: what made the memory. ``"vmm"`` is what vram makes, ``"legacy"`` that of cudaMalloc,
+        ``"pool"`` that of a pool, such as :class:`vram.Pool`.
 
     Raises
     ------
@@ -168,8 +173,8 @@ def select(
         For text that names no place or no size.
     """
     size = parse_size(nbytes, what="nbytes")
-    if memory not in ("vmm", "legacy"):
-        raise UsageError(f'memory is "vmm" or "legacy", not {memory!r:.40}')
+    if memory not in _MADE_BY:
+        raise UsageError(f'memory is "vmm", "legacy" or "pool", not {memory!r:.40}')
     if exchange is not None and not hasattr(exchange, "carries_fds"):
         raise UsageError(f"{exchange!r:.60} is no exchange: SocketExchange, PipeExchange and SharedMemoryExchange are")
     judged = [_judge(cls, src, dst, size, exchange, memory) for cls in _all()]
@@ -199,7 +204,7 @@ def _judge(
         estimate = cls.measure(name_place(src), name_place(dst))
     except VramError as error:
         return Ranked(cls.kind, False, f"it could not be measured: {error}")
-    why_not = _unusable(cls, exchange, memory)
+    why_not = _unusable(cls, exchange, memory) or _pool_refusal(cls, src, dst, exchange, memory)
     return Ranked(cls.kind, not why_not, why_not, estimate, estimate.seconds(nbytes))
 
 
@@ -211,11 +216,26 @@ def _unusable(cls: type[LocalTransport | RemoteTransport], exchange: Exchange | 
         return "it is between two processes: it needs an exchange between them, select(..., exchange=...)"
     if cls.needs_fds and not exchange.carries_fds:
         return f"it needs file descriptors, and {type(exchange).__name__} carries bytes only: use SocketExchange"
-    wanted = "legacy" if cls is IpcTransport else "vmm"
-    if memory != wanted:
-        other = "cudaMalloc" if wanted == "legacy" else "virtual memory management, such as vram's own,"
-        return f"it carries memory of {other} only: select(..., memory={wanted!r})"
+    if memory not in cls.carries:
+        kinds = sorted(cls.carries)
+        made_by = " and of ".join(_MADE_BY.get(kind, kind) for kind in kinds)
+        return f"it carries memory of {made_by} only: select(..., memory={' or '.join(map(repr, kinds))})"
     return ""
+
+
+def _pool_refusal(
+    cls: type[LocalTransport | RemoteTransport],
+    src: Location | str,
+    dst: Location | str,
+    exchange: Exchange | None,
+    memory: str,
+) -> str:
+    """Return why memory of a pool cannot be taken this way; empty if it can, or it is other memory."""
+    if memory != "pool" or cls is not IpcTransport or exchange is None:
+        return ""
+    if not exchange.carries_fds:
+        return f"a pool's descriptor goes along, and {type(exchange).__name__} carries bytes only: use SocketExchange"
+    return "" if name_place(src) == name_place(dst) else f"memory of a pool on {src} is opened there and not on {dst}"
 
 
 def _named(place: Location | str) -> Location:

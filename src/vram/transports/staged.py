@@ -43,6 +43,7 @@ class StagedTransport(LocalTransport):
     __slots__ = ("_ring",)
 
     kind = "staged"
+    method = "copies through pinned memory of the host"
 
     def __init__(self, src: Location | str, dst: Location | str, *, slots: int = SLOTS, slot: int | str = SLOT) -> None:
         size = parse_size(slot, what="slot")

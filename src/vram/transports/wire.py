@@ -1,4 +1,7 @@
-"""What the two ends of a transport between processes say to each other. Data, bounded; nothing is believed (S1, S7)."""
+"""What the two ends of a transport between processes say to each other, besides what all say that hand memory over.
+
+Memory, arrays and events are described by :mod:`vram.handover.messages`. Data, bounded; nothing is believed (S1, S7).
+"""
 
 from __future__ import annotations
 
@@ -8,76 +11,76 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import ProtocolError
-from ..handover.messages import Part
+from ..handover.messages import Closed, EventIs, MemoryPart, NextPart, Part, Reference, Shared, Size, Unmap, Unref
 
 __all__ = [
-    "MAX_UNMAPPED",
+    "MOST_OF_A_KIND",
     "VERSION",
     "WINDOW",
-    "Allocation",
+    "Chunk",
+    "Drained",
+    "Handle",
     "Hello",
-    "NextPart",
     "Received",
-    "Sent",
-    "Unmap",
     "decode",
+    "decode_handle",
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 WINDOW = 64  # messages that were sent and not received: then the sender waits
-MAX_UNMAPPED = 256  # memories in one message, so that it fits into a pipe's
+MOST_OF_A_KIND = 200  # memories or arrays in one message, so that it fits into a pipe's
 
-_Size = Annotated[int, Meta(ge=0, le=2**62)]
-_Id = Annotated[int, Meta(gt=0, le=2**62)]
+Origin = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="h"):
-    """The first message of each end: which transport it is, and which version of it."""
+    """The first message of each end: which transport it is, which version of it, and a random id of the end."""
 
-    version: _Size
+    version: Size
     kind: Annotated[str, Meta(max_length=32)]
-
-
-class Allocation(Struct, frozen=True, array_like=True, tag="a"):
-    """Memory of cudaMalloc: the GPU's UUID, the 64 bytes of its base, and the size of the whole allocation."""
-
-    memory: _Id
-    device: Annotated[str, Meta(max_length=64)]
-    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
-    nbytes: Annotated[int, Meta(gt=0, le=2**47)]
-
-
-class Sent(Struct, frozen=True, array_like=True, tag="s"):
-    """An array on memory that was described before: where in it, its bytes, element type and shape."""
-
-    memory: _Id
-    offset: _Size
-    nbytes: _Size
-    dtype: Annotated[str, Meta(max_length=32)]
-    shape: Annotated[tuple[_Size, ...], Meta(max_length=64)]
+    origin: Origin = bytes(16)
 
 
 class Received(Struct, frozen=True, array_like=True, tag="t"):
     """So many of the arrays that came were received, in all."""
 
-    count: _Size
+    count: Size
 
 
-class NextPart(Struct, frozen=True, array_like=True, tag="g"):
-    """Answers a part of a memory that is not the last: its descriptors were taken, the next part may come (S4)."""
+class Chunk(Struct, frozen=True, array_like=True, tag="k"):
+    """Bytes of an array that lie in a ring of shared memory now: `nbytes` of them, which belong at `at` in the array.
+
+    `reference` has the type and shape of the whole array, and where in the ring these bytes are; `stop` is how many
+    bytes of the ring were used up to here, in all. A chunk at 0 begins an array: one that was begun before and is not
+    whole was given up by its sender.
+    """
+
+    reference: Reference
+    at: Size
+    nbytes: Size
+    stop: Size
 
 
-class Unmap(Struct, frozen=True, array_like=True, tag="x"):
-    """Memory that is unmapped where it was described: let go of it."""
+class Drained(Struct, frozen=True, array_like=True, tag="q"):
+    """The ring was read up to here, in all: what was there before may be overwritten."""
 
-    memories: Annotated[tuple[_Id, ...], Meta(max_length=MAX_UNMAPPED)]
+    stop: Size
 
 
-Message = Hello | Part | Allocation | NextPart | Sent | Received | Unmap
+class Handle(Struct, frozen=True, array_like=True):
+    """The payload of a handle that somebody brings: which end made it, all of the memory, and the array on it."""
+
+    origin: Origin
+    part: MemoryPart
+    reference: Reference
+
+
+Message = Hello | Part | NextPart | EventIs | Shared | Received | Unmap | Unref | Closed | Chunk | Drained
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_handle_decoder = msgspec.msgpack.Decoder(Handle)
 
 
 def decode(payload: bytes) -> Message:
@@ -92,3 +95,11 @@ def decode(payload: bytes) -> Message:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"the other end of a transport said what is no message: {error!s:.200}") from None
+
+
+def decode_handle(payload: bytes) -> Handle:
+    """Parse a handle that somebody brought; raises as :func:`decode` does."""
+    try:
+        return _handle_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"a handle of a transport that is none: {error!s:.200}") from None

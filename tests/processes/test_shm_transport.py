@@ -1,0 +1,306 @@
+"""The transport over shared memory of the host: more than the ring has, what breaks off half-way, deaths, lies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.processes import transport_children as children
+from tests.processes.lend_children import Interface, Sources, numbers
+from tests.processes.test_transports import child
+
+import standin
+import vram
+from vram.arrays.share import over
+from vram.errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from vram.handover.messages import MemoryPart, Part, Reference, Shared
+from vram.keeper.private import short_directory
+from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
+from vram.testing.keeper import AT_ONCE, SOON, until
+from vram.transports import ShmTransport, SocketExchange, VmmTransport
+from vram.transports.wire import VERSION, Chunk, Drained, Hello, encode
+
+GRANULE = 2 << 20
+LENGTH = 50_001
+
+
+def values(seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, LENGTH, dtype=np.uint8)
+
+
+class Sending:
+    """A send in another thread, and how it ended."""
+
+    def __init__(self, transport: Any, array: Any, **options: Any) -> None:
+        self.error: BaseException | None = None
+        self._work = lambda: transport.send(array, **options)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except vram.VramError as error:
+            self.error = error
+
+    def end(self) -> BaseException | None:
+        self._thread.join(SOON)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+class Stepwise:
+    """An exchange that lets messages go as they are allowed to."""
+
+    carries_fds = True
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.most = inner.most
+        self.allowed = threading.Semaphore(0)
+
+    def send(self, payload: bytes, fds: Sequence[int] = (), *, timeout: float | None = None) -> None:
+        assert self.allowed.acquire(timeout=SOON)
+        self._inner.send(payload, fds, timeout=timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield str(Path(place) / "x")
+
+
+PLACES = [
+    pytest.param("host", "host"),
+    pytest.param("cuda:0", "cuda:1", marks=pytest.mark.standin),
+    pytest.param("cuda:0", "host", marks=pytest.mark.standin),
+    pytest.param("host", "cuda:0", marks=pytest.mark.standin),
+]
+
+
+@pytest.mark.parametrize(("src", "dst"), PLACES)
+@pytest.mark.parametrize(("slots", "slot"), [(2, 64), (2, 4096), (3, 8190)])
+def test_more_than_the_ring_has_goes_through_it(src: str, dst: str, slots: int, slot: int) -> None:
+    one, other = SocketExchange.pair()
+    with ShmTransport(src, dst, one, slots=slots, slot=slot, timeout=SOON) as sender:
+        with ShmTransport(src, dst, other) as receiver, vram.empty(LENGTH, "uint8", device=src) as array:
+            with vram.zeros(LENGTH, "uint8", device=dst) as target:
+                for turn in range(2 if slot > 64 else 1):
+                    array[...] = values(turn)
+                    sending = Sending(sender, array)
+                    with receiver.recv(target if turn else None, timeout=SOON) as came:
+                        assert (came.to_host() == values(turn)).all()
+                    assert sending.end() is None
+            assert receiver.statistics().imported == 1
+
+
+@pytest.mark.standin
+def test_where_memory_cannot_be_pinned_it_goes_through_plain_memory() -> None:
+    control = standin.Standin()
+    one, other = SocketExchange.pair()
+    with control.failing("cuMemHostRegister", nth=1, code=2):
+        with ShmTransport("cuda:0", "cuda:1", one) as sender, ShmTransport("cuda:0", "cuda:1", other) as receiver:
+            with vram.empty(LENGTH, "uint8", device="cuda:0") as array:
+                array[...] = values()
+                sender.send(array)
+                with receiver.recv(timeout=SOON) as came:
+                    assert (came.to_host() == values()).all()
+            assert sender._ring is not None
+            assert not sender._ring.is_pinned
+            assert receiver._theirs is not None
+            assert receiver._theirs[1].is_pinned
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["legacy", "pool", "private pool"])
+def test_memory_of_every_kind_is_copied(kind: str) -> None:
+    """Also of a pool that was not made to be shared, which no other transport between processes takes."""
+    ends = [SocketExchange.pair() for _ in range(2)]
+    with Sources() as sources, ShmTransport("cuda:0", "host", ends[0][0]) as sender:
+        if kind == "private pool":
+            made = Interface(sources.stranger.pooled(GRANULE, shareable=False)[1])
+            with over(made) as there:
+                there[...] = numbers()
+            with VmmTransport("cuda:0", "cuda:0", ends[1][0]) as refusing:
+                with pytest.raises(UsageError, match="made without a handle type") as refused:
+                    refusing.send(made)
+                assert "shm" in "".join(refused.value.__notes__)
+        else:
+            made = sources.make(kind)
+        with ShmTransport("cuda:0", "host", ends[0][1]) as receiver:
+            sender.send(made)
+            with receiver.recv(timeout=SOON) as came:
+                assert (came.numpy() == numbers()).all()
+    for pair in ends:
+        for end in pair:
+            end.close()
+
+
+# -- what breaks off half-way ---------------------------------------------------------------------------------------
+def test_what_its_sender_gave_up_is_never_received() -> None:
+    one, other = SocketExchange.pair()
+    with ShmTransport("host", "host", one, slots=2, slot=4096, timeout=0.02) as sender:
+        with ShmTransport("host", "host", other) as receiver, vram.asarray(values(), device="host") as large:
+            with vram.asarray(values(1)[:9000], device="host") as small:
+                for _ in range(3):
+                    with pytest.raises(WaitTimeoutError, match="took nothing out of the shared memory"):
+                        sender.send(large)
+                sender.timeout = SOON
+                sending = Sending(sender, small)
+                with receiver.recv(timeout=SOON) as came:
+                    assert (came.numpy() == values(1)[:9000]).all()
+                assert sending.end() is None
+                sender.synchronize(timeout=SOON)
+                assert (receiver.statistics().received.messages, sender.statistics().sent.messages) == (1, 1)
+
+
+@pytest.mark.parametrize("first", ["its own memory", "a buffer"])
+def test_what_came_half_way_goes_on_where_it_was(first: str) -> None:
+    """Also into another buffer, which then has all of it."""
+    one, other = SocketExchange.pair()
+    steps = Stepwise(one)
+    steps.allowed.release()
+    with ShmTransport("host", "host", steps, slots=2, slot=4096, timeout=SOON) as sender:
+        with ShmTransport("host", "host", other) as receiver, vram.asarray(values(), device="host") as array:
+            sending = Sending(sender, array)
+            with vram.zeros(LENGTH, "uint8", device="host") as one_target:
+                with vram.zeros(LENGTH, "uint8", device="host") as target:
+                    for _ in range(4):  # the ring, and chunks
+                        steps.allowed.release()
+                        with pytest.raises(WaitTimeoutError):
+                            receiver.recv(one_target if first == "a buffer" else None, timeout=0.02)
+                    steps.allowed.release(100)
+                    assert receiver.recv(target, timeout=SOON) is target
+                    assert (target.numpy() == values()).all()
+            assert sending.end() is None
+            assert receiver.statistics().received.messages == 1
+
+
+def test_threads_receive_in_turn() -> None:
+    """The ring is read in its order, whoever reads."""
+    one, other = SocketExchange.pair()
+    seen: list[int] = []
+    with ShmTransport("host", "host", one, slots=2, slot=64, timeout=SOON) as sender:
+        with ShmTransport("host", "host", other) as receiver:
+
+            def receive() -> None:
+                with vram.empty(200, "uint8", device="host") as buffer:
+                    for _ in range(25):
+                        receiver.recv(buffer, timeout=SOON)
+                        assert len(set(buffer.numpy())) == 1
+                        seen.append(int(buffer.numpy()[0]))
+
+            threads = [threading.Thread(target=receive) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            with vram.zeros((100, 200), "uint8", device="host") as array:
+                array.numpy()[:] = np.arange(100, dtype="uint8")[:, None]
+                for row in array:
+                    sender.send(row)
+                for thread in threads:
+                    thread.join(SOON)
+    assert sorted(seen) == list(range(100))
+
+
+def test_what_is_not_read_is_not_overwritten() -> None:
+    """Where two threads receive, the later message may be read first: the ring is still full of the other one."""
+    one, other = SocketExchange.pair()
+    with (
+        ShmTransport("host", "host", one, slots=2, slot=4096) as sender,
+        ShmTransport("host", "host", other) as receiver,
+    ):
+        with vram.zeros(4096, "uint8", device="host") as array:
+            for _ in range(2):
+                sender.send(array)
+            receiver._listen()
+            first = receiver._inbox.popleft()  # another thread has it, and has not come to read it
+            receiver.recv(timeout=SOON).close()
+            assert receiver._read_told == 0, "what is in the ring is said to be read before it was"
+            receiver._inbox.appendleft(first)
+            receiver.recv(timeout=SOON).close()
+            assert receiver._read_told == 8192
+
+
+# -- deaths ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+def test_a_receiver_killed_in_the_middle_of_a_transfer_is_known_at_once(place: str, path: str) -> None:
+    with (
+        child(children.holder, "shm", path, place) as (process, _),
+        vram.zeros(40 << 20, "uint8", device=place) as array,
+    ):
+        with ShmTransport(place, place, SocketExchange.listen(path, SOON)) as transport:
+            sending = Sending(transport, array)
+            until(lambda: transport._claimed == 16 << 20, what="a full ring")
+            started = time.monotonic()
+            process.kill()
+            assert isinstance(sending.end(), PeerGoneError)
+            assert time.monotonic() - started < AT_ONCE
+
+
+# -- lies (S7) ------------------------------------------------------------------------------------------------------
+def test_s7_chunks_that_cannot_be_are_refused() -> None:
+    def chunk(
+        at: int = 0, nbytes: int = 10, stop: int = 10, *, offset: int = 0, length: int = 100, of: int = 1
+    ) -> bytes:
+        return encode(Chunk(Reference(of, 1, offset, "uint8", (length,)), at, nbytes, stop))
+
+    ring = encode(
+        Part(MemoryPart(1, 0, True, True, MemoryDescriptor("host", (SegmentEntry(GRANULE, 1),), 0, GRANULE, GRANULE)))
+    )
+    cases: dict[str, list[bytes]] = {
+        "of no ring": [chunk(of=2)],
+        "beyond the ring": [chunk(offset=GRANULE - 9)],
+        "more than the array has": [chunk(nbytes=101, stop=101)],
+        "fewer of the ring than bytes": [chunk(stop=9)],
+        "more than the ring has": [chunk(stop=GRANULE + 1)],
+        "going back": [chunk(), chunk(10, stop=15)],
+        "not the next bytes": [chunk(), chunk(20, stop=20)],
+        "of another array": [chunk(), chunk(10, stop=20, length=101)],
+        "the end first": [chunk(90)],
+        "nothing of something": [chunk(nbytes=0, stop=0)],
+        "something of nothing": [chunk(length=0)],
+        "of no type": [encode(Chunk(Reference(1, 1, 0, "float99", (1,)), 0, 8, 8))],
+        "of no shape": [encode(Chunk(Reference(1, 1, 0, "uint8", (1 << 62, 1 << 62)), 0, 8, 8))],
+        "memory itself": [encode(Shared(Reference(1, 1, 0, "uint8", (1,))))],
+        "more read than written": [encode(Drained(1))],
+        "too many messages": [chunk(stop=10 * (n + 1), length=10) for n in range(65)],
+        "too many bytes of one": [chunk(n, 1, n + 1, length=5000) for n in range(4200)],
+    }
+    with vram.zeros(10, "uint8", device="host") as array:
+        (allocation,), _ = array.region.segments(0, 10)
+        with allocation:
+            for what, payloads in cases.items():
+                one, other = SocketExchange.pair()
+                with one, ShmTransport("host", "host", other) as transport:
+                    one.send(encode(Hello(VERSION, "shm")))
+                    one.send(ring, [allocation.export()])
+                    talk = threading.Thread(target=lambda one=one, payloads=payloads: [one.send(p) for p in payloads])
+                    talk.start()
+                    with pytest.raises(ProtocolError):
+                        transport._until(lambda: False, AT_ONCE, what)
+                    talk.join(SOON)
+
+
+def test_bytes_are_not_said_where_memory_is_shown() -> None:
+    one, other = SocketExchange.pair()
+    with one, VmmTransport("host", "host", other) as transport:
+        one.send(encode(Hello(VERSION, "vmm")))
+        one.send(encode(Chunk(Reference(1, 1, 0, "uint8", (1,)), 0, 1, 1)))
+        with pytest.raises(ProtocolError, match="not said on the vmm transport"):
+            transport.recv(timeout=SOON)
+
+
+def test_it_takes_two_chunks() -> None:
+    one, other = SocketExchange.pair()
+    with one, other:
+        for wrong in ({"slots": 1}, {"slot": 0}):
+            with pytest.raises(UsageError, match="two or more"):
+                ShmTransport("host", "host", one, **wrong)  # type: ignore[arg-type]

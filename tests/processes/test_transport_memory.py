@@ -1,0 +1,180 @@
+"""Transports stand on hand-overs: memory is opened once and known by minted ids (S6), and what lives only as long as
+its maker is kept by whoever sent it until the other end is done."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.processes import transport_children as children
+from tests.processes.lend_children import Sources, numbers
+from tests.processes.test_transports import answer, child
+
+import vram
+from vram.errors import ReleaseWarning, UsageError
+from vram.handover.remote_refs import unreturned
+from vram.keeper.private import short_directory
+from vram.testing.keeper import SOON, until
+from vram.transports import ExportedBuffer, IpcTransport, SocketExchange, VmmTransport
+
+FIRST = numbers().astype("int32").tobytes()
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with short_directory() as place:
+        yield str(Path(place) / "x")
+
+
+@pytest.fixture
+def sources() -> Iterator[Sources]:
+    with Sources() as made:
+        yield made
+
+
+class Receiver:
+    """The other end, in another process."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def tell(self, *words: Any) -> Any:
+        self.pipe.send(words)
+        return answer(self.pipe)
+
+
+@pytest.fixture
+def both(path: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Receiver]]:
+    """A sender here and a receiver in another process, of the GPU's memory that lives as long as its maker."""
+    with child(children.taker, "ipc", path, "cuda:0", "cuda:0") as (_, pipe):
+        with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON), timeout=SOON) as transport:
+            assert answer(pipe) == "here"
+            yield transport, Receiver(pipe)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["legacy", "pool"])
+def test_it_is_kept_until_the_other_end_is_done(kind: str, both: tuple[Any, Receiver], sources: Sources) -> None:
+    transport, other = both
+    made = sources.make(kind)
+    gone = weakref.ref(made)
+    for _ in range(3):
+        transport.send(made)
+        assert other.tell("recv") == FIRST
+    del made
+    transport.synchronize(timeout=SOON)
+    gc.collect()
+    assert gone() is not None, "its owner is gone while the other end uses it"
+    assert other.tell("read") == FIRST
+    last = sources.make(kind, 7)
+    other.tell("drop")
+
+    def is_freed() -> bool:
+        transport.send(last)  # what was sent last stays open there: it is mostly sent again
+        other.tell("recv")
+        other.tell("drop")
+        gc.collect()
+        return gone() is None
+
+    until(is_freed, what="the end of the owner")
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("kind", ["legacy", "pool"])
+def test_s6_what_comes_again_by_hand_or_message_is_opened_once(
+    kind: str, both: tuple[Any, Receiver], sources: Sources
+) -> None:
+    transport, other = both
+    made = sources.make(kind)
+    for _ in range(2):
+        transport.send(made)
+        assert other.tell("recv") == FIRST
+        if kind == "legacy":
+            assert other.tell("import", ExportedBuffer("ipc", transport.export(made).payload)) == FIRST
+    opens, imported = other.tell("opens")
+    assert imported == 1
+    assert opens == (kind == "legacy")
+    other.tell("drop")
+
+
+@pytest.mark.standin
+def test_s6_two_connections_have_ids_of_their_own(both: tuple[Any, Receiver], sources: Sources) -> None:
+    """Each calls its first memory by the same number, and neither takes the other's for its own."""
+    transport, other = both
+    with short_directory() as place:
+        path = str(Path(place) / "y")
+        with child(children.taker, "ipc", path, "cuda:0", "cuda:0") as (_, pipe):
+            with IpcTransport("cuda:0", "cuda:0", SocketExchange.listen(path, SOON), timeout=SOON) as second:
+                assert answer(pipe) == "here"
+                one, two = sources.make("legacy"), sources.make("legacy", 5)
+                handles = [
+                    ExportedBuffer("ipc", end.export(it).payload) for end, it in ((transport, one), (second, two))
+                ]
+                transport.send(one)
+                second.send(two)
+                assert other.tell("recv") == FIRST
+                assert Receiver(pipe).tell("recv") == numbers(5).astype("int32").tobytes()
+                assert other.tell("import", handles[0]) == FIRST
+                Receiver(pipe).tell("drop")
+    other.tell("drop")
+
+
+@pytest.mark.standin
+def test_who_closes_first_says_that_it_keeps_what_is_used(both: tuple[Any, Receiver], sources: Sources) -> None:
+    transport, other = both
+    transport.send(sources.make("legacy"))
+    assert other.tell("recv") == FIRST
+    with pytest.warns(ReleaseWarning, match="uses 1 arrays"):
+        transport.close()
+    assert other.tell("read") == FIRST
+    unreturned.pop().close()
+
+
+@pytest.mark.standin
+def test_memory_of_a_pool_says_what_it_takes(path: str, sources: Sources) -> None:
+    made = sources.make("pool")
+    with child(children.talker, "pipes", path):
+        exchange = children.WAYS["pipes"].listen(path, SOON)
+        with IpcTransport("cuda:0", "cuda:0", exchange) as transport, pytest.raises(UsageError, match="SocketExchange"):
+            transport.send(made)
+    one, other = SocketExchange.pair()
+    with other, IpcTransport("cuda:0", "cuda:1", one) as transport, pytest.raises(UsageError, match="not on cuda:1"):
+        transport.send(made)
+
+
+def test_a_handle_of_another_end_is_refused() -> None:
+    """Its numbers mean other memory there."""
+    ends = [SocketExchange.pair() for _ in range(2)]
+    (a, b), (c, d) = [[VmmTransport("host", "host", end) for end in pair] for pair in ends]
+    with a, b, c, d, vram.zeros(10, "uint8", device="host") as array:
+        with pytest.raises(UsageError, match="not connected"):
+            d.import_(a.export(array))
+        b.import_(a.export(array)).close()
+        assert (b.statistics().imported, d.statistics().imported) == (1, 0)
+
+
+def test_s6_memory_that_grew_is_mapped_once_however_it_comes() -> None:
+    """What came by hand is not described again: only what is new."""
+    granule = 1 << 21
+    one, two = SocketExchange.pair()
+    with VmmTransport("host", "host", one) as sender, VmmTransport("host", "host", two) as receiver:
+        with vram.zeros(10, "uint8", device="host", capacity=4 * granule, chunk=granule) as array:
+            seen = [receiver.import_(sender.export(array))]
+            for granules in (2, 3, 4):
+                array.resize(granules * granule)
+                array[-1:].numpy()[:] = granules
+                if granules == 3:
+                    seen.append(receiver.import_(sender.export(array)))
+                else:
+                    sender.send(array)
+                    seen.append(receiver.recv(timeout=SOON))
+                assert seen[-1].numpy()[-1] == granules
+            assert receiver.statistics().imported == 1
+            assert {found.address for found in seen} == {seen[0].address}
+            for found in seen:
+                found.close()
