@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning, UsageError
 
@@ -69,7 +69,11 @@ _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
 _guards: dict[int, _Guard] = {}  # by serial number, of every claim
 _lost: deque[_Guard] = deque()  # of claims that went, and that nobody has released
-_unclosed: deque[weakref.ref[object]] = deque()  # of what had a finalizer that an interrupt kept from running
+_unclosed: deque[weakref.ref[Any]] = deque()
+# The callback of a weak reference that an object with a finalizer keeps to itself, and drops at the finalizer's end:
+# it is counted as stuck() if an interrupt kept that from running (I12). An interrupt can come where a finalizer begins,
+# and Python drops the rest of it; what then sees the object go is C, where none comes.
+unclosed = _unclosed.append
 _live: dict[int, Handle] = {}
 _stuck: list[Handle] = []
 _serials = itertools.count(1)
@@ -483,7 +487,7 @@ def live() -> tuple[Handle, ...]:
 def stuck() -> tuple[Handle, ...]:
     """Return the handles whose undo failed: kept, with all they depend on, until the process ends.
 
-    Besides, one for each object whose finalizer was to close something, and was kept from it (:func:`unclosed`).
+    Besides, one for each object whose finalizer was to close something, and was kept from it (:data:`unclosed`).
     """
     while _unclosed:
         with contextlib.suppress(IndexError):  # another thread was quicker
@@ -493,20 +497,6 @@ def stuck() -> tuple[Handle, ...]:
             _stuck.append(handle)
             _live.pop(handle._id, None)
     return tuple(_stuck)
-
-
-def unclosed(owner: object) -> weakref.ref[object]:
-    """Have an object counted as :func:`stuck` if it goes before its finalizer has come to its end (I12).
-
-    An interrupt can come where a finalizer begins, and Python drops the rest of it. What then sees the object go is C,
-    where none comes.
-
-    Parameters
-    ----------
-    owner : object
-        It keeps what this returns as one of its attributes, and lets go of it where there is nothing to close.
-    """
-    return weakref.ref(owner, _unclosed.append)
 
 
 @contextlib.contextmanager

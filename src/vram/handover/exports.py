@@ -152,17 +152,18 @@ class Export:
 
         Memory without segments is announced all the same, by one message: it may grow.
         """
-        everything, _ = self.whole()
         whole, total = self.descriptor, len(self.fds)
         if self.data:
-            return everything, self.fds
+            return self.whole()
         if first >= max(total, 1):
             return None
+        region = self.region()
+        writable = self.writable and (region is None or region.access is Access.READ_WRITE)  # as in whole()
         part = next_part(total, first)
         some = whole.segments[part]
         nbytes = sum([segment.nbytes for segment in some])
         described = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)
-        return MemoryPart(self.id, first, part.stop == total, everything.writable, described), self.fds[part]
+        return MemoryPart(self.id, first, part.stop == total, writable, described), self.fds[part]
 
     def whole(self) -> tuple[MemoryPart, list[int]]:
         """Return all of it as one part, however many descriptors that has, for who brings it to the other end."""

@@ -113,21 +113,17 @@ class OwnedFds(list[int]):
     """
 
     is_armed = False  # as long as an interrupt would leave them to somebody else
-    _guard: object = None
-
-    def watch(self) -> None:
-        """Have it known if an interrupt keeps the finalizer from running."""
-        self._guard = lifetime.unclosed(self)
+    guard: object = None  # has it known if an interrupt keeps the finalizer from running
 
     def disarm(self) -> None:
         """From here on somebody else has to close them."""
         self.is_armed = False
-        self._guard = None
+        self.guard = None
 
     def __del__(self) -> None:
         if self and self.is_armed:
             close_fds(self)
-        self._guard = None
+        self.guard = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +199,7 @@ def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL
         if not ancillary:
             return payload, [], cut
         fds = OwnedFds(_numbers(ancillary))
-        fds.watch()
+        fds.guard = weakref.ref(fds, lifetime.unclosed)
     except BaseException:
         left.appendleft(raw)
         raise

@@ -11,9 +11,11 @@ it raises (:class:`~vram.sharing.channel.DescriptorsLostError`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .. import lifetime
 from ..errors import InternalError, ProtocolError
 from .channel import MAX_FDS, OwnedFds
 
@@ -120,7 +122,7 @@ class Collector(OwnedFds):
         self.total = total
         self.is_armed = is_armed
         if is_armed:
-            self.watch()
+            self.guard = weakref.ref(self, lifetime.unclosed)
 
     @property
     def is_complete(self) -> bool:
