@@ -119,7 +119,7 @@ def test_who_reads_late_is_not_cut_off_for_others_of_the_same_user(path: str) ->
             for call in range(4):
                 peer.send(m.encode(m.List(call + 1, "")))
         before = len(server.connections)
-        until(lambda: len(server.connections) <= before - 10, what="the end of those who hold the most")
+        until(lambda: len(server.connections) <= before - 10, what="the end of those who hold the most", seconds=30)
         assert isinstance(late.hear(), m.KeeperStatistics)
         for peer in greedy:
             peer.close()
@@ -247,7 +247,7 @@ def test_who_cannot_be_sent_its_descriptors_is_tried_ever_less_often_and_pays_fo
         server.turns.charged = noted  # type: ignore[method-assign]
         server.in_flight.room = 0
         late.send(m.encode(m.Attach(1, "w")))
-        until(lambda: len(charged) >= 6, what="six tries")
+        until(lambda: len(charged) >= 6, what="six tries", seconds=30)
         assert set(charged) == {ME}
         connection = of(server, "hostile")
         until(lambda: connection.retry == 1.0, what="a second between two tries")

@@ -127,8 +127,8 @@ def _not_read_only(seals: int) -> str:
 
 def _taken(fd: int, found: os.stat_result, what: str) -> int:
     """Return what a memfd that is sealed against growing counts, unless pages of it can only be behind its end."""
-    # What has seals is memory, so that the kernel answers this, and no file system in user space. On a tmpfs the size of
-    # a block is that of a page; in a pool of huge pages, that of one of those.
+    # What has seals is memory, so that the kernel answers this, and no file system in user space. On a tmpfs the size
+    # of a block is that of a page; in a pool of huge pages, that of one of those.
     if os.fstatvfs(fd).f_bsize != _PAGE:
         raise InadmissibleError(
             f"{what} is of a limited pool of huge pages (MFD_HUGETLB): a reader that finds the pool empty would be "
