@@ -18,7 +18,8 @@ from tests.hostile.test_keeper_fairness import GREEDY, MODEST, open_to_all, peer
 from tests.hostile.test_keeper_hostile import Peer
 from tests.keeper_here import serving
 from tests.unit.test_catalogue import lease, publish
-from tests.unit.test_keeper_in_flight import of, within
+from tests.unit.test_keeper_in_flight import Peer as Receiver
+from tests.unit.test_keeper_in_flight import of, shares_of, within
 from tests.unit.test_keeper_server import connect, make
 
 from vram.errors import NotFoundError, ProtocolError
@@ -142,6 +143,22 @@ def test_who_reads_is_served_however_much_that_is(path: str) -> None:
         assert (share.sent, share.receivers) == (0, {})
 
 
+def test_bytes_are_counted_until_the_kernel_says_that_they_were_read() -> None:
+    shares = shares_of(1_200)
+    much, little = Receiver(shares, 1), Receiver(shares, 1)
+    share = much.share
+    shares.found(little, 768)
+    shares.found(much, MAX_QUEUED_OF_USER)
+    assert (little.hoards, much.hoards) == (False, True)
+    assert not shares.has_room_for(share, 1)
+    assert shares.has_room_for(Receiver(shares, 2).share, 1), "others have their own"
+    much.reads = True
+    assert not shares.has_room_for(share, 1), "nobody is polled again so soon"
+    share.asked = float("-inf")
+    assert shares.has_room_for(share, 1)
+    assert (share.sent, list(share.receivers), much.hoards) == (768, [little], False)
+
+
 def test_who_reads_some_in_time_goes_on(path: str) -> None:
     """It has much unread whenever it is looked at, and reads all the time."""
     patience = 2.0
@@ -215,8 +232,9 @@ def test_what_is_unread_is_known_after_a_takeover(path: str) -> None:
         publish_some(connect(stack, path))
         late, closed = stack.enter_context(connected(path, 2))
         closed.send(m.encode(m.List(1, "")))
-        until(lambda: unread_by(closed) > 4 * KIB, what="an answer")
-        (gone,) = [one for one in first.connections.values() if one.unread > 4 * KIB and one.session.label == "hostile"]  # type: ignore[union-attr]
+        strangers = [one for one in first.connections.values() if one.session and one.session.label == "hostile"]
+        until(lambda: any(one.unread > 4 * KIB for one in strangers), what="an answer")
+        (gone,) = [one for one in strangers if one.unread > 4 * KIB]
         within(first, gone.close)
         late.send(m.encode(m.List(1, "")))
         until(lambda: unread_by(late) > 4 * KIB, what="an answer")
