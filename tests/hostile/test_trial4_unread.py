@@ -71,8 +71,7 @@ def test_answers_that_fill_no_socket_are_bounded_for_each_user_and_end_with_the_
                 for call in range(each):
                     peer.send(m.encode(m.List(call + 1, "")))
             assert isinstance(modest.ask(m.encode(m.Statistics(1))), m.KeeperStatistics)
-            one = max(unread_by(peer) for peer in greedy)
-            assert one > 4 * KIB, "they are answered, and do not read"
+            until(lambda: max(unread_by(peer) for peer in greedy) > 4 * KIB, what="answers that nobody reads")
             until(lambda: own.statistics().connections < count, what="the end of some who do not read", seconds=30)
             assert sum(unread_by(peer) for peer in greedy) <= MAX_QUEUED_OF_USER
             assert isinstance(modest.ask(m.encode(m.List(2, ""))), m.Listing)
@@ -111,21 +110,27 @@ def connected(path: str, count: int) -> Iterator[list[Peer]]:
 def test_who_reads_late_is_not_cut_off_for_others_of_the_same_user(path: str) -> None:
     """One has a small answer unread for longer than the keeper is patient; the others what fills their user's share."""
     with tight(path, patience=1.0) as server, contextlib.ExitStack() as stack:
-        publish_some(connect(stack, path))
-        (late, again) = stack.enter_context(connected(path, 2))
+        late, again = stack.enter_context(connected(path, 2))
         late.send(m.encode(m.Statistics(1)))
         until(lambda: unread_by(late) > 0, what="an answer")
-        greedy = stack.enter_context(connected(path, 20))
-        for peer in greedy:
-            for call in range(4):
-                peer.send(m.encode(m.List(call + 1, "")))
-        before = len(server.connections)
-        until(lambda: len(server.connections) <= before - 10, what="the end of those who hold the most", seconds=30)
+        modest = list(server.connections.values())
+        greedy = stack.enter_context(connected(path, 16))
+        most = [one for one in server.connections.values() if one not in modest]
+
+        def send() -> None:
+            for one in most:
+                one.send(bytes(8_200))  # none of these fills a socket; all but one fill the share
+
+        until(lambda: all(one.waiting_since is None for one in most), what="that their greetings are over")
+        within(server, send)
+        assert [len(one.queue) for one in most] == [0] * 15 + [1]
+        until(lambda: sum(one.closed for one in most) == 15, what="the end of those who hold the most", seconds=30)
+        assert not any(one.closed for one in modest), "who holds little has to go"
         assert isinstance(late.hear(), m.KeeperStatistics)
         for peer in greedy:
             peer.close()
-        assert isinstance(late.ask(m.encode(m.Statistics(2))), m.KeeperStatistics)
-        assert isinstance(again.ask(m.encode(m.Statistics(2))), m.KeeperStatistics)
+        for peer in (late, again):
+            assert isinstance(peer.ask(m.encode(m.Statistics(2))), m.KeeperStatistics)
 
 
 def test_who_reads_is_served_however_much_that_is(path: str) -> None:
