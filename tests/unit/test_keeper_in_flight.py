@@ -156,8 +156,8 @@ class Peer:
     def __init__(self, shares: InFlight, uid: int) -> None:
         self.shares = shares
         self.share = shares.of(uid)
-        self.in_flight = 0
-        self.reads = False
+        self.in_flight = self.unread = 0
+        self.hoards = self.reads = False
 
     def has_read_all(self) -> bool:
         if self.reads:

@@ -62,8 +62,8 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     Raises
     ------
     InadmissibleError
-        If it is no memfd, could change its size under its readers, is too small, takes memory behind its end, or could
-        be written; for memory of a GPU, if it is no descriptor of NVIDIA's driver.
+        If it is no memfd, is one of a pool of huge pages, could change its size under its readers, is too small, takes
+        memory behind its end, or could be written; for memory of a GPU, if it is no descriptor of NVIDIA's driver.
     UnsupportedError
         If it would not be reached by a descriptor.
 
@@ -113,7 +113,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         raise InadmissibleError(f"{what} of a read-only version {_not_read_only(seals)}")
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
-    return _taken(found, what)
+    return _taken(fd, found, what)
 
 
 def _not_read_only(seals: int) -> str:
@@ -125,8 +125,16 @@ def _not_read_only(seals: int) -> str:
     return "is not sealed against writing (F_SEAL_WRITE)"
 
 
-def _taken(found: os.stat_result, what: str) -> int:
+def _taken(fd: int, found: os.stat_result, what: str) -> int:
     """Return what a memfd that is sealed against growing counts, unless pages of it can only be behind its end."""
+    # What has seals is memory, so that the kernel answers this, and no file system in user space. On a tmpfs the size
+    # of a block is that of a page; in a pool of huge pages, that of one of those.
+    if os.fstatvfs(fd).f_bsize != _PAGE:
+        raise InadmissibleError(
+            f"{what} is of a limited pool of huge pages (MFD_HUGETLB): a reader that finds the pool empty would be "
+            f"killed, and its pages count against no ceiling. Make it without that flag; the kernel gives ordinary "
+            f"memfds huge pages where /sys/kernel/mm/transparent_hugepage/shmem_enabled says so"
+        )
     size, blocks = round_up(found.st_size, _PAGE), found.st_blocks * _BLOCK
     if blocks > round_up(size, _LARGEST_PAGE):
         raise InadmissibleError(
@@ -150,7 +158,7 @@ def _admit_gpu(fd: int, size: int, what: str) -> int:
         found = os.fstat(fd)
         if found.st_size < size:
             raise InadmissibleError(f"{what} has {found.st_size} bytes; {size} were stated")
-        return _taken(found, what)
+        return _taken(fd, found, what)
     try:
         found_gpu = is_gpu(fd)
     except OSError:  # a descriptor of a path only

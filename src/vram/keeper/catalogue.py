@@ -1046,6 +1046,8 @@ class Catalogue:
     def _gone(self, name: str, version: int) -> NotFoundError:
         current = self._current(name)
         there = "nothing is current" if current is None else f"the current one is {current.number}"
+        # Under a name that is not known, it is above the numbers of all names that were forgotten.
+        there += f", and the next one is {self._last_number(name) + 1}"
         return NotFoundError(f"{name!r} version {version} is gone or was never there; {there}")
 
     def _missing(self, waiter: Waiter, now: float) -> VramError:

@@ -12,7 +12,9 @@ from typing import Protocol
 
 __all__ = ["MAX_QUEUED_OF_USER", "InFlight", "Receiver", "Share"]
 
-MAX_QUEUED_OF_USER = 16 * 1024 * 1024  # bytes of answers that all connections of one user may leave unread
+# Bytes of answers that all connections of one user may leave unread: so many in the keeper's queues, and so many in the
+# kernel's, as it counts them.
+MAX_QUEUED_OF_USER = 16 * 1024 * 1024
 # Connections that are asked at once whether they have read, and seconds between two times for the same user: one with
 # thousands that do not read must not keep the loop busy.
 _LOOK_AT, _LOOK_AGAIN = 64, 0.01
@@ -25,15 +27,21 @@ class Receiver(Protocol):
     ----------
     in_flight : int
         Descriptors sent to it since it was last known to have read everything.
+    unread : int
+        Bytes sent to it that may be unread: not less than the kernel counts.
+    hoards : bool
+        Whether that was much of what its user may leave unread, when it was polled last.
     share : Share
         That of its user.
     """
 
     in_flight: int
+    unread: int
+    hoards: bool
     share: Share
 
     def has_read_all(self) -> bool:
-        """Whether nothing that was sent is still unread; if so, it has said so by :meth:`InFlight.landed`."""
+        """Whether nothing that was sent is still unread; it has told by :meth:`InFlight.found`."""
         ...
 
 
@@ -48,19 +56,26 @@ class Share:
         So many of them are nobody else's to use.
     queued, max_queued : float
         Bytes in the queues of its connections, and how many may be.
+    sent : int
+        Bytes in the sockets of its connections, as far as is known: at least as many as there are. They may be as many
+        as in the queues.
     unread : dict
         Its connections with descriptors in flight, the one that was polled longest ago first.
+    receivers : dict
+        Its connections with bytes in their sockets, in the same order.
     """
 
-    __slots__ = ("count", "looked", "max_queued", "queued", "reserved", "unread")
+    __slots__ = ("asked", "count", "looked", "max_queued", "queued", "receivers", "reserved", "sent", "unread")
 
     def __init__(self, reserved: int, max_queued: float) -> None:
         self.count = 0
         self.reserved = reserved
         self.queued = 0
         self.max_queued = max_queued
+        self.sent = 0
         self.unread: dict[Receiver, None] = {}
-        self.looked = float("-inf")
+        self.receivers: dict[Receiver, None] = {}
+        self.looked = self.asked = float("-inf")  # at those, and at these
 
     @property
     def excess(self) -> int:
@@ -116,8 +131,24 @@ class InFlight:
         connection.share.unread[connection] = None
         self._add(connection.share, count)
 
+    def found(self, connection: Receiver, nbytes: int) -> None:
+        """So many bytes that were sent are unread, as the kernel says."""
+        share = connection.share
+        share.sent += nbytes - connection.unread
+        connection.unread = nbytes
+        if not nbytes:
+            self.landed(connection)
+            return
+        share.receivers[connection] = None
+        # Half of what each would have: with so many there is always one that has more, and who has little is not it.
+        connection.hoards = 2 * nbytes * len(share.receivers) > share.max_queued
+
     def landed(self, connection: Receiver) -> None:
         """The peer has read everything, or nobody will know."""
+        connection.share.sent -= connection.unread
+        connection.unread = 0
+        connection.hoards = False
+        connection.share.receivers.pop(connection, None)
         if connection.in_flight:
             self._add(connection.share, -connection.in_flight)
             connection.in_flight = 0
@@ -136,18 +167,29 @@ class InFlight:
         if now - share.looked < _LOOK_AGAIN:
             return False
         share.looked = now
-        self._look(share)
+        self._look(share.unread)
         if not self._fits(share, count) and now - self._looked >= _LOOK_AGAIN:
             self._looked = now
             for other in [one for one in self._shares.values() if one is not share and one.excess]:
-                self._look(other)
+                self._look(other.unread)
         return self._fits(share, count)
+
+    def has_room_for(self, share: Share, nbytes: int) -> bool:
+        """Whether the sockets of this user may take so many bytes more, after polling those that may have read."""
+        if share.sent + nbytes <= share.max_queued:
+            return True
+        now = self._now()
+        if now - share.asked < _LOOK_AGAIN:
+            return False
+        share.asked = now
+        self._look(share.receivers)
+        return share.sent + nbytes <= share.max_queued
 
     def _fits(self, share: Share, count: int) -> bool:
         wanted = max(0, share.count + count - share.reserved)
         return not wanted or wanted <= self.room - self._used
 
-    def _look(self, share: Share) -> None:
-        for connection in list(islice(share.unread, _LOOK_AT)):
+    def _look(self, among: dict[Receiver, None]) -> None:
+        for connection in list(islice(among, _LOOK_AT)):
             if not connection.has_read_all():
-                share.unread[connection] = share.unread.pop(connection)
+                among[connection] = among.pop(connection)

@@ -138,7 +138,7 @@ class KeeperServer:
         )
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
-        self.lingering: dict[Connection, None] = {}  # closed, with descriptors in flight that may still be read
+        self.lingering: dict[Connection, None] = {}  # closed, and what was sent may still be read
         self.by_user: dict[int, int] = {}  # connections, until their sockets are closed
         # By user, who sent descriptors before others of the same user were closed.
         self.aside: dict[int, dict[Connection, None]] = {}
@@ -217,8 +217,10 @@ class KeeperServer:
         """Accept, read and write."""
         self._accepting()
         for connection in self.lingering:
+            connection.has_read_all()
             self.watch_over(connection)
         for connection in [*self.pending, *self.connections.values()]:
+            connection.has_read_all()  # one that was taken over has been sent we do not know how much
             if connection.queue:
                 connection.writable()
             else:
@@ -390,7 +392,7 @@ class KeeperServer:
         """A connection was closed: end its session and all that depends on it."""
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
-        if connection.in_flight:
+        if connection.in_flight or connection.unread:
             self.linger(connection)
         elif not connection.is_open:
             self._left(connection)
