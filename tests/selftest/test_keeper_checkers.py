@@ -104,8 +104,8 @@ Catalogue._free = free
 """
 WATCH_LOST = """
 right = snapshot._restore_version
-snapshot._restore_version = lambda made, row, token: right(made, type(row)(*[
-    [] if field == "watchers" else getattr(row, field) for field in row.__struct_fields__]), token)
+snapshot._restore_version = lambda made, row, *others: right(made, type(row)(*[
+    [] if field == "watchers" else getattr(row, field) for field in row.__struct_fields__]), *others)
 """
 NOT_CLOSE_ON_EXEC = """
 channel._CLOEXEC = 0

@@ -10,10 +10,13 @@ from ..errors import QuotaError
 from ..spec import format_count, format_size
 from .records import Session, Tally, Version
 
-__all__ = ["Accounts", "Quotas", "Usage"]
+__all__ = ["MOST_WORDS", "Accounts", "Quotas", "Usage"]
 
 # Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
 MOST = Tally(leases=65_536, waiters=4_096, claims=256, watches=16_384)
+# The same for what all entries of a user say besides their memory: names, manifests, devices, segments and meta. The
+# keeper keeps that in its own memory, and all of it moves when another keeper takes over.
+MOST_WORDS = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +33,35 @@ class Quotas:
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """Bytes, entries and descriptors in use."""
+    """Bytes, entries and descriptors in use, and bytes of what is said of them."""
 
     nbytes: int = 0
     entries: int = 0
     handles: int = 0
+    words: int = 0
 
-    def add(self, nbytes: int, entries: int, handles: int) -> None:
+    def add(self, nbytes: int, entries: int, handles: int, words: int = 0) -> None:
         """Add to the counts; negative numbers subtract."""
         self.nbytes += nbytes
         self.entries += entries
         self.handles += handles
+        self.words += words
+
+
+_WORDS = "byte of words"
+_RAISE = "raise the keeper's limit"
 
 
 def _written(number: int, what: str) -> str:
     if what == "byte":
         return format_size(number)
+    if what == _WORDS:
+        return f"{format_size(number)} of manifests, devices and meta"
     return format_count(number, what, "entries" if what == "entry" else "")
+
+
+def _short(number: int, what: str) -> str:
+    return format_size(number) if what in ("byte", _WORDS) else str(number)
 
 
 class Accounts:
@@ -93,7 +108,9 @@ class Accounts:
         """Return the usage of one user."""
         return self._by_user.get(uid) or Usage()
 
-    def admit(self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None) -> None:
+    def admit(
+        self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None, words: int = 0
+    ) -> None:
         """Raise QuotaError unless this much more fits. What a commit would free at once counts as free."""
         freed_bytes = freed_handles = 0
         if replaced is not None and not replaced.leases:
@@ -109,17 +126,20 @@ class Accounts:
             # What is replaced counts against those who go on holding it: its owner may be one of them.
             moves = replaced is not None and replaced.owner == uid and uid not in replaced.holders
             freed_bytes, freed_handles = (replaced.charge, replaced.handles) if moves and replaced else (0, 0)
+            freed_words = replaced.words if moves and replaced else 0
             limits += [
                 (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", f"uid {uid}"),
                 (quotas.user_entries, used.entries + entries, entries, "entry", f"uid {uid}"),
                 (quotas.user_handles, used.handles + handles - freed_handles, handles, "descriptor", f"uid {uid}"),
+                (MOST_WORDS, used.words + words - freed_words, words, _WORDS, f"uid {uid}"),
             ]
         for limit, total, asked, what, whose in limits:
             if limit is not None and total > limit and asked:
+                more = "say less (put a hash into meta, the rest into memory)" if what == _WORDS else _RAISE
                 raise QuotaError(
                     f"no room for {_written(asked, what)} more: {whose} may hold {_written(limit, what)} and would "
-                    f"hold {format_size(total) if what == 'byte' else total}; remove entries, wait for readers of old "
-                    f"versions, or raise the keeper's limit{self._old_ones(uid)}"
+                    f"hold {_short(total, what)}; remove entries, wait for readers of old versions, or {more}"
+                    f"{self._old_ones(uid)}"
                 )
 
     def check_lease(self, uid: int, version: Version, *, is_current: bool) -> None:
@@ -133,12 +153,17 @@ class Accounts:
         used, quotas = self.of(uid), self.quotas
         nbytes = used.nbytes + (version.charge if new else 0)
         handles = used.handles + (version.handles if new else 0)
-        for limit, total, what in ((quotas.user_bytes, nbytes, "byte"), (quotas.user_handles, handles, "descriptor")):
+        words = used.words + (version.words if new else 0)
+        for limit, total, what in (
+            (quotas.user_bytes, nbytes, "byte"),
+            (quotas.user_handles, handles, "descriptor"),
+            (MOST_WORDS, words, _WORDS),
+        ):
             if limit is not None and total > limit:
                 raise QuotaError(
                     f"no lease on {version.name!r} version {version.number}: uid {uid} may hold "
                     f"{_written(limit, what)} and {'would hold' if new else 'holds'} "
-                    f"{format_size(total) if what == 'byte' else total}, with the versions that it leases and that "
+                    f"{_short(total, what)}, with the versions that it leases and that "
                     f"are not current any more{self._old_ones(uid)}"
                 )
 
@@ -154,24 +179,24 @@ class Accounts:
             f"have them (vram ls --holders)"
         )
 
-    def add(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
+    def add(self, uid: int, nbytes: int, entries: int, handles: int, words: int = 0) -> None:
         """Add to a user's usage and to the total; negative numbers subtract."""
-        self.total.add(nbytes, entries, handles)
-        self._book(uid, nbytes, entries, handles)
+        self.total.add(nbytes, entries, handles, words)
+        self._book(uid, nbytes, entries, handles, words)
 
     def retire(self, version: Version) -> None:
         """A version is not current any more: count it against each user who leases it, and not against its owner.
 
         Its owner can neither free it nor make its readers let go: each of them can.
         """
-        self._book(version.owner, -version.charge, 0, -version.handles)
+        self._book(version.owner, -version.charge, 0, -version.handles, -version.words)
         for uid in version.holders:
             self.hold(uid, version)
 
     def hold(self, uid: int, version: Version) -> None:
         """A user has a first lease on a version that is not current any more."""
         self._old.setdefault(uid, {})[version] = None
-        self._book(uid, version.charge, 0, version.handles)
+        self._book(uid, version.charge, 0, version.handles, version.words)
 
     def release_version(self, uid: int, version: Version) -> None:
         """The last lease of a user on a version that is not current any more is over."""
@@ -179,10 +204,10 @@ class Accounts:
         del old[version]
         if not old:
             del self._old[uid]
-        self._book(uid, -version.charge, 0, -version.handles)
+        self._book(uid, -version.charge, 0, -version.handles, -version.words)
 
-    def _book(self, uid: int, nbytes: int, entries: int, handles: int) -> None:
+    def _book(self, uid: int, nbytes: int, entries: int, handles: int, words: int) -> None:
         used = self._by_user.setdefault(uid, Usage())
-        used.add(nbytes, entries, handles)
-        if not (used.nbytes or used.entries or used.handles):
+        used.add(nbytes, entries, handles, words)
+        if not (used.nbytes or used.entries or used.handles or used.words):
             del self._by_user[uid]

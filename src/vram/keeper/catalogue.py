@@ -198,6 +198,7 @@ class Catalogue:
         body: Any = None,
         least: int = 1,
         record: int = 0,
+        words: int = 0,
     ) -> Publication:
         """Reserve room for a version.
 
@@ -213,6 +214,8 @@ class Catalogue:
             The fewest descriptors there may be.
         record : int
             Bytes that count as well, for the keeper's own memory of it.
+        words : int
+            Bytes that its publisher says of it, of which each user has :data:`.accounts.MOST_WORDS`.
 
         Raises
         ------
@@ -241,12 +244,13 @@ class Catalogue:
         known = self._names.get(name)
         current = known.current if known is not None else None
         entries = int(current is None)
-        self.accounts.admit(session.uid, nbytes + record, entries, handles, current)
+        self.accounts.admit(session.uid, nbytes + record, entries, handles, current, words)
+        number, notes = next(self._ids), packed(meta)
         publication = Publication(
-            next(self._ids), session, name, nbytes, handles, entries, writable, packed(meta), body, ttl, claim, record
+            number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words
         )
         session.publications[publication.id] = publication
-        self.accounts.add(session.uid, publication.charge, entries, handles)
+        self.accounts.add(session.uid, publication.charge, entries, handles, words)
         return publication
 
     def arrived(self, publication: Publication, nbytes: int) -> None:
@@ -291,8 +295,8 @@ class Catalogue:
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         known = self._names.get(name)
         previous = known.current if known is not None else None
-        charge = nbytes + publication.record
-        self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous)
+        charge, words = nbytes + publication.record, publication.words
+        self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous, words)
         if known is None:
             known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
@@ -313,6 +317,7 @@ class Catalogue:
             publisher_label=session.label,
             publisher_host=session.host,
             record=publication.record,
+            words=words,
         )
         effects: list[Effect] = []
         if previous is not None:
@@ -328,7 +333,7 @@ class Catalogue:
             insort(self._sorted, name)
         known.current = version
         self.versions += 1
-        self.accounts.add(version.owner, charge, 1, version.handles)
+        self.accounts.add(version.owner, charge, 1, version.handles, words)
         if version.expires is not None:
             self._schedule(version.expires, version)
         claim = session.claims.get(publication.claim)
@@ -340,8 +345,9 @@ class Catalogue:
 
     def abandon(self, publication: Publication) -> None:
         """Give up a publication: its room is free again. Idempotent."""
-        if publication.session.publications.pop(publication.id, None) is not None:
-            self.accounts.add(publication.session.uid, -publication.charge, -publication.entries, -publication.handles)
+        one = publication
+        if one.session.publications.pop(one.id, None) is not None:
+            self.accounts.add(one.session.uid, -one.charge, -one.entries, -one.handles, -one.words)
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(
@@ -947,7 +953,7 @@ class Catalogue:
 
     def _free(self, version: Version, whose: int | None = None) -> Free:
         self.versions -= 1
-        self.accounts.total.add(-version.charge, 0, -version.handles)  # of no user's any more
+        self.accounts.total.add(-version.charge, 0, -version.handles, -version.words)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1

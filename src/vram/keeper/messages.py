@@ -256,11 +256,13 @@ class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
     """I am your successor: see :mod:`.takeover` for what follows.
 
-    `goes_on` says that I go on with what you have begun, and that you need not come to its end before.
+    `goes_on` says that I go on with what you have begun, and that you need not come to its end before. `precopy` says
+    that the answer may be ``Bodies``, and that I ask again then.
     """
 
     call: Number
     goes_on: bool = False
+    precopy: bool = False
 
 
 Request = (
@@ -494,6 +496,15 @@ class Error(Struct, frozen=True, array_like=True, tag="error"):
 # -- messages between a keeper and its successor, after Takeover --------------------------------------------------
 
 
+class Bodies(Struct, frozen=True, array_like=True, tag="bodies"):
+    """Not yet, but bodies of versions, while I serve: ask again. Comes with one memfd of `size` bytes, which begins
+    with `head` bytes that say which."""
+
+    call: Number
+    head: Size
+    size: Size
+
+
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
     """Comes with one memfd of `size` bytes that holds all state in `format`; `total` descriptors follow in parts."""
 
@@ -544,7 +555,7 @@ Reply = (
     | Error
 )
 
-Succession = HandOver | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
+Succession = Bodies | HandOver | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)

@@ -42,6 +42,7 @@ __all__ = [
     "VersionRow",
     "Waiter",
     "WaiterRow",
+    "exact",
     "packed",
 ]
 
@@ -52,10 +53,10 @@ _LITTLE = 128  # bytes of notes, up to which a copy takes no more than a view of
 
 def packed(notes: dict[str, str]) -> bytes:
     """Return notes as the books keep them: as a dict 512 small ones would take 90 KB."""
-    return _exact(_encode(notes))
+    return exact(_encode(notes))
 
 
-def _exact(encoded: bytes) -> bytes:
+def exact(encoded: bytes) -> bytes:
     """Return a copy in memory of its own size: an encoder leaves room behind its output, up to half as much."""
     return bytes(memoryview(encoded))
 
@@ -106,7 +107,8 @@ class SessionRow(Struct, array_like=True):
 class Version:
     """One version of a name. `handles` counts descriptors; `body` is carried, not read.
 
-    `record` is how many bytes count that the keeper itself needs for it, and `notes` its meta, packed.
+    `record` is how many bytes count that the keeper itself needs for it, and `notes` its meta, packed. `words` is how
+    many bytes its publisher said of it.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Version:
     withdrawn: bool = False
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
+    words: int = 0
 
     @property
     def charge(self) -> int:
@@ -141,15 +144,18 @@ class Version:
         return _unpack(self.notes)
 
     def settle(self, body: bytes) -> None:
-        """Keep the encoded entry that readers get; the notes are kept once, where it ends with them."""
-        body = _exact(body)
+        """Keep the encoded entry that readers get, which has the memory of its own size (:func:`exact`); the notes are
+        kept once, where it ends with them."""
         if len(self.notes) > _LITTLE and body.endswith(self.notes):
             self.notes = memoryview(body)[-len(self.notes) :]
         self.body = msgspec.Raw(body)
 
 
 class VersionRow(Struct, array_like=True):
-    """A version, as it moves; `token` is a number that the caller chose, `body` is encoded as readers get it."""
+    """A version, as it moves; `token` is a number that the caller chose, `body` is encoded as readers get it.
+
+    Of a version whose body went ahead, see :class:`.snapshot.BodyRow`, `body` and `meta` are empty.
+    """
 
     name: str
     number: int
@@ -171,6 +177,7 @@ class VersionRow(Struct, array_like=True):
     revoked: bool = False
     publisher_host: str = ""
     record: int = 0
+    words: int | None = None  # None: of an older keeper, which did not count them
 
 
 @dataclass(slots=True, eq=False)
@@ -200,6 +207,7 @@ class Publication:
     ttl: float | None
     claim: int
     record: int = 0
+    words: int = 0
 
     @property
     def charge(self) -> int:
@@ -226,6 +234,7 @@ class PublicationRow(Struct, array_like=True):
     ttl: float | None
     claim: int
     record: int = 0
+    words: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -35,6 +35,7 @@ from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
 from .slow_close import INLINE, MOMENT, SlowCloser, pass_rights
+from .snapshot import Ahead
 from .turns import Turns
 from .users import UserNames
 
@@ -139,6 +140,7 @@ class KeeperServer:
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.lingering: dict[Connection, None] = {}  # closed, and what was sent may still be read
+        self.ahead: dict[Connection, Ahead] = {}  # what went ahead to those who are about to take over
         self.by_user: dict[int, int] = {}  # connections, until their sockets are closed
         # By user, who sent descriptors before others of the same user were closed.
         self.aside: dict[int, dict[Connection, None]] = {}
@@ -392,6 +394,7 @@ class KeeperServer:
         """A connection was closed: end its session and all that depends on it."""
         self.pending.pop(connection, None)
         self._watched.pop(connection, None)
+        self.ahead.pop(connection, None)
         if connection.in_flight or connection.unread:
             self.linger(connection)
         elif not connection.is_open:

@@ -21,7 +21,21 @@ from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
 from .fields import record_from
-from .records import Claim, Claimed, Effect, Evicted, Free, Granted, Immediate, Lease, Notify, Refused, Serve, Session
+from .records import (
+    Claim,
+    Claimed,
+    Effect,
+    Evicted,
+    Free,
+    Granted,
+    Immediate,
+    Lease,
+    Notify,
+    Refused,
+    Serve,
+    Session,
+    exact,
+)
 from .turns import NOBODY
 
 __all__ = ["Service", "ServiceHost"]
@@ -325,6 +339,7 @@ class Service:
             ttl=request.ttl,
             claim=request.claim,
             record=_record(request),
+            words=len(m.encode(request)),
         )
         partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
         self._take(connection, partial, request.call, 0, fds)
@@ -397,7 +412,8 @@ class Service:
             held.drop()
             raise
         notes: Any = msgspec.Raw(version.notes)
-        version.settle(m.encode(record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)))
+        entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
+        version.settle(exact(m.encode(entry)))
         connection.send(m.encode(m.Published(call, version.number)))
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()

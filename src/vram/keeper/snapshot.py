@@ -2,16 +2,22 @@
 
 Written by one version of this library and read by another: fields are only ever added at the end, with defaults. The
 rows stand in :mod:`.records`, each behind the record that it is of; what both have by the same name moves by itself.
+
+What readers get of a version, its body, is most of all that moves, and never changes. So bodies go ahead, in parts,
+while the other keeper serves (:class:`BodyRow`), to a successor that can take them so.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import msgspec
 from msgspec import Raw, Struct
 
+from ..errors import ProtocolError
 from .accounts import Quotas
 from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .fields import record_from
@@ -34,7 +40,13 @@ from .records import (
 )
 from .users import by_number
 
-__all__ = ["Books", "restore", "save"]
+__all__ = ["Ahead", "Bodies", "Books", "join_bodies", "restore", "save", "split_bodies"]
+
+MAX_PART = 1 << 20  # bytes of bodies that go ahead at once, but for the end of the last: a millisecond or so
+_MOST_OF_PART = 1024  # of them
+ROUNDS = 8  # over what was published since the round before, until the rest goes with the books, however much it is
+
+Bodies = Mapping[tuple[str, int], tuple[bytes, bytes]]  # by name and number: the body of a version, and its packed meta
 
 
 class Books(Struct, array_like=True):
@@ -54,13 +66,89 @@ class Books(Struct, array_like=True):
     rounds: list[tuple[str, bool]] = []  # names, and whether there is a new version, for those who wait
 
 
-def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
+class BodyRow(Struct, array_like=True):
+    """A body that goes ahead of the books: of which version it is, and its bytes; so many of the last are its meta."""
+
+    name: str
+    number: int
+    nbytes: int
+    meta: int
+
+
+_body_rows = msgspec.msgpack.Decoder(list[BodyRow])
+
+
+def join_bodies(versions: Iterable[Version]) -> tuple[bytes, list[memoryview]]:
+    """Return which versions these are, encoded, and their bodies."""
+    rows, bodies = [], []
+    for one in versions:
+        bodies.append(memoryview(one.body))
+        rows.append(BodyRow(one.name, one.number, len(bodies[-1]), len(one.notes)))
+    return msgspec.msgpack.encode(rows), bodies
+
+
+def split_bodies(head: bytes, rest: memoryview) -> dict[tuple[str, int], tuple[bytes, bytes]]:
+    """Return what :func:`join_bodies` was given.
+
+    Raises
+    ------
+    ProtocolError
+        If it is something else.
+    """
+    try:
+        rows = _body_rows.decode(head)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"what the running keeper says of its entries is unreadable: {error}") from None
+    if sum(row.nbytes for row in rows) != len(rest) or not all(0 < row.meta <= row.nbytes for row in rows):
+        raise ProtocolError("the running keeper sends other bodies of entries than it says")
+    found, end = {}, 0
+    for row in rows:
+        start, end = end, end + row.nbytes
+        found[row.name, row.number] = (bytes(rest[start:end]), bytes(rest[end - row.meta : end]))
+    return found
+
+
+class Ahead:
+    """The versions whose bodies went ahead to a process that is about to take over.
+
+    Attributes
+    ----------
+    told : set of Version
+        They are kept until it has taken over, or has gone.
+    """
+
+    __slots__ = ("_rest", "_rounds", "told")
+
+    def __init__(self) -> None:
+        self.told: set[Version] = set()
+        self._rest: deque[Version] = deque()
+        self._rounds = 0
+
+    def part(self, catalogue: Catalogue) -> list[Version]:
+        """Return the versions whose bodies go next; none if the rest, which may be some, goes with the books."""
+        if not self._rest and self._rounds < ROUNDS:
+            self._rounds += 1
+            new = [one for one in catalogue.all_versions() if one not in self.told]
+            if sum(len(memoryview(one.body)) for one in new) > MAX_PART:
+                self._rest.extend(new)
+        part: list[Version] = []
+        room = MAX_PART
+        while self._rest and room > 0 and len(part) < _MOST_OF_PART:
+            part.append(one := self._rest.popleft())
+            room -= len(memoryview(one.body))
+        self.told.update(part)
+        return part
+
+
+def save(catalogue: Catalogue, number: Callable[[Any], int], ahead: Collection[Version] = ()) -> Books:
     """Write down a catalogue.
 
     Parameters
     ----------
     number : callable
         Gives each version's token the number that :func:`restore` will find it by.
+    ahead : collection of Version
+        Those whose bodies went ahead.
     """
     sessions = catalogue.sessions.values()
     return Books(
@@ -75,9 +163,9 @@ def save(catalogue: Catalogue, number: Callable[[Any], int]) -> Books:
                 one,
                 current=catalogue.is_current(one),
                 token=number(one.token),
-                body=bytes(one.body),
                 leases=[(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
                 watchers=list(one.watchers),
+                **({"body": b"", "meta": {}} if one in ahead else {"body": bytes(one.body)}),
             )
             for one in catalogue.all_versions()
         ],
@@ -110,6 +198,7 @@ def restore(
     claim_timeout: float = CLAIM_TIMEOUT,
     why_not: Callable[[int, str], str] = by_number,
     now: float = 0.0,
+    bodies: Bodies | None = None,
 ) -> tuple[Catalogue, dict[int, Publication]]:
     """Make a catalogue that goes on where another stopped.
 
@@ -123,6 +212,13 @@ def restore(
         Seconds, for claims from now on.
     now : float
         When the time of claims begins of which the other did not say when it ends.
+    bodies : Bodies, optional
+        Those that went ahead. There may be more, of versions that are gone since.
+
+    Raises
+    ------
+    ProtocolError
+        If the body of a version is neither there nor here.
 
     Returns
     -------
@@ -137,14 +233,15 @@ def restore(
     made._numbers.update(books.numbers)
     made.sessions.update((row.id, record_from(Session, row)) for row in books.sessions)
     for one in books.versions:
-        _restore_version(made, one, token(one.token))
+        _restore_version(made, one, token(one.token), bodies or {})
     made._sorted.sort()
     publications = {}
     for entry in books.publications:
         session = made.sessions[entry.session]
-        publication = record_from(Publication, entry, session=session, notes=packed(entry.meta), body=None)
+        notes, words = packed(entry.meta), entry.record if entry.words is None else entry.words
+        publication = record_from(Publication, entry, session=session, notes=notes, body=None, words=words)
         publications[entry.id] = session.publications[entry.id] = publication
-        made.accounts.add(session.uid, publication.charge, entry.entries, entry.handles)
+        made.accounts.add(session.uid, publication.charge, entry.entries, entry.handles, publication.words)
     for wait in books.waiters:
         expected = None if wait.expect is None else packed(wait.expect)
         waiter = record_from(Waiter, wait, session=made.sessions[wait.session], expected=expected)
@@ -174,9 +271,14 @@ def _restore_claim(made: Catalogue, claim: Claim, term: TermRow | None, now: flo
         made._schedule(claim.until, claim)
 
 
-def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
-    version = record_from(Version, row, token=token, notes=packed(row.meta), body=Raw(), leases=Ordered(), watchers={})
-    version.settle(row.body)
+def _restore_version(made: Catalogue, row: VersionRow, token: Any, bodies: Bodies) -> None:
+    body, notes = (row.body, b"") if row.body else bodies.get((row.name, row.number), (b"", b""))
+    if not body:
+        raise ProtocolError(f"{row.name!r} version {row.number} came without its body")
+    notes = notes or packed(row.meta)
+    version = record_from(Version, row, token=token, notes=notes, body=Raw(), leases=Ordered(), watchers={})
+    version.settle(body)
+    version.words = len(body) if row.words is None else row.words
     known = made._names.setdefault(row.name, Name(row.name))
     if row.current:
         known.current = version
@@ -185,9 +287,9 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any) -> None:
         known.older[row.number] = version
     made.versions += 1
     if row.current:
-        made.accounts.add(row.owner, version.charge, 1, row.handles)
+        made.accounts.add(row.owner, version.charge, 1, row.handles, version.words)
     else:  # counts against those who lease it
-        made.accounts.total.add(version.charge, 0, row.handles)
+        made.accounts.total.add(version.charge, 0, row.handles, version.words)
     if row.expires is not None:
         made._schedule(row.expires, version)
     for number, owner, access, since in row.leases:

@@ -1,13 +1,16 @@
 """One keeper takes over from another of the same user, and no reader notices.
 
 Everything moves: the listening socket, every connection with what is queued for it, every descriptor of memory,
-leases, waiters, claims, half-finished publications. Descriptors go in parts, each acknowledged before the next.
+leases, waiters, claims, half-finished publications. Descriptors go in parts, each acknowledged before the next. What
+the entries say, which may be gigabytes, goes ahead in parts, while it is more than one.
 
 ::
 
     old keeper                                             new keeper (--takeover)
 
     serving                                                connecting; each checks that the other is of its own user
+       |        <--------------- Takeover ----------------    |
+    serving     ------- Bodies (one memfd) ------------->    |   (as often as it takes)
        |        <--------------- Takeover ----------------    |
     handing over: nothing is read or written for anybody   receiving
        |        ----- HandOver + state (one memfd) ------>    |
@@ -59,22 +62,25 @@ from ..errors import (
 )
 from ..sharing.channel import Channel, close_fds, peer_credentials
 from ..sharing.parcels import Collector, Sender
+from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
 from .bind import Listener, Permissions
 from .connection import Connection, Held, Partial
 from .failures import raised
 from .killed import was_killed
+from .records import Version
 from .rpc_connection import greet, open_channel
 from .server import KeeperServer
 from .slow_close import pass_rights
-from .snapshot import Books, restore, save
+from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, split_bodies
 
 __all__ = ["Succession", "hand_over", "take_over"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
-_MAX_STATE = 1 << 31
+_MAX_STATE = 1 << 31  # bytes: what stands in it besides bodies has some hundred bytes an entry
+_MAX_AHEAD = 1 << 26  # the same, of bodies that go ahead, to who receives them
 
 
 class PartialRow(Struct, array_like=True):
@@ -159,10 +165,14 @@ _state = msgspec.msgpack.Decoder(State)
 def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover) -> None:
     """Give everything to the process at the other end of `connection`. The loop stops for as long as that takes.
 
+    What entries say goes ahead, if that process takes it so: then it is given the next part, and asks again.
+
     Raises
     ------
     AccessDeniedError
         If that process is another user's.
+    UnsupportedError
+        If it is of an older version, and there is more than one state may have.
     """
     if connection.credentials.uid != os.geteuid():
         raise AccessDeniedError(
@@ -170,12 +180,25 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
         )
     if connection.session is not None and (connection.session.leases or connection.queue):
         raise ProtocolError("a connection that holds leases cannot take over")
+    ahead = server.ahead.setdefault(connection, Ahead())
+    if request.precopy:
+        part = ahead.part(server.catalogue)
+        if part:
+            _send_bodies(server, connection, request.call, part)
+            return
+    elif server.catalogue.accounts.total.words > _MAX_STATE:
+        raise UnsupportedError(
+            "taking over",
+            "a successor that takes what entries say in parts",
+            f"one that takes {format_size(_MAX_STATE)} at most, at once",
+            "Update it, or remove entries",
+        )
     # From here on it is no client any more: it is not among what moves.
     channel = Channel(socket.socket(fileno=os.dup(connection.sock.fileno())))
     connection.close(hang_up=False)
     server.paused = True
     try:
-        if _give(server, channel, request):
+        if _give(server, channel, request, ahead.told):
             server.successor = True
             server.stop()
             return
@@ -191,7 +214,27 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
     server.paused = False
 
 
-def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
+def _send_bodies(server: KeeperServer, connection: Connection, call: int, versions: list[Version]) -> None:
+    head, bodies = join_bodies(versions)
+    size = len(head) + sum(map(len, bodies))
+    held = Held([_memory(b"".join([head, *bodies]))], size, server.dispose)
+    connection.send(m.encode(m.Bodies(call, len(head), size)), held, 0, 1)
+    held.drop()
+
+
+def _memory(payload: bytes) -> int:
+    """Return a memfd with these bytes."""
+    memory = os.memfd_create("vram-takeover", os.MFD_CLOEXEC)
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(payload)
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Collection[Version]) -> bool:
     """Return True once the successor serves, False if it died after Committed was sent; raise for anything else."""
     call = request.call
     # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
@@ -199,11 +242,9 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
     if not request.goes_on:
         for sock in [server.listener.sock, *(stranger.sock for stranger in server.pending)]:
             pass_rights(sock, True)  # it would not do that itself
-    payload, fds = _collect(server)
-    memory = os.memfd_create("vram-takeover", os.MFD_CLOEXEC)
+    payload, fds = _collect(server, ahead)
+    memory = _memory(payload)
     try:
-        with open(memory, "wb", closefd=False) as file:
-            file.write(payload)
         channel.send(m.encode(m.HandOver(call, FORMAT, len(payload), len(fds))), [memory], timeout=PATIENCE)
     finally:
         os.close(memory)
@@ -222,13 +263,13 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover) -> bool:
     return True
 
 
-def _collect(server: KeeperServer) -> tuple[bytes, list[int]]:
+def _collect(server: KeeperServer, ahead: Collection[Version]) -> tuple[bytes, list[int]]:
     numbers: dict[Held, int] = {}
 
     def number(held: Held) -> int:
         return numbers.setdefault(held, len(numbers))
 
-    books = save(server.catalogue, number)
+    books = save(server.catalogue, number, ahead)
     connections = [*server.pending, *server.connections.values(), *server.lingering]
     rows = [
         ConnectionRow(
@@ -299,8 +340,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         if was_killed(who.pid):
             return None
         greet(channel, server.path, "successor", PATIENCE)
-        channel.send(m.encode(m.Takeover(1, goes_on=True)), timeout=PATIENCE)
-        state, fds = _receive(channel)
+        _ask(channel)
+        state, fds, bodies = _receive(channel)
         try:
             quotas = server.catalogue.accounts.quotas
             before = None if state.limits is None else _with(quotas, state.limits, ())
@@ -308,7 +349,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             claims = server.catalogue.claim_timeout
             if state.claim_timeout is not None and "claim_timeout" not in given:
                 claims = state.claim_timeout
-            sockets = _unpack(server, state, fds, now, claims)
+            sockets = _unpack(server, state, fds, now, claims, bodies)
         except BaseException:
             close_fds(fds)
             raise
@@ -333,8 +374,36 @@ def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
     return replace(quotas, **{name: getattr(limits, name) for name in names})
 
 
-def _receive(channel: Channel) -> tuple[State, list[int]]:
-    offer, memory = _hear_with_fds(channel, m.HandOver)
+def _ask(channel: Channel) -> None:
+    channel.send(m.encode(m.Takeover(1, goes_on=True, precopy=True)), timeout=PATIENCE)
+
+
+def _receive_bodies(channel: Channel) -> tuple[Bodies, m.HandOver, list[int]]:
+    """Take what went ahead and ask again, until the rest comes; return what is to be heard of that first."""
+    bodies: dict[tuple[str, int], tuple[bytes, bytes]] = {}
+    while True:
+        said: m.Bodies | m.HandOver
+        said, memory = _hear_with_fds(channel, m.HandOver, m.Bodies)
+        if isinstance(said, m.HandOver):
+            return bodies, said, memory
+        try:
+            if len(memory) != 1 or not said.head <= said.size <= _MAX_AHEAD:
+                raise ProtocolError("bodies of entries without their memory")
+            payload = _read(memory[0], said.size)
+        finally:
+            close_fds(memory)
+        bodies.update(split_bodies(payload[: said.head], memoryview(payload)[said.head :]))
+        _ask(channel)
+
+
+def _read(memory: int, size: int) -> bytes:
+    with open(memory, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read(size)
+
+
+def _receive(channel: Channel) -> tuple[State, list[int], Bodies]:
+    bodies, offer, memory = _receive_bodies(channel)
     try:
         if offer.format != FORMAT:
             raise UnsupportedError(
@@ -342,9 +411,7 @@ def _receive(channel: Channel) -> tuple[State, list[int]]:
             )
         if len(memory) != 1 or offer.size > _MAX_STATE:
             raise ProtocolError("a hand-over without its state")
-        with open(memory[0], "rb", closefd=False) as file:
-            file.seek(0)
-            payload = file.read(offer.size)
+        payload = _read(memory[0], offer.size)
     finally:
         close_fds(memory)
     try:
@@ -364,11 +431,11 @@ def _receive(channel: Channel) -> tuple[State, list[int]]:
     except BaseException:
         close_fds(fds)
         raise
-    return state, fds
+    return state, fds, bodies
 
 
 def _unpack(
-    server: KeeperServer, state: State, fds: list[int], quotas: Quotas, claim_timeout: float
+    server: KeeperServer, state: State, fds: list[int], quotas: Quotas, claim_timeout: float, bodies: Bodies
 ) -> list[socket.socket]:
     """Rebuild everything; return the sockets, the listener first. What is in `fds` afterwards is nobody's."""
     count = 1 + len(state.connections)
@@ -396,6 +463,7 @@ def _unpack(
         claim_timeout=claim_timeout,
         why_not=server.catalogue.why_not,
         now=server.now(),
+        bodies=bodies,
     )
     sockets: list[socket.socket] = []
     try:
@@ -464,12 +532,12 @@ def _drop(server: KeeperServer, sockets: list[socket.socket], permissions: Permi
 
 
 def _hear(channel: Channel, kind: type[_S], for_ever: bool = False) -> _S:
-    said, fds = _hear_with_fds(channel, kind, for_ever)
+    said, fds = _hear_with_fds(channel, kind, for_ever=for_ever)
     close_fds(fds)
     return said
 
 
-def _hear_with_fds(channel: Channel, kind: type[_S], for_ever: bool = False) -> tuple[_S, list[int]]:
+def _hear_with_fds(channel: Channel, *kinds: type[_S], for_ever: bool = False) -> tuple[_S, list[int]]:
     payload, fds = channel.recv(timeout=None if for_ever else PATIENCE)
     try:
         said = m.decode_succession(payload)
@@ -477,8 +545,8 @@ def _hear_with_fds(channel: Channel, kind: type[_S], for_ever: bool = False) -> 
             raise BusyError(f"the running keeper serves on: {said.why}")
         if isinstance(said, m.Error):
             raise raised(said)
-        if not isinstance(said, kind):
-            raise ProtocolError(f"{type(said).__name__} was said where {kind.__name__} was due")
+        if not isinstance(said, kinds):
+            raise ProtocolError(f"{type(said).__name__} was said where {kinds[0].__name__} was due")
     except BaseException:
         close_fds(fds)
         raise
