@@ -57,7 +57,7 @@ from ..errors import (
     UnsupportedError,
     VramError,
 )
-from ..sharing.channel import Channel, close_fds, peer_credentials
+from ..sharing.channel import Channel, close_fds, pass_rights, peer_credentials
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .accounts import Quotas
@@ -67,7 +67,6 @@ from .failures import raised
 from .killed import was_killed
 from .rpc_connection import greet, open_channel
 from .server import KeeperServer
-from .slow_close import pass_rights
 from .snapshot import Books, restore, save
 
 __all__ = ["Succession", "hand_over", "take_over"]

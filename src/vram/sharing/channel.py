@@ -26,7 +26,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .. import lifetime
@@ -55,8 +55,11 @@ __all__ = [
     "accept",
     "check_timeout",
     "close_fds",
+    "close_filled",
     "connect",
     "descriptor_limit",
+    "hang_up",
+    "pass_rights",
     "peer_credentials",
     "receive",
     "take_over",
@@ -79,6 +82,10 @@ _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
 _TRUNCATED = _TRUNC | _CTRUNC
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
+_PASSCRED = getattr(socket, "SO_PASSCRED", 16)
+_PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
+_CREDENTIALS = socket.CMSG_SPACE(12) if hasattr(socket, "CMSG_SPACE") else 0  # bytes: room for those, for nothing else
+_DRAINED = 64  # messages without descriptors that are thrown away at once, before another thread goes on
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
 _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
@@ -211,7 +218,59 @@ def _discard(left: deque[_Raw]) -> None:
         left.popleft()
 
 
-def connect(path: str, timeout: float | None = None) -> socket.socket:
+def pass_rights(sock: socket.socket, passes: bool) -> None:
+    """Have the kernel refuse descriptors that are sent to a unix socket, or let them pass again.
+
+    A socket that was accepted begins as the listening one is. Before Linux 6.16 they pass always.
+    """
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, _PASSRIGHTS, passes)
+
+
+def hang_up(sock: _socket.socket) -> bool:
+    """End a connection, for every process that has this socket; return whether to close it takes no time.
+
+    It may not where descriptors are unread in it, which its close closes, too: they may be anything. Messages without
+    are discarded, up to some dozens.
+    """
+    with contextlib.suppress(OSError):  # also: from here on nothing more gets into its queue
+        sock.shutdown(socket.SHUT_RDWR)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _PASSCRED, 1)  # tells the end from an empty message: who sent that
+        for _ in range(_DRAINED):
+            try:
+                payload, sender, said, _ = sock.recvmsg(1, _CREDENTIALS, _PEEK | _DONTWAIT)
+            except ConnectionResetError:  # told once; what had come is behind it
+                continue
+            if not payload and not sender:
+                return True
+            if said & _CTRUNC:
+                return False
+            sock.recvmsg(1, 0, _DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def close_filled(sock: _socket.socket) -> None:
+    """End and close a connection. What the other side left unread in it is closed as :func:`close_fds` does."""
+    if hang_up(sock):
+        sock.close()
+        return
+    fds: list[int] = []
+    try:
+        fds.extend(map(_socket.socket.detach, (sock,)))  # in one step, as lifetime.uninterrupted
+        close_fds(fds)
+    except BaseException:
+        close_fds(fds)
+        raise
+
+
+def connect(
+    path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
+) -> socket.socket:
     """Connect to the message socket at `path`.
 
     Parameters
@@ -220,6 +279,8 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
         At most 107 bytes.
     timeout : float or None
         Seconds to wait while the listener's queue is full; None waits for ever.
+    check : callable, optional
+        Told who listens; raises if that is nobody to speak to. Until it returns the kernel lets no descriptor come.
 
     Raises
     ------
@@ -245,6 +306,8 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
     except OSError as error:
         raise _no_room("socket(AF_UNIX, SOCK_SEQPACKET)", error) from None
     try:
+        if check is not None:
+            pass_rights(sock, False)
         if timeout is not None:
             # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
             _send_deadline(sock, max(timeout, 0.001))
@@ -262,6 +325,13 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
                 raise ProtocolError(f"{path} is a socket of another kind, not one for messages") from None
             raise PeerGoneError(f"nobody listens at {path} ({error.strerror})") from None
         raise
+    if check is not None:
+        try:
+            check(peer_credentials(sock))
+            pass_rights(sock, True)
+        except BaseException:
+            close_filled(sock)
+            raise
     return sock
 
 
@@ -363,18 +433,20 @@ class Channel(lifetime.Owned):
             # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not. It also ends the
             # connection for every process that has the socket, which is not for us to do once we gave it away.
             if ours[0]:
-                with contextlib.suppress(OSError):
-                    moved.shutdown(socket.SHUT_RDWR)
-            moved.close()
+                close_filled(moved)
+            else:
+                moved.close()
             _discard(left)
 
         self._claim = lifetime.own(f"channel on fd {moved.fileno()}", undo)
         self._handle = self._claim.handle
 
     @classmethod
-    def connect(cls, path: str, timeout: float | None = None) -> Channel:
+    def connect(
+        cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
+    ) -> Channel:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
-        return cls(connect(path, timeout))
+        return cls(connect(path, timeout, check))
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
