@@ -522,7 +522,7 @@ def _gone(memory: int) -> PeerGoneError:
 _SOON = 0.01  # seconds until what a peer had no room for is tried again
 _MOST_OWED = 1_000_000  # memories that a peer that does not read may be behind
 _ACCEPTED = 64  # connections, before the others are heard again
-_REST = 40.0  # times as long as it took to refuse some, nobody is accepted: so long is at most 1/40 of the time spent
+_REST = 40.0  # times as long as it took to refuse some, nobody is accepted: that takes 1/40 of a processor at most
 _MOST_REFUSED = 32  # refused connections with descriptors that do not close; each has a thread that closes it
 
 
@@ -796,6 +796,8 @@ class Endpoint:
                 if peer_credentials(sock).uid != os.geteuid():
                     rest = _SOON
                     self._refuse(sock)
+                    if len(self._closing) >= _MOST_REFUSED:
+                        break
                     continue
                 server = FetchServer(Channel(sock))
                 self._servers[server.fd] = server
