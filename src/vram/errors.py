@@ -28,7 +28,9 @@ __all__ = [
     "ProtocolError",
     "QuotaError",
     "RangeError",
+    "ReadOnlyError",
     "ReleaseWarning",
+    "UnreadableFileError",
     "UnsupportedError",
     "UsageError",
     "VramError",
@@ -62,6 +64,10 @@ class AlignmentError(UsageError):
 
 class RangeError(UsageError):
     """An offset, index or span lies outside the object it names."""
+
+
+class ReadOnlyError(UsageError):
+    """Memory was to be written that may only be read here: copy it, or attach it with another `access`."""
 
 
 class CapacityError(UsageError):
@@ -144,7 +150,11 @@ class WaitTimeoutError(PeerError, TimeoutError):
 
 
 class MissingFileError(VramError, FileNotFoundError):
-    """There is no file at a path of this machine."""
+    """There is no file or directory at a path of this machine."""
+
+
+class UnreadableFileError(VramError, PermissionError):
+    """A file of this machine may not be read by this user."""
 
 
 class UnsupportedError(VramError):

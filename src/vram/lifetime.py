@@ -243,8 +243,9 @@ class Handle:
                         return
                     interrupt.append(error)
             self._undo = None  # often a closure over its owner
-            _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
-            self._depends = {}
+            if self._depends:
+                _released.extend([(other, serial) for serial, other in reversed(self._depends.items())])
+                self._depends = {}
             self._state = _CLOSED
             _live.pop(self._id, None)
         finally:

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 import vram
+from vram.entries.keepers import TIMEOUT
 
 from .house import ROOT
 
@@ -52,6 +53,45 @@ def test_type_checkers_see_the_names_that_are_loaded_late() -> None:
         if isinstance(target, ast.Name)
     }
     assert set(vram.__all__) <= seen
+
+
+def calls() -> list[tuple[str, inspect.Signature]]:
+    """Return the public functions and methods, by name."""
+    found = {name: getattr(vram, name) for name in PUBLIC}
+    for name, value in list(found.items()):
+        if inspect.isclass(value):
+            found |= {f"{name}.{called}": one for called, one in vars(value).items() if not called.startswith("_")}
+    return [(name, inspect.signature(one)) for name, one in found.items() if inspect.isfunction(one)]
+
+
+def test_a_keeper_is_named_in_one_way() -> None:
+    hints = {name: found.parameters["keeper"].annotation for name, found in calls() if "keeper" in found.parameters}
+    assert len(hints) > 8
+    assert set(hints.values()) == {"Keeper | str | os.PathLike[str] | None"}
+
+
+# What looks a name up does not wait, and what waits for work waits for ever; everything else has one time.
+NOT_THE_USUAL_TIME = {
+    "attach": 0.0,
+    "Lease.upgrade": 0.0,
+    "attach_or_publish": None,
+    "ArrayChannel.send": None,
+    "ArrayChannel.recv": None,
+}
+
+
+def test_times_are_seconds_that_are_called_timeout_with_one_default() -> None:
+    usual = {}
+    for name, found in calls():
+        assert not {"patience", "wait_seconds", "seconds", "deadline"} & set(found.parameters), name
+        for one in found.parameters.values():
+            if one.name.endswith("timeout"):
+                assert one.annotation == "float | None", name
+                assert one.kind is inspect.Parameter.KEYWORD_ONLY, name
+                usual[name] = one.default
+    assert {name: usual.pop(name) for name in NOT_THE_USUAL_TIME} == NOT_THE_USUAL_TIME
+    assert usual
+    assert set(usual.values()) == {TIMEOUT}, usual
 
 
 EVERY_MODULE = """

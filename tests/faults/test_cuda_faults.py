@@ -58,7 +58,7 @@ class Scene:
         allocation = PhysicalAllocation.create(driver, G, HERE)
         reservation = AddressReservation.reserve(driver, 4 * G)
         mapping = MemoryMapping.map(reservation, 0, allocation)
-        region = Region.create(driver, HERE, capacity=16 * G, chunk=G, nbytes=3 * G - 5, users=[HERE, THERE])
+        region = Region.create(HERE, driver=driver, capacity=16 * G, chunk=G, nbytes=3 * G - 5, users=[HERE, THERE])
         array = Array.create(driver, HERE, (G // 4, 4), "int32", capacity=3 * G // 4, chunk=G)
         exported = PhysicalAllocation.create(driver, G, HERE)
         exported.export()
@@ -167,7 +167,9 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
         PhysicalAllocation.create(s.driver, AllocationSpec(G, HERE, flags=AllocationFlags.GPU_DIRECT_RDMA))
     ),
     "grow for RDMA": lambda s: s.keep(
-        Region.create(s.driver, HERE, capacity=2 * G, nbytes=2 * G, chunk=G, flags=AllocationFlags.GPU_DIRECT_RDMA)
+        Region.create(
+            HERE, driver=s.driver, capacity=2 * G, nbytes=2 * G, chunk=G, flags=AllocationFlags.GPU_DIRECT_RDMA
+        )
     ),
     "export and import by the fabric": by_the_fabric,
     "properties": lambda s: s.allocation.properties(),
@@ -180,11 +182,11 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "map": lambda s: s.keep(MemoryMapping.map(s.reservation, G, s.allocation)),
     "set access of two": lambda s: s.mapping.set_access(READ, [HERE, THERE]),
     "create a region": lambda s: s.keep(
-        Region.create(s.driver, HERE, capacity=8 * G, nbytes=3 * G + 1, chunk=G, users=[HERE, THERE])
+        Region.create(HERE, driver=s.driver, capacity=8 * G, nbytes=3 * G + 1, chunk=G, users=[HERE, THERE])
     ),
     "grow": lambda s: s.region.grow(6 * G),
     "shrink": lambda s: s.region.shrink(1),
-    "close": lambda s: Region.create(s.driver, HERE, capacity=8 * G, nbytes=2 * G, chunk=G).close(),
+    "close": lambda s: Region.create(HERE, driver=s.driver, capacity=8 * G, nbytes=2 * G, chunk=G).close(),
     "freeze": lambda s: s.region.freeze(),
     "import a region": lambda s: s.keep(Region.from_allocations(s.driver, received(s), users=[THERE], nbytes=7)),
     "create an array": lambda s: s.keep(Array.create(s.driver, HERE, (G, 2), "int8", capacity=2 * G)),
@@ -447,5 +449,5 @@ def test_memory_and_addresses_run_out_in_their_own_words() -> None:
     assert not isinstance(no_memory.value, AddressSpaceError)
     assert (no_memory.value.code, no_memory.value.name) == (2, "CUDA_ERROR_OUT_OF_MEMORY")
     with pytest.raises(OutOfMemoryError):
-        Region.create(driver, HERE, capacity=1 << 45, nbytes=1 << 45)
+        Region.create(HERE, driver=driver, capacity=1 << 45, nbytes=1 << 45)
     assert driver.live().reservations == 0

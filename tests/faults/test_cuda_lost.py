@@ -54,7 +54,7 @@ EVERYTHING = """
     allocation = PhysicalAllocation.create(cuda, G, GPU)
     reservation = AddressReservation.reserve(cuda, 4 * G)
     mapping = MemoryMapping.map(reservation, 0, allocation)
-    region = Region.create(cuda, GPU, capacity=8 * G, nbytes=2 * G, chunk=G, users=[GPU, OTHER])
+    region = Region.create(GPU, driver=cuda, capacity=8 * G, nbytes=2 * G, chunk=G, users=[GPU, OTHER])
     array = Array.create(cuda, GPU, (64, 4), "int32")
     capsule = array.__dlpack__(stream=-1)
     stream, event = cuda.stream_create(GPU), cuda.event_create(GPU)
@@ -123,7 +123,7 @@ def test_a_device_can_be_lost_while_things_are_closed_and_unwound() -> None:
     """Whoever finds out first: nothing is said by a close, and an error that is unwound stays the first."""
     said = child(
         """
-    region = Region.create(cuda, GPU, capacity=8 * G, nbytes=2 * G, chunk=G)
+    region = Region.create(GPU, driver=cuda, capacity=8 * G, nbytes=2 * G, chunk=G)
     control.fail("cuMemUnmap", code=719, forever=True)
     region.close()
     assert cuda.live().mappings == 0 and not lifetime.stuck()
@@ -139,7 +139,7 @@ def test_a_loss_in_the_middle_of_a_call_is_the_error_of_that_call() -> None:
     said = child(
         """
     control.fail("cuMemSetAccess", code=702, forever=True)
-    error = refused(DeviceLostError, Region.create, cuda, GPU, capacity=8 * G, nbytes=2 * G, chunk=G)
+    error = refused(DeviceLostError, Region.create, GPU, driver=cuda, capacity=8 * G, nbytes=2 * G, chunk=G)
     assert error.call == "cuMemSetAccess" and error.code == 702 and not hasattr(error, "__notes__"), error
     left = cuda.live()
     assert (left.reservations, left.handles, left.mappings) == (0, 0, 0), left

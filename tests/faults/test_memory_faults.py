@@ -85,7 +85,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Callable[[], Scene]]:
         allocation = PhysicalAllocation.create(driver, G, HOST)
         reservation = AddressReservation.reserve(driver, 4 * G)
         mapping = MemoryMapping.map(reservation, 0, allocation)
-        region = Region.create(driver, HOST, capacity=16 * G, chunk=G, nbytes=3 * G - 5)
+        region = Region.create(HOST, driver=driver, capacity=16 * G, chunk=G, nbytes=3 * G - 5)
         driver.copy_in(region.address, memoryview(b"here"))
         exported = PhysicalAllocation.create(driver, G, HOST)
         imported = Region.from_allocations(driver, [exported], capacity=8 * G, access=RW)
@@ -137,8 +137,10 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "map": lambda s: s.keep(MemoryMapping.map(s.reservation, G, s.allocation)),
     "map privately": lambda s: s.keep(MemoryMapping.map(s.reservation, G, s.allocation, private=True)),
     "set access": lambda s: s.mapping.set_access(READ),
-    "create a region": lambda s: s.keep(Region.create(s.driver, HOST, capacity=8 * G, nbytes=3 * G + 1, chunk=G)),
-    "create and populate": lambda s: s.keep(Region.create(s.driver, HOST, capacity=G, nbytes=1, populate=True)),
+    "create a region": lambda s: s.keep(
+        Region.create(HOST, driver=s.driver, capacity=8 * G, nbytes=3 * G + 1, chunk=G)
+    ),
+    "create and populate": lambda s: s.keep(Region.create(HOST, driver=s.driver, capacity=G, nbytes=1, populate=True)),
     "grow": lambda s: s.region.grow(6 * G),
     "resize": lambda s: s.region.resize(3 * G + 1),
     "shrink": lambda s: s.region.shrink(1),
@@ -227,7 +229,7 @@ def test_a_failure_while_unwinding_becomes_a_note_on_the_first_i4(scene: Callabl
 def test_releases_that_fail_are_reported_and_kept_i1(scene: Callable[[], Scene], forget: bool) -> None:
     for nth in itertools.count(1):
         here = scene()
-        region = Region.create(here.driver, HOST, capacity=4 * G, chunk=G, nbytes=3 * G, managed=True)
+        region = Region.create(HOST, driver=here.driver, capacity=4 * G, chunk=G, nbytes=3 * G, managed=True)
         address, before = region.address, here.driver.live()
         with here.driver.inject(UNDO, nth) as fault:
             with warnings.catch_warnings(record=True) as warned:

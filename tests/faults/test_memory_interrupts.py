@@ -33,7 +33,7 @@ class Scene:
         self.allocation = PhysicalAllocation.create(self.driver, G, where)
         self.reservation = AddressReservation.reserve(self.driver, 2 * G)
         self.mapping = MemoryMapping.map(self.reservation, 0, self.allocation)
-        self.region = Region.create(self.driver, where, capacity=8 * G, chunk=G, nbytes=2 * G)
+        self.region = Region.create(where, driver=self.driver, capacity=8 * G, chunk=G, nbytes=2 * G)
         self.fd = self.region.segments(0, 1)[0][0].export()
 
     def check(self) -> None:
@@ -51,7 +51,7 @@ OPERATIONS: dict[str, Callable[[Scene], object]] = {
     "export": lambda s: s.allocation.export(),
     "reserve": lambda s: AddressReservation.reserve(s.driver, G),
     "map": lambda s: MemoryMapping.map(s.reservation, G, s.allocation),
-    "create a region": lambda s: Region.create(s.driver, s.where, capacity=4 * G, chunk=G, nbytes=2 * G),
+    "create a region": lambda s: Region.create(s.where, driver=s.driver, capacity=4 * G, chunk=G, nbytes=2 * G),
     "grow": lambda s: s.region.grow(4 * G),
     "import a region": lambda s: Region.from_allocations(s.driver, [s.allocation, s.allocation]),
     "import what was received": lambda s: Region.from_allocations(s.driver, [Received(s.fd, G), Received(s.fd, G)]),

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import os
+import select
 import threading
 import time
 import warnings
@@ -125,6 +126,15 @@ def leased(s: Scene) -> None:
 def leased_no_more(s: Scene) -> None:
     s.mine.close()
     attached(s)
+
+
+def listened(s: Scene) -> None:
+    """Whoever asked for it listens now, by either way; the thread ends with the lease."""
+    heard: list[vram.Lease] = []
+    s.mine.on_revoke(heard.append)
+    assert select.select([s.mine], [], [], 0)[0] == []
+    assert heard == []
+    leased_no_more(s)
 
 
 def missing(s: Scene) -> None:
@@ -331,6 +341,8 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "upgrade": (leased, lambda s: s.mine.upgrade(timeout=SOON), leased_no_more),
     "close a lease": (leased, lambda s: s.mine.close(), leased_no_more),
     "close a lease and wait": (leased, lambda s: s.mine.close(wait=True), leased_no_more),
+    "fileno": (leased, lambda s: s.mine.fileno(), listened),
+    "on_revoke": (leased, lambda s: s.mine.on_revoke(id), listened),
     "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
     "show": (nothing, lambda s: vram.show("weights"), attached),
     "attach_or_publish": (missing, load_and_publish, loaded),

@@ -120,7 +120,7 @@ def test_a_native_handle_is_one_of_cuda(cuda: Any, granule: int, mapped: Address
 def test_rights_of_two_gpus_are_told_apart(cuda: Any, granule: int, two_gpus: None) -> None:
     if why := cuda.peer_refusal(1, 0):
         pytest.skip(why)
-    with Region.create(cuda, GPU, capacity=2 * granule, nbytes=2 * granule, chunk=granule) as region:
+    with Region.create(GPU, driver=cuda, capacity=2 * granule, nbytes=2 * granule, chunk=granule) as region:
         assert (region.get_access(), region.get_access(OTHER)) == (Access.READ_WRITE, Access.NONE)
         cuda.mem_set_access(region.address, granule, Access.READ, [OTHER])
         assert region.get_access(OTHER) is Access.NONE, "the second chunk is not its own to read"

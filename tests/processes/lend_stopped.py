@@ -46,7 +46,7 @@ def _borrow(path: str) -> None:
     with vram.borrow(path, timeout=120) as lease:
         lease.on_revoke(lambda lease: None)
         lease.array.to_host()
-        assert not lease.stale
+        assert not lease.is_stale()
 
 
 def _lend(path: str, kind: str) -> None:
@@ -56,7 +56,7 @@ def _lend(path: str, kind: str) -> None:
 
     with Sources() as sources:
         x = sources.make(kind)
-        with vram.lend(x, at=path, patience=120) as lending:
+        with vram.lend(x, at=path, close_timeout=120) as lending:
             _say("lent")
             sys.stdin.readline()
             lending.revoke(timeout=120)

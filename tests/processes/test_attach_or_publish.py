@@ -153,7 +153,7 @@ def test_what_is_there_but_different_is_replaced() -> None:
         assert lease.meta == {"config": "2"}
         assert lease.version == old.version + 1
         assert total(lease) == 10
-        assert old.stale
+        assert old.is_stale()
         assert old["w"].numpy().sum() == 3
 
 

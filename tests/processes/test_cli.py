@@ -114,7 +114,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
         assert (done.returncode, done.stderr) == (1, "")
         assert done.stdout.startswith("revoked big/lm; 2 MiB still held by:\n")
         assert len(re.findall(line, done.stdout, re.MULTILINE)) == 2
-        assert lease.revoked
+        assert lease.is_revoked()
         assert "revoked" in run("show", "big/lm")
         assert re.search(
             rf"^ *1 +2 MiB +[0-9]+ +pid {os.getpid()} +{os.geteuid()} +{re.escape(own_label())} ",

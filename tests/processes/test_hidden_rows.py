@@ -241,7 +241,7 @@ def test_what_was_attached_is_published_again_as_it_is_if_it_is_all_of_it() -> N
 def test_what_is_between_arrays_is_looked_at_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """On memory that is no array's rows: zeros reveal nothing, and nobody reads gigabytes to learn that."""
     driver = get(HOST)
-    region = Region.create(driver, HOST, capacity=8 * MIB, nbytes=8 * MIB, managed=True)
+    region = Region.create(HOST, driver=driver, capacity=8 * MIB, nbytes=8 * MIB, managed=True)
     with region:
         a = vram.Array(region, "uint8", 1000)
         b = vram.Array(region, "uint8", 1000, offset=8 * MIB - 1000)

@@ -49,7 +49,7 @@ sys.argv[0] = f"reader-{mode}"
 lease = vram.attach(name)
 view = lease["x"].numpy()
 def told(which):
-    print("told", which is lease, which.revoked, flush=True)
+    print("told", which is lease, which.is_revoked(), flush=True)
     if mode == "polite":
         global view
         del view
@@ -59,7 +59,7 @@ if mode != "deaf":
     lease.on_revoke(told)
 print("holds", flush=True)
 for line in sys.stdin:
-    print(int(view.sum()), lease.revoked, flush=True)
+    print(int(view.sum()), lease.is_revoked(), flush=True)
 """
 
 
@@ -228,7 +228,7 @@ def test_one_version_is_revoked_and_the_others_stay(kept: vram.Keeper) -> None:
             (holder,) = vram.revoke("one", version=1, timeout=0).holders
             assert (holder.version, holder.pid) == (1, os.getpid())
             until(lambda: heard == [1])
-            assert (first.revoked, second.revoked, second.stale) == (True, False, False)
+            assert (first.is_revoked(), second.is_revoked(), second.is_stale()) == (True, False, False)
             left = vram.revoke("one", timeout=0)
             assert [one.version for one in left.holders] == [1, 2]
             assert left.nbytes == 4 * MIB
@@ -238,7 +238,7 @@ def test_one_version_is_revoked_and_the_others_stay(kept: vram.Keeper) -> None:
             with pytest.raises(NotFoundError, match="version 7"):
                 vram.revoke("one", version=7)
             with vram.attach("one") as third:
-                assert not third.revoked
+                assert not third.is_revoked()
 
 
 def test_a_version_published_meanwhile_is_not_waited_for(kept: vram.Keeper) -> None:
@@ -246,13 +246,13 @@ def test_a_version_published_meanwhile_is_not_waited_for(kept: vram.Keeper) -> N
     with contextlib.ExitStack() as stack:
         old = stack.enter_context(vram.attach("n"))
         thread, came = later(lambda: vram.revoke("n", timeout=None))
-        until(lambda: old.revoked)
+        until(lambda: old.is_revoked())
         publish()
         new = stack.enter_context(vram.attach("n"))
         old.close()
         thread.join(SOON)
         assert came == [vram.RevokeInfo("n", (), 0)]
-        assert not new.stale
+        assert not new.is_stale()
 
 
 def test_what_was_removed_before_can_still_be_asked_for(kept: vram.Keeper) -> None:
@@ -261,7 +261,7 @@ def test_what_was_removed_before_can_still_be_asked_for(kept: vram.Keeper) -> No
         heard: list[vram.Lease] = []
         lease.on_revoke(heard.append)
         vram.remove("n")
-        assert not lease.revoked
+        assert not lease.is_revoked()
         assert vram.revoke("n", timeout=0).nbytes == 2 * MIB
         until(lambda: heard == [lease])
 
@@ -290,7 +290,7 @@ def test_another_user_may_not_revoke() -> None:
             denied = as_user(OTHER, lambda: vram.revoke("n", timeout=0))
             assert denied[0] is AccessDeniedError
             assert str(OTHER) in denied[1]
-            assert (lease.revoked, lease.stale) == (False, False)
+            assert (lease.is_revoked(), lease.is_stale()) == (False, False)
             # as others may see who holds what
             (holder,) = as_user(OTHER, vram.holders)
             assert (holder.pid, holder.uid) == (os.getpid(), 0)
@@ -331,7 +331,7 @@ def test_a_newer_version_and_a_removal_are_no_revoke(kept: vram.Keeper) -> None:
         # The answer to this comes behind the news of both, on the same connection.
         lease.on_revoke(lambda _: heard.append(asked.is_set()))
         until(lambda: not line.heard)
-        assert (lease.stale, lease.revoked, heard) == (True, False, [])
+        assert (lease.is_stale(), lease.is_revoked(), heard) == (True, False, [])
         asked.set()
         vram.revoke("n", timeout=0)
         until(lambda: len(heard) == 2)
@@ -368,7 +368,7 @@ def test_the_descriptor_of_a_lease_becomes_readable(kept: vram.Keeper) -> None:
         vram.revoke("n", timeout=0)
         assert select.select([lease], [], [], SOON)[0] == [lease]
         assert select.select([late], [], [], SOON)[0] == [late]
-        assert lease.revoked
+        assert lease.is_revoked()
 
 
 def test_descriptors_of_leases_cost_one_connection_and_no_thread_once_they_are_closed(kept: vram.Keeper) -> None:
@@ -456,7 +456,7 @@ def test_i3_a_callback_may_close_its_own_lease_and_the_next(kept: vram.Keeper) -
         other.on_revoke(close_all)
         assert vram.revoke("n", timeout=SOON).holders == ()
         assert heard == [one]  # the other was closed before its turn
-        assert one.revoked
+        assert one.is_revoked()
         assert one.is_closed
         with pytest.raises(ClosedError):
             one.on_revoke(print)
@@ -547,7 +547,7 @@ def test_s5_losing_the_keeper_is_no_revoke() -> None:
             until(lambda: not listens(), what="the end of the thread")
             assert heard == []
             assert lease["x"].numpy().sum() == 6
-            for ask in (lambda: lease.revoked, lambda: lease.on_revoke(heard.append)):
+            for ask in (lambda: lease.is_revoked(), lambda: lease.on_revoke(heard.append)):
                 with pytest.raises(PeerGoneError):
                     ask()
             again = KeeperProcess(keeper.path)  # which knows nothing of that lease, and another `n`
@@ -575,7 +575,7 @@ def test_a_takeover_forgets_neither_who_listens_nor_what_was_revoked() -> None:
             successor = KeeperProcess(keeper.path, ["--takeover"])
             try:
                 assert vram.statistics().pid == successor.pid
-                assert other.revoked
+                assert other.is_revoked()
                 assert vram.show("other").versions[0].is_revoked
                 vram.revoke("n", timeout=0)
                 until(lambda: heard == [lease])

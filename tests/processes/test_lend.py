@@ -118,7 +118,7 @@ def test_s8_what_is_lent_read_only_is_not_written(kind: str, path: str, hand: Ot
     with vram.lend(sources.make(kind), at=path):
         assert hand.call("try_borrow", path, access="rw")[0] == "AccessDeniedError"
         assert hand.call("borrow", path)["array"][3] is True
-        assert hand.call("write", 1) in ("AccessDeniedError", "ValueError")
+        assert hand.call("write", 1) in ("ReadOnlyError", "ValueError")
         assert (hand.call("read") == numbers()).all()
         hand.call("close")
 
@@ -334,7 +334,7 @@ def test_i10_wrong_paths_are_typed_errors(path: str, sources: Sources) -> None:
             vram.borrow(path, **options)  # type: ignore[arg-type]
     for options in (
         {"writable": 1}, {"stream": "x"}, {"mode": "rw"}, {"group": "no such group"}, {"group": 5},
-        {"meta": {"a": 1}}, {"meta": 5}, {"patience": None}, {"patience": -1},
+        {"meta": {"a": 1}}, {"meta": 5}, {"close_timeout": "5"}, {"close_timeout": -1},
     ):  # fmt: skip
         with pytest.raises(UsageError):
             vram.lend(x, at=path, **options)  # type: ignore[arg-type]
@@ -446,7 +446,7 @@ def test_s5_what_goes_by_handle_is_asked_back_and_kept_until_then(
     kind: str, path: str, hand: OtherProcess, sources: Sources
 ) -> None:
     x = sources.make(kind)
-    lending = vram.lend(x, at=path, patience=0.1)
+    lending = vram.lend(x, at=path, close_timeout=0.1)
     hand.call("borrow", path)
     with pytest.raises(BusyError, match=f"pid {hand.call('pid')}"):
         lending.close(strict=True)
@@ -464,7 +464,7 @@ def test_s5_what_goes_by_handle_is_asked_back_and_kept_until_then(
 @pytest.mark.standin
 def test_i2_a_close_that_warns_is_a_close(path: str, hand: OtherProcess, sources: Sources) -> None:
     """Also where warnings are errors."""
-    lending = vram.lend(sources.make("legacy"), at=path, patience=0.0)
+    lending = vram.lend(sources.make("legacy"), at=path, close_timeout=0.0)
     hand.call("borrow", path)
     with pytest.raises(ReleaseWarning):
         lending.close()
@@ -478,7 +478,7 @@ def test_i2_a_close_that_warns_is_a_close(path: str, hand: OtherProcess, sources
 @pytest.mark.standin
 @pytest.mark.parametrize("kind", BY_HANDLE)
 def test_s5_closing_waits_for_who_gives_it_back(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
-    lending = vram.lend(sources.make(kind), at=path, patience=SOON)
+    lending = vram.lend(sources.make(kind), at=path, close_timeout=SOON)
     hand.call("borrow", path)
     hand.call("on_revoke", "close")
     lending.close()  # no warning: they were told, and gave it back
@@ -489,7 +489,7 @@ def test_s5_closing_waits_for_who_gives_it_back(kind: str, path: str, hand: Othe
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_s5_a_revoke_tells_and_takes_nothing(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:
-    with vram.lend(sources.make(kind), at=path, patience=0.0) as lending:
+    with vram.lend(sources.make(kind), at=path, close_timeout=0.0) as lending:
         hand.call("borrow", path)
         hand.call("on_revoke", "note")
         found = lending.revoke(timeout=0.05)
@@ -572,7 +572,7 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
     kind: str, path: str, hand: OtherProcess, sources: Sources
 ) -> None:
     """Also for who holds what the old one lent; and news of the old is not taken from the new."""
-    old = vram.lend(sources.make(kind), at=path, patience=0.0)
+    old = vram.lend(sources.make(kind), at=path, close_timeout=0.0)
     hand.call("borrow", path, "old")
     with pytest.warns(ReleaseWarning):
         old.close()
@@ -583,7 +583,7 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
         hand.call("borrow", path, "new")
         assert (hand.call("read", "new") == numbers(5)).all()
         hand.call("on_revoke", "close", "new")
-        assert lending.revoke(SOON).holders == ()
+        assert lending.revoke(timeout=SOON).holders == ()
         hand.call("close", "old")
 
 
@@ -634,10 +634,10 @@ def test_s5_borrowing_from_a_stopped_process_says_so_soon(path: str, hand: Other
         assert hand.call("try_borrow", path) == ("", "")
 
 
-def test_no_patience_is_too_long(path: str, sources: Sources) -> None:
-    for seconds in (1e10, math.inf):
-        with vram.lend(sources.make("host"), at=path, patience=seconds) as lending:
-            assert lending.revoke(seconds).holders == ()
+def test_no_timeout_is_too_long(path: str, sources: Sources) -> None:
+    for seconds in (1e10, math.inf, None):
+        with vram.lend(sources.make("host"), at=path, close_timeout=seconds) as lending:
+            assert lending.revoke(timeout=seconds).holders == ()
 
 
 def test_i8_the_end_of_the_interpreter_takes_the_path_away(path: str) -> None:
@@ -779,7 +779,7 @@ def test_s10_where_no_event_is_to_be_had_lending_waits(
         deferred.defer()
         lending = vram.lend(x, at=path, stream=stream)
     with lending:
-        assert lending.manifest.events == ()
+        assert lending._manifest.events == ()
         hand.call("borrow", path)
         assert (hand.call("read") == 0x03030303).all()
         hand.call("close")
@@ -801,7 +801,7 @@ def test_s10_a_stream_of_no_gpu_that_holds_the_memory_is_refused_or_waited_for(
 
 def test_s10_a_stream_means_nothing_to_memory_of_the_host(path: str, hand: OtherProcess, sources: Sources) -> None:
     with vram.lend(sources.make("host"), at=path, stream=1) as lending:
-        assert lending.manifest.events == ()
+        assert lending._manifest.events == ()
         hand.call("borrow", path)
         hand.call("close")
 
@@ -864,7 +864,7 @@ def test_i7_a_lender_in_a_forked_child_is_inert(path: str) -> None:
             assert process.stdout.readline() == "'checked'\n"
             with vram.borrow(path, timeout=SOON) as lease:
                 assert lease.array.to_host().tolist() == [0] * 10
-                assert not lease.stale
+                assert not lease.is_stale()
                 process.kill()
                 until(lambda: gone(lease), what="the end of the lender")
                 assert select.select([process.stdout], [], [], 0)[0] == [], "the child is alive, and has our output"
@@ -877,7 +877,7 @@ def test_i7_a_lender_in_a_forked_child_is_inert(path: str) -> None:
 
 def gone(lease: vram.Lease) -> bool:
     try:
-        lease.stale
+        lease.is_stale()
     except PeerGoneError:
         return True
     return False

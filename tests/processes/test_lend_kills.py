@@ -167,7 +167,7 @@ def use(path: str, kind: str, outcome: list[Any]) -> None:
             assert (lease.array.to_host() == numbers()).all()
             outcome.append(("holds", time.monotonic()))
             while not told.wait(0.01):
-                lease.stale
+                lease.is_stale()
             if kind == "host":
                 assert (lease.array.to_host() == numbers()).all()
         outcome.append(("read", time.monotonic()))

@@ -43,8 +43,20 @@ def lease() -> Iterator[vram.Lease]:
 def test_an_odd_argument_is_a_usage_error_and_costs_nothing_else(call: Callable[[], Any], lease: vram.Lease) -> None:
     with pytest.raises(vram.UsageError):
         call()
-    assert lease.stale is False  # asked over the connection that has the lease
+    assert lease.is_stale() is False  # asked over the connection that has the lease
     assert lease["x"].numpy().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_every_verb_takes_a_keeper_by_its_path(lease: vram.Lease) -> None:
+    there = Path(os.environ["VRAM_KEEPER"])
+    with vram.Keeper(there) as same:
+        assert same.path == str(there)
+    for keeper in (there, str(there), vram.Keeper(there)):
+        assert vram.publish("path", {"x": np.ones(1)}, keeper=keeper).version
+        vram.attach("path", keeper=keeper).close()
+        vram.attach_or_publish("path", dict, keeper=keeper).close()
+        assert vram.statistics(keeper=keeper).entries
+        assert vram.revoke("path", timeout=0, keeper=keeper).holders == ()
 
 
 def test_numpys_own_booleans_are_booleans(lease: vram.Lease) -> None:

@@ -52,7 +52,7 @@ ODD: list[Any] = [
     *(object(), int, len, np.zeros(2), np.float64("nan"), np.int64(-1), np.array("x"), TooLarge(), NoMapping()),
 ]
 # What waits is given no time to; a ceiling keeps the machine its memory.
-_WAITS = ("timeout", "patience")
+_WAITS = ("timeout", "close_timeout")
 _TYPED = (vram.VramError, TypeError)
 
 
@@ -69,7 +69,7 @@ def array(*_: object) -> vram.Array:
 
 def on_region(verb: str) -> Callable[..., Any]:
     def act(*given: Any) -> Any:
-        with vram.Region.create(drivers.get(HOST), HOST, capacity=G, nbytes=10) as region:
+        with vram.Region.create(HOST, capacity=G, nbytes=10) as region:
             return getattr(region, verb)(*given)
 
     return act
@@ -128,7 +128,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
         vram.attach_or_publish,
         lambda d: (("c", lambda: {"x": np.ones(1)}), {"timeout": 0.01}),
     ),
-    "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "patience": 0.01})),
+    "lend": (vram.lend, lambda d: ((np.ones(1),), {"at": f"{d}/s", "close_timeout": 0.01})),
     "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {})),
     "remove": (vram.remove, lambda d: (("none",), {})),
     "revoke": (vram.revoke, lambda d: (("none",), {"timeout": 0.01})),
@@ -139,7 +139,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "put": (vram.put, lambda d: (("p", f"{d}/none"), {})),
     "Location": (vram.Location, lambda d: (("cuda", 0), {})),
     "Location.parse": (vram.Location.parse, lambda d: (("cuda:0",), {})),
-    "Region.create": (vram.Region.create, lambda d: ((drivers.get(HOST), HOST), {"capacity": G, "nbytes": G})),
+    "Region.create": (vram.Region.create, lambda d: ((HOST,), {"capacity": G, "nbytes": G})),
     "Region.from_allocations": (mapped_for, lambda d: ((), {})),
     "AddressReservation.reserve": (vram.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
     "PhysicalAllocation.create": (vram.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),

@@ -38,6 +38,7 @@ from vram.errors import (
     MismatchError,
     NotFoundError,
     QuotaError,
+    ReadOnlyError,
     UsageError,
     WaitTimeoutError,
 )
@@ -349,9 +350,7 @@ def test_read_only_memory_is_copied_for_writing() -> None:
 
 def test_memory_that_cannot_leave_the_process_is_copied() -> None:
     """S3: the memory says so; nobody tries and fails."""
-    region = vram.Region.create(
-        drivers.get(HOST), HOST, capacity=2 * MIB, nbytes=2 * MIB, handle_kinds=vram.HandleKind.NONE
-    )
+    region = vram.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB, handle_kinds=vram.HandleKind.NONE)
     with region, Array(region, "int64", (4,)) as a:
         a.numpy()[:] = range(4)
         receipt = vram.publish("n", {"a": a})
@@ -361,7 +360,7 @@ def test_memory_that_cannot_leave_the_process_is_copied() -> None:
 
 
 def test_an_array_whose_region_was_closed_is_copied() -> None:
-    region = vram.Region.create(drivers.get(HOST), HOST, capacity=2 * MIB, nbytes=2 * MIB)
+    region = vram.Region.create(HOST, capacity=2 * MIB, nbytes=2 * MIB)
     a = Array(region, "int64", (4,))
     region.close()
     with a:
@@ -491,7 +490,7 @@ def test_s8_the_publishers_own_views_are_frozen() -> None:
         for frozen in (view, part.numpy(), other.numpy()):
             with pytest.raises(ValueError, match="read-only"):
                 frozen.fill(0)
-        with pytest.raises(AccessDeniedError, match="cow"):
+        with pytest.raises(ReadOnlyError, match="cow"):
             a[0] = 1
         with pytest.raises(UsageError, match="frozen"):
             a.resize(1000)
@@ -541,7 +540,7 @@ def test_a_lease_is_a_mapping() -> None:
     with pytest.raises(ClosedError):
         lease["x"]
     with pytest.raises(ClosedError):
-        lease.stale
+        lease.is_stale()
     assert repr(lease) == "<Lease 'mapping' version 1, r, closed>"
 
 
@@ -609,7 +608,7 @@ def test_a_version_ends_with_its_time_to_live() -> None:
     with vram.attach("n") as lease:
         until(lambda: not vram.list())
         assert lease["x"].numpy().tolist() == [0, 1, 2]
-        assert lease.stale
+        assert lease.is_stale()
         assert vram.statistics().nbytes
         with pytest.raises(NotFoundError):
             vram.attach("n")
@@ -619,19 +618,19 @@ def test_a_version_ends_with_its_time_to_live() -> None:
 def test_a_lease_learns_of_newer_versions() -> None:
     vram.publish("news", {"x": np.array([1])})
     with vram.attach("news") as lease:
-        assert not lease.stale
+        assert not lease.is_stale()
         assert select.select([lease], [], [], 0) == ([], [], [])
         assert lease.fileno() == lease.fileno()
         with lease.upgrade() as same:
             assert same.version == 1
         vram.publish("news", {"x": np.array([2])})
         assert select.select([lease], [], [], 10) == ([lease], [], [])
-        assert lease.stale
+        assert lease.is_stale()
         with lease.upgrade() as newer:
-            assert (newer.version, newer["x"].numpy()[0], newer.stale) == (2, 2, False)
+            assert (newer.version, newer["x"].numpy()[0], newer.is_stale()) == (2, 2, False)
             assert lease["x"].numpy()[0] == 1
             vram.remove("news")
-            assert newer.stale
+            assert newer.is_stale()
             assert select.select([newer], [], [], 10)[0] == [newer]
             with pytest.raises(NotFoundError):
                 newer.upgrade()
@@ -765,7 +764,7 @@ def test_i7_a_forked_child_reads_on_and_gives_nothing_back() -> None:
             said = "nothing"
             try:
                 said = f"{view.tolist()}"
-                for use in (lambda: lease["x"], lambda: lease.stale, lease.upgrade, lease.fileno):
+                for use in (lambda: lease["x"], lambda: lease.is_stale(), lease.upgrade, lease.fileno):
                     try:
                         use()
                         said += " used"
@@ -784,7 +783,7 @@ def test_i7_a_forked_child_reads_on_and_gives_nothing_back() -> None:
             assert pipe.read() == "[0, 1, 2, 3, 4, 5] forked forked forked forked [0, 1, 2, 3, 4, 5]"
         os.waitpid(child, 0)
         until(lambda: vram.statistics().leases == 1)
-        assert not lease.stale
+        assert not lease.is_stale()
         del view
 
 

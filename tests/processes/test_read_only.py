@@ -90,7 +90,7 @@ def reopen(fd: int, use: Callable[[int], Any]) -> None:
 REFUSED = {
     "numpy": "ValueError",
     "the flag": "ValueError",
-    "array": "AccessDeniedError",
+    "array": "ReadOnlyError",
     "mprotect": "EACCES",
     "set_access": "AccessDeniedError",
     "map": "EPERM",
@@ -210,6 +210,6 @@ def test_writable_memory_is_read_only_by_agreement_only(open_keeper: str) -> Non
     vram.publish("open", {"x": np.arange(1000)}, writable=True, keeper=open_keeper)
     with vram.attach("open", keeper=open_keeper) as lease:
         found = attempts(lease["x"])
-        assert (found["numpy"], found["array"]) == ("ValueError", "AccessDeniedError")
+        assert (found["numpy"], found["array"]) == ("ValueError", "ReadOnlyError")
         assert (found["mprotect"], found["write"]) == ("done", "done")
         assert (found["shrink"], found["grow"]) == ("EPERM", "EPERM"), "nobody can take memory away under a reader"

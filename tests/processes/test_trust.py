@@ -60,7 +60,7 @@ def _everything_is_loaded() -> None:
             for _ in range(2):
                 vram.publish("n", {"x": np.arange(4), "array": array}, keeper=keeper.path)
             with vram.attach_or_publish("m", lambda: X, keeper=keeper.path) as lease:
-                assert not lease.revoked
+                assert not lease.is_revoked()
                 lease.upgrade().close()
                 vram.show("n", keeper=keeper.path)
                 vram.holders(keeper=keeper.path)
@@ -140,8 +140,8 @@ class Reader:
             "sum": lambda: int(views[0].sum()),
             "list": lambda: [entry.name for entry in vram.list()],
             "news": lambda: held._client.is_stale(held._return.lease_id),
-            "stale": lambda: held.stale,
-            "revoked": lambda: held.revoked,
+            "stale": lambda: held.is_stale(),
+            "revoked": lambda: held.is_revoked(),
             "attach": lambda: vram.attach("other").close(),
             "close": lambda: (views.clear(), held.close())[1],
         }
@@ -260,7 +260,8 @@ def test_a_lease_of_who_uses_force_ends_too_and_its_connection_does_not(kept: vr
     with vram.attach("n") as lease, vram.attach("other") as other:
         taken = vram.revoke("n", timeout=0, force=True)
         assert [one.pid for one in taken.forced] == [os.getpid()]
-        assert (lease.stale, lease.revoked, other.stale, other.revoked) == (True, True, False, False)
+        assert (lease.is_stale(), lease.is_revoked()) == (True, True)
+        assert (other.is_stale(), other.is_revoked()) == (False, False)
         assert lease["x"].numpy().sum() == 6
         assert [one.name for one in vram.holders()] == ["other"]
     with pytest.raises(UsageError):

@@ -606,7 +606,8 @@ class CatalogueMachine(RuleBasedStateMachine):
             expected.append(("notify", session.id, name, number, reason, current.number if current else 0))
         if version is not None and version.state != "freed" and session.id not in version.watchers:
             version.watchers.append(session.id)
-        same(self.real.watch(session, name, number), expected)
+        news = self.real.watch(session, name, number)
+        same([] if news is None else [news], expected)
 
     # -- takeover -----------------------------------------------------------------------------------------------
     @rule()

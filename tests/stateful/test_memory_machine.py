@@ -356,7 +356,7 @@ class MemoryMachine(RuleBasedStateMachine):
         ceiling = max(-(-capacity // G) * G, G)
         error = CapacityError if nbytes > ceiling else None
         facade = self.expect(
-            error, Region.create, self.driver, HOST, capacity=capacity, nbytes=nbytes, chunk=chunk or None
+            error, Region.create, HOST, driver=self.driver, capacity=capacity, nbytes=nbytes, chunk=chunk or None
         )
         if facade is not None:
             area = Area(facade, facade.address, ceiling, chunk)

@@ -905,7 +905,7 @@ def test_a_replaced_version_does_not_expire_its_successor(books: Catalogue, ann:
 def test_who_watches_is_told(books: Catalogue, ann: Session, bob: Session) -> None:
     publish(books, ann)
     held = lease(books, bob)
-    assert books.watch(bob, "w", 1) == []
+    assert books.watch(bob, "w", 1) is None
     assert books.is_stale(bob, held.id) == (False, 1)
     _, effects = publish(books, ann, token="t2")
     assert effects == [Notify(bob, "w", 1, "replaced", 2)]
@@ -928,7 +928,7 @@ def test_readers_are_asked_to_let_go_once_and_keep_what_they_have(books: Catalog
         assert books.remove(ann, "w", version, revoke=True) == [], "they were told"
         with pytest.raises(NotFoundError):
             books.remove(ann, "w", version)
-    assert books.watch(ann, "w", 1) == [Notify(ann, "w", 1, "revoked", 0)]
+    assert books.watch(ann, "w", 1) == Notify(ann, "w", 1, "revoked", 0)
     assert books.release(bob, held.id) == [Free("t1")]
     with pytest.raises(NotFoundError):
         books.remove(ann, "w", revoke=True)
@@ -987,9 +987,9 @@ def test_news_that_is_old_is_told_at_once(books: Catalogue, ann: Session, bob: S
     publish(books, ann)
     lease(books, ann)
     publish(books, ann, token="t2")
-    assert books.watch(bob, "w", 1) == [Notify(bob, "w", 1, "replaced", 2)]
-    assert books.watch(bob, "w", 9) == [Notify(bob, "w", 9, "removed", 2)]
-    assert books.watch(bob, "none", 1) == [Notify(bob, "none", 1, "removed", 0)]
+    assert books.watch(bob, "w", 1) == Notify(bob, "w", 1, "replaced", 2)
+    assert books.watch(bob, "w", 9) == Notify(bob, "w", 9, "removed", 2)
+    assert books.watch(bob, "none", 1) == Notify(bob, "none", 1, "removed", 0)
 
 
 def test_removing_and_expiring_are_news(books: Catalogue, ann: Session, bob: Session) -> None:
@@ -1263,13 +1263,11 @@ def test_the_keepers_own_user_can_make_room_that_another_has_filled() -> None:
 
 
 def test_rules_for_versions_and_the_number_of_keys() -> None:
-    assert [check_version(number) for number in (0, 1, 2**53)] == [0, 1, 2**53]
-    for number in (2**53 + 1, 2**64, 10**5000):
-        with pytest.raises(NotFoundError):
-            check_version(number)
-    for wrong in (-1, -(10**5000), True, 1.0, "1", None):
-        with pytest.raises(UsageError):
-            check_version(wrong)  # type: ignore[arg-type]
+    for number in (None, 1, 2**53):
+        check_version(number)
+    for wrong in (0, -1, 2**53 + 1, 10**5000, -(10**5000), True, 1.0, "1"):
+        with pytest.raises(UsageError, match="count from 1"):
+            check_version(wrong)
     check_meta({str(number): "" for number in range(512)})
     with pytest.raises(UsageError, match="513 keys"):
         check_meta({str(number): "" for number in range(513)})

@@ -18,6 +18,7 @@ import pytest
 
 from vram.errors import (
     AccessDeniedError,
+    ClosedError,
     DriverError,
     ForkedError,
     PeerGoneError,
@@ -144,7 +145,31 @@ def test_a_wait_longer_than_one_poll_goes_on(
     late.join(SOON)
 
 
-@pytest.mark.parametrize("timeout", [float("nan"), -1, -0.001, "1", 1j, [], float("-inf")])
+@pytest.mark.parametrize("timeout", [None, SOON])
+def test_a_wait_longer_than_a_nap_of_the_kernels_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    monkeypatch.setattr(module, "_NAP", 0.01)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(place / "k"))
+        listener.listen()
+        with Channel.connect(str(place / "k"), SOON) as channel:
+            far, _ = listener.accept()
+            with far:
+                with pytest.raises(WaitTimeoutError):
+                    channel.recv(timeout=0.05)
+                late = threading.Timer(0.05, lambda: far.send(b"late"))
+                late.start()
+                assert channel.recv(timeout=timeout)[0] == b"late"
+                late.join(SOON)
+                closed = threading.Timer(0.05, channel.close)
+                closed.start()
+                with pytest.raises(ClosedError):
+                    channel.recv(timeout=timeout)
+                closed.join(SOON)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, -0.001, "1", 1j, [], float("-inf"), True])
 def test_what_is_no_time_to_wait_is_refused(raw: tuple[socket.socket, Channel], timeout: float) -> None:
     for call in (
         lambda: raw[1].recv(timeout=timeout),

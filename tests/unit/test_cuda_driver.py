@@ -139,7 +139,7 @@ def test_no_memory_and_no_addresses_are_different_errors(cuda: CudaDriver, contr
     control.set_free(1, G)
     try:
         with pytest.raises(OutOfMemoryError, match="cuda:1"):
-            Region.create(cuda, OTHER, capacity=4 * G, nbytes=2 * G)
+            Region.create(OTHER, driver=cuda, capacity=4 * G, nbytes=2 * G)
     finally:
         control.set_free(1, 8 << 30)
 
@@ -251,7 +251,10 @@ def test_what_is_of_a_gpu_only_names_one(cuda: CudaDriver) -> None:
 
 def test_memory_of_the_host_is_copied_by_the_cpu_and_the_gpu(cuda: CudaDriver) -> None:
     home = Location("cuda", "numa:0")
-    with Region.create(cuda, home, capacity=G, nbytes=G, users=[home, GPU]) as region, Array(region, "int8", G) as here:
+    with (
+        Region.create(home, driver=cuda, capacity=G, nbytes=G, users=[home, GPU]) as region,
+        Array(region, "int8", G) as here,
+    ):
         here.fill(5)
         assert (here[:9].to_host() == 5).all()
         with pytest.raises(UsageError, match="of no GPU"):
@@ -315,7 +318,9 @@ def test_the_granularity_is_asked_with_the_very_properties(cuda: CudaDriver, con
 
 
 def test_regions_are_made_for_what_they_are_meant_for(cuda: CudaDriver) -> None:
-    with Region.create(cuda, GPU, capacity=4 * G, nbytes=1, chunk=G, flags=AllocationFlags.GPU_DIRECT_RDMA) as region:
+    with Region.create(
+        GPU, driver=cuda, capacity=4 * G, nbytes=1, chunk=G, flags=AllocationFlags.GPU_DIRECT_RDMA
+    ) as region:
         region.grow(3 * G)
         assert [piece.flags for piece in region.segments(0, 3 * G)[0]] == [AllocationFlags.GPU_DIRECT_RDMA] * 3
 
@@ -529,7 +534,7 @@ from vram.memory import Region
 cuda = driver.get(vram.Location("cuda"))
 place = vram.Location("cuda", 0)
 for kinds in (vram.HandleKind.FABRIC, vram.HandleKind.NONE, vram.HandleKind.FABRIC | vram.HandleKind.POSIX_FD):
-    with Region.create(cuda, place, capacity=2 << 20, nbytes=1, handle_kinds=kinds) as region:
+    with Region.create(place, driver=cuda, capacity=2 << 20, nbytes=1, handle_kinds=kinds) as region:
         with Array(region, "uint8", 1) as array:
             print(vram.explain(array))
 """
@@ -796,7 +801,7 @@ def test_gpus_that_are_no_peers() -> None:
         GPU, OTHER = Location("cuda", 0), Location("cuda", 1)
         before = cuda.live()
         try:
-            Region.create(cuda, GPU, capacity=2 << 20, nbytes=2 << 20, users=[GPU, OTHER])
+            Region.create(GPU, driver=cuda, capacity=2 << 20, nbytes=2 << 20, users=[GPU, OTHER])
         finally:
             assert cuda.live() == before"""
     said = asked(then, no_peer=1)
@@ -806,7 +811,7 @@ def test_gpus_that_are_no_peers() -> None:
 
 
 def test_places_that_cannot_be_given_access(cuda: CudaDriver) -> None:
-    with Region.create(cuda, GPU, capacity=G, nbytes=G) as region:
+    with Region.create(GPU, driver=cuda, capacity=G, nbytes=G) as region:
         before = cuda.mem_get_access(region.address, GPU)
         with pytest.raises((UsageError, UnsupportedError)):
             cuda.mem_set_access(region.address, G, RW, [GPU, Location("cuda", "numa:99")])
@@ -878,7 +883,7 @@ def test_a_native_handle_is_one_of_cuda(cuda: CudaDriver) -> None:
             assert (int(status), int(again)) == (0, native)
             assert int(api.cuMemRelease(again)[0]) == 0
             assert int(api.cuMemUnmap(where.address, G)[0]) == 0
-    with Region.create(cuda, GPU, capacity=2 * G, nbytes=1) as region:
+    with Region.create(GPU, driver=cuda, capacity=2 * G, nbytes=1) as region:
         assert region.may_clear
         (piece,), _ = region.segments(0, 1)
         assert piece.native_handle

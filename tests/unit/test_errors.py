@@ -26,6 +26,8 @@ KINDS = [
 ]
 KIN = {
     "UsageError": ValueError,
+    "ReadOnlyError": ValueError,  # as numpy says it
+    "UnreadableFileError": PermissionError,
     "PeerGoneError": ConnectionError,
     "AccessDeniedError": PermissionError,
     "NotFoundError": KeyError,
@@ -59,6 +61,8 @@ def test_who_is_at_fault_is_said_by_the_parent():
     assert not issubclass(errors.QuotaError, ValueError)
     assert not issubclass(errors.MissingFileError, errors.PeerError)
     assert issubclass(errors.CapacityError, errors.UsageError)
+    assert issubclass(errors.ReadOnlyError, errors.UsageError)
+    assert not issubclass(errors.UnreadableFileError, errors.PeerError)
 
 
 @pytest.mark.parametrize("kind", KINDS)

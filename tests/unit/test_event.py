@@ -65,7 +65,7 @@ def streams(driver: Any) -> Iterator[list[int]]:
 
 @pytest.fixture
 def region(driver: Any) -> Iterator[vram.Region]:
-    with vram.Region.create(driver, HERE, capacity="2MiB", nbytes="2MiB") as made:
+    with vram.Region.create(HERE, driver=driver, capacity="2MiB", nbytes="2MiB") as made:
         yield made
 
 

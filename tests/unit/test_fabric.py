@@ -110,7 +110,7 @@ with PhysicalAllocation.import_fabric(cuda, bytes.fromhex(sys.argv[1]), 2 << 20,
 
 def test_memory_of_a_gpu_that_is_not_of_this_process(cuda: CudaDriver) -> None:
     """On another machine, which the stand-in plays by a GPU that is hidden from the other process."""
-    with Region.create(cuda, GPU, capacity=G, nbytes=100, handle_kinds=FABRIC) as region:
+    with Region.create(GPU, driver=cuda, capacity=G, nbytes=100, handle_kinds=FABRIC) as region:
         assert region.may_clear
         cuda.copy_in(region.address, memoryview(b"memory"))
         (piece,), _ = region.segments(0, 100)

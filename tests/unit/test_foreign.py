@@ -213,7 +213,7 @@ def test_memory_of_several_gpus(driver: Any, stranger: CudaStranger) -> None:
     there = Location("cuda", 1)
     data = bytes(range(256)) * 16
     bases = [stranger.legacy(4096), stranger.mapped((G,), FD), stranger.pooled(4096, shareable=False)[1]]
-    with CudaStranger(1) as other, Region.create(driver, there, capacity=G, nbytes=G) as ours:
+    with CudaStranger(1) as other, Region.create(there, driver=driver, capacity=G, nbytes=G) as ours:
         far = [other.legacy(4096), other.mapped((G,), FD), other.pooled(4096, shareable=False)[1]]
         regions = [find_foreign(driver, base, 4096)[0] for base in (*bases, *far)]
         assert [region.location.id for region in regions] == [0, 0, 0, 1, 1, 1]

@@ -18,11 +18,12 @@ from tests.unit.test_keeper_server import connect, make, serving
 
 from vram.errors import PeerGoneError
 from vram.keeper import messages as m
+from vram.keeper.catalogue import PART
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import Connection
 from vram.keeper.fairness import ADVANCE, SHARE, Fairness
 from vram.keeper.private import short_directory
-from vram.keeper.records import Session
+from vram.keeper.records import Notify, Session
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
 from vram.keeper.turns import Turns, TurnsHost
@@ -512,3 +513,72 @@ def test_those_who_wait_pay_for_being_served_in_nobodys_turn(path: str) -> None:
         publish_one(owner, {"is": "this"})
         assert {reply.kind for reply in (hear(reader) for _ in range(500)) if isinstance(reply, m.Error)}
         assert charged.count(os.getuid()) > 1, "nobody's turns are free for those who wait"
+
+
+def test_leases_that_are_given_back_again_and_again_are_kept_once(path: str) -> None:
+    """Nothing more is read of who gave many back until that is done, and ids of nothing are not kept at all."""
+    with contextlib.ExitStack() as stack:
+        first, _, owner, reader = about_to_be_taken_over(stack, path)
+        publish_one(owner)
+        session = many_leases(first, 4_000)
+        ids = list(session.leases)
+        say(reader, m.Release(1, list(range(10**6, 10**6 + 4_000))))
+        assert hear(reader) == m.Done(1), "what is not there takes parts"
+        for call in range(2, 7):
+            say(reader, m.Release(call, ids))
+        until(lambda: first.turns.fairness.shut, what="two parts")  # type: ignore[attr-defined]
+        parts: list[int] = []
+        within(first, lambda: parts.append(len(first.service._parts)))
+        assert parts == [1], "what is asked for again is kept again"
+        first.turns.fairness.shuts_after = None  # type: ignore[attr-defined]
+        reopen(first, cast("Gate", first.turns.fairness))
+        assert [hear(reader) for _ in range(5)] == [m.Done(call) for call in range(2, 7)]
+        assert owner.statistics().leases == 0
+
+
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "beside another user"])
+def test_requests_wait_for_the_effects_of_those_before(path: str, company: bool) -> None:
+    """Or a user who asks for more than is done at once would have the keeper remember all of it."""
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack:
+        if not company:
+            server.by_user.pop(NOBODY_HERE)
+        owner, reader = connect(stack, path), raw(stack, path)
+        publish_one(owner)
+        service = server.service
+        gate.shut = True
+        uid = os.getuid()
+
+        def much() -> None:
+            """More than a part."""
+            session = next(iter(server.connections.values())).session
+            service.carry_out([Notify(session, "w", number, "replaced", 0) for number in range(100)], uid)
+
+        within(server, much)
+        say(reader, m.Statistics(7))
+        wait_for(gate, 2)
+        assert len(service._due[uid]) == 100 - PART
+        reopen(server, gate)
+        assert isinstance(hear(reader), m.KeeperStatistics)
+        assert not service._due
+
+
+def test_nobodys_answer_stands_behind_what_another_user_has_done(path: str) -> None:
+    with gated(path) as (server, gate), contextlib.ExitStack() as stack:
+        reader = raw(stack, path)
+        gate.shut = True
+        service, session = server.service, next(iter(server.connections.values())).session
+        assert session is not None
+        news = [Notify(session, "w", number, "replaced", 0) for number in range(100)]
+        within(server, lambda: service.carry_out(news, GREEDY))
+        within(server, lambda: service.carry_out([Notify(session, "answer", 1, "removed", 0)], MODEST))
+        heard = [hear(reader) for _ in range(PART + 1)]
+        assert [one.name for one in heard if isinstance(one, m.Notice)] == ["w"] * PART + ["answer"]
+        successor = make(path, connections=20)
+        server.by_user.pop(NOBODY_HERE)
+        assert take_over(successor)
+        stack.enter_context(serving(successor))
+        say(reader, m.Statistics(1))
+        rest = [hear(reader) for _ in range(100 - PART + 1)]
+        assert [type(one) for one in rest] == [m.Notice] * (100 - PART) + [m.KeeperStatistics], (
+            "a takeover loses effects"
+        )

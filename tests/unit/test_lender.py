@@ -162,13 +162,13 @@ def test_words_of_a_lender_are_not_those_of_a_keeper(tmp_path: Path) -> None:
             with pytest.raises(vram.AccessDeniedError, match=r"is a lender, not a keeper.*Lending.revoke"):
                 vram.revoke("lent", keeper=path)
             lending.close()
-            for use in (lambda: lease.stale, lambda: lease.revoked, lease.upgrade, lease.fileno):
+            for use in (lambda: lease.is_stale(), lambda: lease.is_revoked(), lease.upgrade, lease.fileno):
                 with pytest.raises(vram.PeerGoneError, match=r"the lender at .* is gone.*Borrow again") as gone:
                     use()
                 assert "vram keep" not in str(gone.value)
             with vram.lend(array, at=path):
-                assert (lease.stale, lease.revoked) == (True, False)
+                assert (lease.is_stale(), lease.is_revoked()) == (True, False)
                 with lease.upgrade() as again:
-                    assert not again.stale
+                    assert not again.is_stale()
             assert lease.array.numpy().tobytes() == b"abc"
     close_client(path)

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vram import driver as drivers
 from vram import lifetime
 from vram.driver.host import HostDriver
-from vram.errors import BusyError, ClosedError, RangeError, UsageError
+from vram.errors import BusyError, ClosedError, RangeError, UnsupportedError, UsageError
 from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
 from vram.memory.chunks import plan
-from vram.spec import HOST, Access, HandleKind, round_up
+from vram.spec import HOST, Access, HandleKind, Location, round_up
 
 G = 2 << 20
 MiB = 1 << 20
@@ -71,7 +72,7 @@ def driver() -> HookedDriver:
 
 @pytest.fixture
 def region(driver: HookedDriver) -> Iterator[Region]:
-    region = Region.create(driver, HOST, capacity=32 * G, chunk=G, nbytes=3 * G)
+    region = Region.create(HOST, driver=driver, capacity=32 * G, chunk=G, nbytes=3 * G)
     yield region
     region.close()
 
@@ -82,7 +83,7 @@ def fill(driver: HostDriver, address: int, data: bytes) -> None:
 
 # -- words ------------------------------------------------------------------------------------------------------
 def test_a_region_is_summed_up_in_its_repr(driver: HookedDriver) -> None:
-    region = Region.create(driver, "host", capacity="64MiB", nbytes="6MiB")
+    region = Region.create("host", driver=driver, capacity="64MiB", nbytes="6MiB")
     where = f"{region.address:#x}"
     assert repr(region) == f"<Region host {where} 6/64 MiB, 1 chunk, rw>"
     region.grow("8MiB")
@@ -180,16 +181,16 @@ def test_no_way_of_growing_needs_many_more_than_256_chunks(capacity: int) -> Non
 
 
 def test_a_huge_ceiling_makes_large_chunks(driver: HookedDriver) -> None:
-    with Region.create(driver, HOST, capacity="64GiB", nbytes=1) as region:
+    with Region.create(HOST, driver=driver, capacity="64GiB", nbytes=1) as region:
         assert region.chunks == (256 * MiB,)
-    with Region.create(driver, HOST, capacity="64GiB", nbytes=1, chunk=1) as region:
+    with Region.create(HOST, driver=driver, capacity="64GiB", nbytes=1, chunk=1) as region:
         assert region.chunks == (G,)
 
 
 # -- claims -----------------------------------------------------------------------------------------------------
 def test_a_pin_does_not_keep_the_region_object(driver: HookedDriver) -> None:
     """I6."""
-    region = Region.create(driver, HOST, capacity=G, nbytes=G, managed=True)
+    region = Region.create(HOST, driver=driver, capacity=G, nbytes=G, managed=True)
     pin, ghost, address = region.pin(0, 1), weakref.ref(region), region.address
     del region
     assert ghost() is None
@@ -205,7 +206,7 @@ def test_everything_in_one_collected_cycle_is_undone_in_order(driver: HookedDriv
         pass
 
     for rotation in range(6):
-        region = Region.create(driver, HOST, capacity=8 * G, chunk=G, nbytes=4 * G, managed=True)
+        region = Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=4 * G, managed=True)
         segments = region.segments(0, 4 * G)[0]
         parts: list[object] = [region, *segments, region.pin(0, 3 * G), region.pin(5, 6)]
         nodes = [Node() for _ in parts]
@@ -239,7 +240,7 @@ def test_code_that_interrupts_a_growth_cannot_change_the_region(driver: HookedDr
 @pytest.mark.parametrize("call", ["mem_map_new", "mem_create", "mem_map", "mem_set_access"])
 def test_a_region_closed_while_it_grows_leaves_nothing_i4(call: str) -> None:
     driver = HookedDriver() if call == "mem_map_new" else SteppingDriver()
-    region = Region.create(driver, HOST, capacity=8 * G, nbytes=G)
+    region = Region.create(HOST, driver=driver, capacity=8 * G, nbytes=G)
     driver.hooks[call] = region.close
     with pytest.raises(ClosedError, match=r"of 16 MiB (on host )?at .* is closed"):
         region.grow(2 * G)
@@ -256,7 +257,7 @@ def test_a_region_closed_while_it_is_populated_goes_afterwards(driver: HookedDri
 
 def test_a_collection_in_the_middle_of_a_growth_does_not_hang(driver: HookedDriver, region: Region) -> None:
     """I3: the finalizers of another region, of this one's pins and of its segments run while its lock is held."""
-    other = Region.create(driver, HOST, capacity=G, nbytes=G, managed=True)
+    other = Region.create(HOST, driver=driver, capacity=G, nbytes=G, managed=True)
     loop: list[object] = [other, region.pin(0, 1), region.segments(0, G)]
     loop.append(loop)
     del other, loop
@@ -322,7 +323,7 @@ def test_what_was_shrunk_is_unmapped_when_shrink_returns() -> None:
 
     def work() -> None:
         driver = HostDriver()
-        with Region.create(driver, HOST, capacity=8 * G, chunk=G) as region:
+        with Region.create(HOST, driver=driver, capacity=8 * G, chunk=G) as region:
             for _ in range(100):
                 region.grow(4 * G)
                 region.shrink(G)
@@ -377,7 +378,7 @@ def test_in_a_forked_child_memory_is_readable_and_handles_are_inert_i7() -> None
     from vram.spec import HOST
     G = 2 << 20
     driver = HostDriver()
-    region = Region.create(driver, HOST, capacity=8 * G, chunk=G, nbytes=2 * G)
+    region = Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=2 * G)
     alone = PhysicalAllocation.create(driver, G, HOST)
     pin = region.pin(0, G)
     driver.copy_in(region.address, memoryview(b"inherited"))
@@ -421,3 +422,13 @@ def test_what_is_no_list_of_memory_is_refused_by_name(odd: Any) -> None:
             Region.from_allocations(driver, odd)
         with pytest.raises(UsageError, match="depends must be a list of Handle"):
             Region.from_allocations(driver, [allocation], depends=odd)
+
+
+def test_a_region_is_made_at_a_place_without_a_word_of_drivers() -> None:
+    with Region.create("host", capacity="4MiB", nbytes=10) as region:
+        assert (region.location, region.driver, region.nbytes) == (HOST, drivers.get(HOST), 10)
+    with pytest.raises(UnsupportedError, match="a driver for it"):
+        Region.create(Location("mine", 0), capacity=1)
+    for wrong in ("here", None, 5):
+        with pytest.raises(UsageError):
+            Region.create(wrong, capacity=1)  # type: ignore[arg-type]

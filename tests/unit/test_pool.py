@@ -20,13 +20,13 @@ from vram import driver as drivers
 from vram import lifetime
 from vram.arrays import Array
 from vram.errors import (
-    AccessDeniedError,
     BusyError,
     ClosedError,
     ForkedError,
     LeakWarning,
     OutOfMemoryError,
     ProtocolError,
+    ReadOnlyError,
     ReleaseWarning,
     UnsupportedError,
     UsageError,
@@ -283,7 +283,7 @@ def test_an_allocation_is_never_opened_twice(driver: Any, theirs: Theirs, import
     del second
     third.close()
     fourth = imported.open(theirs.tokens[0], SIZE)  # the array has it open
-    with pytest.raises(AccessDeniedError, match="read-only"):  # one object's word is not the other's
+    with pytest.raises(ReadOnlyError, match="read-only"):  # one object's word is not the other's
         array.fill(5)
     driver.fill(fourth.address, 5, 4)
     assert array.to_host().tolist() == [5, 5, 5, 5]

@@ -61,7 +61,7 @@ def file(tmp_path: Path) -> Iterator[tuple[int, bytes]]:
 
 @pytest.fixture
 def region(driver: Any) -> Iterator[Region]:
-    with Region.create(driver, GPU, capacity=8 * MIB, nbytes=8 * MIB) as made:
+    with Region.create(GPU, driver=driver, capacity=8 * MIB, nbytes=8 * MIB) as made:
         driver.fill(made.address, 0xEE, made.nbytes)
         yield made
 

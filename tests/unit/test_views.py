@@ -466,13 +466,13 @@ def test_many_regions_are_told_apart(host: Driver) -> None:
 
 
 def test_let_go_closes_with_the_last_array(host: Driver) -> None:
-    region = Region.create(host, HOST, capacity="2MiB", nbytes=8)
+    region = Region.create(HOST, driver=host, capacity="2MiB", nbytes=8)
     first, last = Array(region, "int8", 4), Array(region, "int8", 4, offset=4)
     close_when_unused(region)
     first.close()
     assert not region.is_closed
     last.close()
     assert region.is_closed
-    alone = Region.create(host, HOST, capacity="2MiB")
+    alone = Region.create(HOST, driver=host, capacity="2MiB")
     close_when_unused(alone)
     assert alone.is_closed

@@ -21,7 +21,15 @@ from safetensors.numpy import save_file
 from vram import driver, lifetime
 from vram.arrays import Array, file_copy, weights
 from vram.driver.protocol import Driver
-from vram.errors import AccessDeniedError, MissingFileError, OutOfMemoryError, RangeError, UsageError, VramError
+from vram.errors import (
+    MissingFileError,
+    OutOfMemoryError,
+    RangeError,
+    ReadOnlyError,
+    UnreadableFileError,
+    UsageError,
+    VramError,
+)
 from vram.memory import Region
 from vram.spec import HOST, Access, HandleKind
 
@@ -176,7 +184,7 @@ def test_a_file_without_a_byte_of_data(host: Driver, tmp_path: Path) -> None:
 
 def test_into_a_region_of_ones_own(host: Driver, good: Path) -> None:
     plan = weights.plan(good)
-    with Region.create(host, HOST, capacity="8MiB", nbytes=plan.nbytes + 5) as region:
+    with Region.create(HOST, driver=host, capacity="8MiB", nbytes=plan.nbytes + 5) as region:
         arrays = fill(plan, region)
         assert arrays["bias"].region is region
         assert not region.is_closed
@@ -188,9 +196,9 @@ def test_into_a_region_of_ones_own(host: Driver, good: Path) -> None:
 
 
 def test_into_memory_that_is_read_only(host: Driver, good: Path) -> None:
-    with Region.create(host, HOST, capacity="2MiB", nbytes=2 * MIB) as region:
+    with Region.create(HOST, driver=host, capacity="2MiB", nbytes=2 * MIB) as region:
         region.freeze()
-        with pytest.raises(AccessDeniedError, match="read-only"):
+        with pytest.raises(ReadOnlyError, match="read-only"):
             weights.fill(weights.plan(good), region)
 
 
@@ -210,7 +218,7 @@ def _same(arrays: dict[str, Array], path: Path) -> bool:
 
 def test_across_chunks(host: Driver, large: Path) -> None:
     plan = weights.plan(large)
-    with Region.create(host, HOST, capacity="8MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
+    with Region.create(HOST, driver=host, capacity="8MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
         assert len(region.chunks) > 2
         arrays = fill(plan, region)
         assert _same(arrays, large)
@@ -224,7 +232,7 @@ def test_moved_tensors_across_chunks(host: Driver, tmp_path: Path) -> None:
     header = {"first": entry("U8", [251], 0, ends[0]), "second": entry("F64", [MIB], *ends)}
     path = write(tmp_path / "x", header, first.tobytes() + second.tobytes())
     plan = weights.plan(path)
-    with Region.create(host, HOST, capacity="16MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
+    with Region.create(HOST, driver=host, capacity="16MiB", nbytes=plan.nbytes, chunk="2MiB") as region:
         arrays = fill(plan, region)
         np.testing.assert_array_equal(arrays["first"].numpy(), first)
         np.testing.assert_array_equal(arrays["second"].numpy(), second)
@@ -233,7 +241,9 @@ def test_moved_tensors_across_chunks(host: Driver, tmp_path: Path) -> None:
 
 def test_through_the_mapping_where_the_kernel_gives_no_descriptor(host: Driver, large: Path) -> None:
     plan = weights.plan(large)
-    with Region.create(host, HOST, capacity=plan.nbytes, nbytes=plan.nbytes, handle_kinds=HandleKind.NONE) as region:
+    with Region.create(
+        HOST, driver=host, capacity=plan.nbytes, nbytes=plan.nbytes, handle_kinds=HandleKind.NONE
+    ) as region:
         arrays = fill(plan, region)
         assert _same(arrays, large)
         close(arrays)
@@ -368,7 +378,7 @@ def test_paths_that_are_none(host: Driver, path: object) -> None:
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read every file")
 def test_a_file_that_may_not_be_read(good: Path) -> None:
     good.chmod(0)
-    with pytest.raises(AccessDeniedError, match="may not be read"):
+    with pytest.raises(UnreadableFileError, match="may not be read"):
         weights.plan(good)
 
 

@@ -177,8 +177,8 @@ class Array(Viewable):
         rows = (lengths[0] if lengths else 1) if capacity is None else capacity_rows(capacity, lengths)
         nbytes = nbytes_of(lengths, kind)
         region = Region.create(
-            driver,
             location,
+            driver=driver,
             capacity=max(nbytes if capacity is None else nbytes_of((rows, *lengths[1:]), kind), 1),
             nbytes=nbytes,
             chunk=chunk,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
@@ -15,6 +15,9 @@ from .dtypes import as_dtype
 from .gpu import copy_rows, to_host
 from .numpy_on_use import np
 from .sources import CudaSource, as_source
+
+if TYPE_CHECKING:
+    from .hints import ArrayLike
 
 __all__ = ["asarray", "empty", "zeros"]
 
@@ -90,7 +93,7 @@ def zeros(
 
 
 def asarray(
-    source: object,
+    source: ArrayLike | complex | Sequence[Any],
     dtype: object = None,
     *,
     device: str | Location,

@@ -7,7 +7,7 @@ from functools import partial
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ..errors import AccessDeniedError, UsageError, VramError
+from ..errors import ReadOnlyError, UsageError, VramError
 from ..spec import Access, Location
 from . import streams
 from .dtypes import DLPACK_CPU, DLPACK_CUDA, carrier, is_plain
@@ -314,12 +314,12 @@ class Viewable:
 
     def _check_writable(self) -> None:
         if self.readonly and not self._open_views().addressable:
-            raise AccessDeniedError(
+            raise ReadOnlyError(
                 'the array is read-only here; attach with access="rw" if it was published writable, or copy it with '
                 "vram.asarray(array.to_host(), device=...)"
             )
         if self.readonly:
-            raise AccessDeniedError(
+            raise ReadOnlyError(
                 'the array is read-only here; attach with access="cow" for changes of your own, with access="rw" if '
                 "it was published writable, or take a .copy()"
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
@@ -19,10 +20,13 @@ from .numpy_on_use import np
 from .route import COPY, Route, check_place, foreign_route, place_of, refusal, route_of
 from .sources import CudaSource, Source, as_source, find
 
+if TYPE_CHECKING:
+    from .hints import ArrayLike
+
 __all__ = ["Finder", "copy_in", "explain", "share"]
 
 
-def share(obj: object) -> Array:
+def share(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Array:
     """Return an array over the memory of anything, without a copy, ready to be lent or sent (or published).
 
     The driver is asked how the memory was made; that decides how it will travel. Nothing is tried to see if it fails.
@@ -76,7 +80,7 @@ class Finder:
         self._starts: list[int] = []
         self._regions: list[ForeignRegion] = []
 
-    def find(self, obj: object) -> tuple[object, Source | CudaSource, tuple[Region, int]]:
+    def find(self, obj: Any) -> tuple[object, Source | CudaSource, tuple[Region, int]]:
         """Return what keeps the memory of an array, how it looks, and the region it lies in with the offset.
 
         Raises
@@ -108,7 +112,7 @@ class Finder:
         return obj, source, (region, offset)
 
 
-def explain(obj: object) -> Route:
+def explain(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Route:
     """Say how memory would reach another process, or why it cannot. Changes nothing.
 
     Parameters
@@ -124,7 +128,11 @@ def explain(obj: object) -> Route:
     return route_of(_look(obj), obj)
 
 
-def copy_in(obj: object, *, device: str | Location | None = None) -> Array:
+def copy_in(
+    obj: ArrayLike | complex | Sequence[Any] | tuple[int, int | str, str | Location],
+    *,
+    device: str | Location | None = None,
+) -> Array:
     """Return a new array of vram memory with the contents of anything: it can be published and outlives its maker.
 
     Parameters

@@ -63,7 +63,7 @@ class Ring:
         self._busy = threading.Lock()  # one file at a time; nothing in a finalizer comes here
         nbytes = threads * 2 * slot
         host: Any = drivers.get(HOST)
-        memory = Region.create(host, HOST, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
+        memory = Region.create(HOST, driver=host, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
         self._claim = own(f"pinned ring for {location}", None, depends=[memory.handle])
         address = memory.address
         memory.close()

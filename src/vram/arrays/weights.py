@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 
 from ..driver.protocol import Driver
-from ..errors import AccessDeniedError, MissingFileError, RangeError, UsageError
+from ..errors import MissingFileError, RangeError, ReadOnlyError, UnreadableFileError, UsageError
 from ..lifetime import uninterrupted, unwinding
 from ..memory import Region
 from ..spec import Access, Location, round_up
@@ -117,7 +117,7 @@ def plan(path: str | os.PathLike[str]) -> WeightsPlan:
 
     Raises
     ------
-    MissingFileError, AccessDeniedError
+    MissingFileError, UnreadableFileError
         If there is no such file, or it may not be read.
     UsageError
         If it is no safetensors file, is damaged, or holds a type that numpy and `ml_dtypes` cannot show.
@@ -136,7 +136,7 @@ def fill(what: WeightsPlan, region: Region) -> None:
     ------
     RangeError
         If the region is smaller than the plan's `nbytes`, or the file than its header says.
-    AccessDeniedError
+    ReadOnlyError
         If the region is read-only.
     UsageError
         If the file changed since it was planned, or while it was read.
@@ -146,7 +146,7 @@ def fill(what: WeightsPlan, region: Region) -> None:
     if region.nbytes < what.nbytes:
         raise RangeError(f"{what.path!r} takes {what.nbytes} bytes; the region has {region.nbytes}: grow it first")
     if region.access is not Access.READ_WRITE:
-        raise AccessDeniedError(f"weights cannot be loaded into {region!r}: it is read-only")
+        raise ReadOnlyError(f"weights cannot be loaded into {region!r}: it is read-only")
     with _opened(what.path) as fd:
         _check_unchanged(what, fd)
         for start, offset, nbytes in what.runs:
@@ -179,7 +179,7 @@ def load(path: str | os.PathLike[str] | WeightsPlan, driver: Driver, location: L
     Others as :func:`plan`.
     """
     what = path if isinstance(path, WeightsPlan) else plan(path)
-    region = Region.create(driver, location, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
+    region = Region.create(location, driver=driver, capacity=max(what.nbytes, 1), nbytes=what.nbytes, managed=True)
     try:
         fill(what, region)
         arrays = {
@@ -345,7 +345,7 @@ def _opened(path: str) -> Iterator[int]:
     except FileNotFoundError:
         raise MissingFileError(f"there is no file {path!r}; check the path") from None
     except PermissionError:
-        raise AccessDeniedError(
+        raise UnreadableFileError(
             f"{path!r} may not be read by this user; change its mode, or run as its owner"
         ) from None
     except (OSError, ValueError) as error:

@@ -8,7 +8,6 @@ from typing import Any
 
 import vram
 
-from .. import driver as drivers
 from ..memory import Region
 from ..spec import Location, format_size
 from .bare_calls import Bare, bare_calls, ordinal_of
@@ -110,7 +109,7 @@ def _raw(bare: Bare, sizes: _Sizes, look: _Look) -> float:
 
 
 def _region(location: Location, sizes: _Sizes, look: _Look) -> float:
-    with Region.create(drivers.get(location), location, capacity=sizes[-1]) as region:
+    with Region.create(location, capacity=sizes[-1]) as region:
         begin = time.perf_counter()
         for nbytes in sizes:
             region.grow(nbytes)

@@ -137,7 +137,7 @@ def _lists(torch: Any) -> Iterator[Callable[[Any], float]]:
 
 # -- each route -----------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def _memory(route: str, nbytes: int, bare: Bare, location: Location) -> Iterator[tuple[object, Callable[[], Any]]]:
+def _memory(route: str, nbytes: int, bare: Bare, location: Location) -> Iterator[tuple[Any, Callable[[], Any]]]:
     """Memory of one kind: what is lent, and what a bare sender makes of it, (bytes, descriptors to close)."""
     api, ok = bare.api, bare.ok
     device = f"cuda:{ordinal_of(location)}"

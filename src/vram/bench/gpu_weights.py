@@ -183,4 +183,4 @@ def _check(plan: weights.WeightsPlan, path: Path, location: Location) -> None:
 
 def _region(plan: weights.WeightsPlan, location: Location) -> Region:
     driver = drivers.get(location)
-    return Region.create(driver, location, capacity=plan.nbytes, nbytes=plan.nbytes)
+    return Region.create(location, driver=driver, capacity=plan.nbytes, nbytes=plan.nbytes)

@@ -301,7 +301,9 @@ def route(
     size: Annotated[str, typer.Option(help="The size of a transfer: latency decides for small ones.")] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Measure the ways to move bytes between two places, rank them, and say why. Exit status 1 if there is none."""
+    """Measure the ways to move bytes between two places, rank them, and say why: what vram.transports.select finds.
+    Exit status 1 if there is none. Which way the memory of one object would be shared is what vram.explain says.
+    """
     from .. import transports
 
     found = transports.select(src, dst, nbytes=size)

@@ -324,7 +324,12 @@ def _reader(pipe: Connection, keeper: str, file: str) -> None:
                 with lease.upgrade() as newer:
                     changed = _compare(newer, file, -1)["same"]
                     pipe.send(
-                        {"stale": lease.stale, "new": newer.version, "changed": changed, **_compare(lease, file, 1)}
+                        {
+                            "stale": lease.is_stale(),
+                            "new": newer.version,
+                            "changed": changed,
+                            **_compare(lease, file, 1),
+                        }
                     )
             else:
                 break

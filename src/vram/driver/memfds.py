@@ -102,13 +102,13 @@ def look(call: str, fd: int) -> tuple[os.stat_result, int]:
         If the descriptor is not open.
     """
     try:
-        fcntl.fcntl(fd, fcntl.F_GETFD)
-    except (OSError, OverflowError, ValueError, TypeError):
-        raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
-    try:
         seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)
         return os.fstat(fd), seals
-    except OSError:
+    except (OSError, OverflowError, ValueError, TypeError):
+        try:
+            fcntl.fcntl(fd, fcntl.F_GETFD)
+        except (OSError, OverflowError, ValueError, TypeError):
+            raise UsageError(f"{call}({fd}): this is no open file descriptor") from None
         raise ProtocolError(f"{call}({fd}): this is no shared memory (memfd)") from None
 
 

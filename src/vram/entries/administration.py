@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
-from ..sharing.channel import close_fds
-from .keepers import check_flag, check_seconds, check_version, connect
+from ..keeper.rules import check_version
+from ..sharing.channel import check_timeout, close_fds
+from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
 __all__ = [
-    "check_flag",
-    "check_version",
-    "connect",
     "holders",
     "list_entries",
     "remove",
@@ -30,36 +28,51 @@ __all__ = [
 
 
 def list_entries(
-    prefix: str = "", *, keeper: Keeper | str | None = None, most_meta: int | None = None
+    prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None, most_meta: int | None = None
 ) -> list[EntryInfo]:
     """Return what is published under names that begin with `prefix`, sorted by name.
 
     Parameters
     ----------
+    prefix : str
+        What the names begin with; by default all of them.
     most_meta : int, optional
         Bytes of `meta` that an entry may come with; one that says more comes without, which is quicker where there are
         many. By default everything comes.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
 
     Raises
     ------
     UsageError
         If `most_meta` is no number of bytes.
+    PeerGoneError
+        If there is no keeper.
     """
     if most_meta is not None and (type(most_meta) is not int or most_meta < 0):
         raise UsageError(f"most_meta must be a number of bytes, 0 or more, or None for all, not {most_meta!r:.40}")
     return connect(keeper).list(prefix, most_meta=most_meta)
 
 
-def show(name: str, *, keeper: Keeper | str | None = None) -> EntryInfo:
+def show(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> EntryInfo:
     """Describe one entry: its versions with their sizes, its `meta`, owner, holders, and the arrays in it.
 
     The keeper does not know the arrays: for those the current version is leased for a moment, which maps nothing of
     its memory.
 
+    Parameters
+    ----------
+    name : str
+        What it was published as.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
+
     Raises
     ------
     NotFoundError
         If there is no such entry.
+    PeerGoneError
+        If there is no keeper.
     """
     client = connect(keeper)
     shown = client.show(name)
@@ -84,8 +97,17 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
     return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
 
 
-def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None = None) -> None:
+def remove(name: str, *, version: int | None = None, keeper: Keeper | str | os.PathLike[str] | None = None) -> None:
     """Retire an entry, or one version of it. Its memory is freed with the last lease.
+
+    Parameters
+    ----------
+    name : str
+        The entry.
+    version : int, optional
+        Only this one; by default all that somebody may attach.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
 
     Raises
     ------
@@ -93,6 +115,8 @@ def remove(name: str, *, version: int | None = None, keeper: Keeper | str | None
         If there is no such entry or version.
     AccessDeniedError
         If it belongs to another user, unless this one runs the keeper.
+    PeerGoneError
+        If there is no keeper.
     """
     check_version(version)
     connect(keeper).remove(name, version)
@@ -102,15 +126,15 @@ def revoke(
     name: str,
     *,
     version: int | None = None,
-    timeout: float | None = 10.0,
+    timeout: float | None = TIMEOUT,
     force: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> RevokeInfo:
     """Ask everybody who reads an entry to let go, retire it, and wait until nobody holds it any more.
 
-    Readers hear of it through :meth:`Lease.on_revoke`, :attr:`Lease.revoked` and :meth:`Lease.fileno`, and decide for
-    themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU, because
-    an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
+    Readers hear of it through :meth:`Lease.on_revoke`, :meth:`Lease.is_revoked` and :meth:`Lease.fileno`. They decide
+    for themselves: nothing is ever closed under them. What they have mapped stays valid, on the host and on a GPU,
+    because an open descriptor keeps the memory; it is freed when the last of them lets go, or ends.
 
     Parameters
     ----------
@@ -127,6 +151,8 @@ def revoke(
         close it or end. A call that waits for the keeper then, and :meth:`Lease.fileno` and :meth:`Lease.on_revoke` of
         such a lease, raise `PeerGoneError`, which says why; other calls connect anew. The connection of the process
         that uses force stays.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
 
     Returns
     -------
@@ -148,13 +174,20 @@ def revoke(
     """
     check_version(version)
     by_force = check_flag(force, "force")
-    return connect(keeper).revoke(name, version, timeout=check_seconds(timeout), force=by_force)
+    return connect(keeper).revoke(name, version, timeout=check_timeout(timeout), force=by_force)
 
 
 def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[HolderInfo]:
     """Return who holds what under names that begin with `prefix`, by name, version and age.
 
     That is everybody with a lease, also on versions that are not in the catalogue any more.
+
+    Parameters
+    ----------
+    prefix : str
+        What the names begin with; by default all of them.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
 
     Raises
     ------
@@ -164,6 +197,17 @@ def holders(prefix: str = "", *, keeper: Keeper | str | os.PathLike[str] | None 
     return list(connect(keeper).holders(prefix))
 
 
-def statistics(*, keeper: Keeper | str | None = None) -> StatisticsInfo:
-    """Return the keeper's counts: entries, bytes, leases, connections; and what this process could not take back."""
+def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> StatisticsInfo:
+    """Return the keeper's counts: entries, bytes, leases, connections; and what this process could not take back.
+
+    Parameters
+    ----------
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is no keeper.
+    """
     return connect(keeper).statistics()

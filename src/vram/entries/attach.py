@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -11,18 +12,20 @@ from .. import driver as drivers
 from ..driver import visible
 from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
-from ..keeper.rules import check_name
+from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
+from ..sharing.channel import check_timeout
+from ..sharing.mapping import ACCESS
 from ..spec import HOST, Location
-from .keepers import as_notes, check_flag, check_owner, check_seconds, check_version, wait_for_keeper
+from .keepers import as_notes, check_flag, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
     from ..keeper.session import Keeper
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
-_ACCESS = ("r", "rw", "cow")
 # What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
@@ -36,7 +39,7 @@ def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    keeper: Keeper | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
 
@@ -63,8 +66,8 @@ def attach(
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
         several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
         which are that user's alone.
-    keeper : Keeper or str, optional
-        Whom to ask: a socket path, or what :func:`vram.keeper` gave. By default ``$VRAM_KEEPER`` or the user's own.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
 
     Returns
     -------
@@ -99,7 +102,7 @@ def attach(
         check_version(version)
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
-    client, left = wait_for_keeper(keeper, check_seconds(timeout))
+    client, left = wait_for_keeper(keeper, check_timeout(timeout))
     attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
     )
@@ -108,7 +111,7 @@ def attach(
 
 def attach_or_publish(
     name: str,
-    load: Callable[[], Mapping[str, object]],
+    load: Callable[[], Mapping[str, ArrayLike]],
     *,
     expect: Mapping[str, str] | None = None,
     access: str = "r",
@@ -118,7 +121,7 @@ def attach_or_publish(
     timeout: float | None = None,
     device: str | Location | None = None,
     owner: int | str | None = None,
-    keeper: Keeper | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
 
@@ -163,7 +166,7 @@ def attach_or_publish(
         raise UsageError(f"load must be a function that returns the mapping to publish, not {load!r:.80}")
     meta = as_notes(expect, what="expect")
     uid = check_owner(owner)
-    seconds = check_seconds(timeout)
+    seconds = check_timeout(timeout)
     user = user_of(device)
     client, left = wait_for_keeper(keeper, seconds)
     key = (client.path, check_name(name))
@@ -234,5 +237,5 @@ def user_of(device: str | Location | None) -> Location | None:
 
 def check_access(access: object) -> None:
     """Raise :class:`UsageError` for what is no access to shared memory."""
-    if not isinstance(access, str) or access not in _ACCESS:
+    if not isinstance(access, str) or access not in ACCESS:
         raise UsageError(f'access {access!r:.40} is not one of "r", "rw", "cow"')

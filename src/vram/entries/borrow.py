@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from typing import TYPE_CHECKING
 
 from ..arrays.streams import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.rules import LENT
+from ..sharing.channel import check_timeout
 from ..spec import Location
 from .attach import check_access, user_of
-from .keepers import check_seconds, for_greeting
+from .keepers import TIMEOUT, for_greeting
 from .lease import Lease, wire_access
+
+if TYPE_CHECKING:
+    from ..arrays.hints import StreamLike
 
 __all__ = ["as_path", "borrow"]
 
@@ -25,9 +30,9 @@ def borrow(
     at: str | os.PathLike[str],
     *,
     access: str = "r",
-    timeout: float | None = 5.0,
+    timeout: float | None = TIMEOUT,
     device: str | Location | None = None,
-    stream: object = None,
+    stream: StreamLike | None = None,
 ) -> Lease:
     """Borrow what another process lends at a path: map its memory into this process, without a copy.
 
@@ -38,7 +43,7 @@ def borrow(
     access : {"r", "rw", "cow"}
         As of :func:`vram.attach`; ``"rw"`` if it is lent writable.
     timeout : float or None
-        Seconds to wait for somebody to lend there; None waits for ever.
+        Seconds to wait for somebody to lend there; 0 looks once, None waits for ever.
     device : str, optional
         The GPU that will work on memory of a GPU; by default the one that it is on.
     stream : int or stream, optional
@@ -71,7 +76,7 @@ def borrow(
     check_access(access)
     user = user_of(device)
     waits = None if stream is None else as_stream(stream)
-    seconds = check_seconds(timeout)
+    seconds = check_timeout(timeout)
     path = as_path(at)
     begin = time.monotonic()
     deadline = None if seconds is None else begin + seconds

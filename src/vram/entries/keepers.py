@@ -17,15 +17,19 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
 __all__ = [
+    "TIMEOUT",
     "as_notes",
     "check_flag",
     "check_flags",
     "check_owner",
-    "check_version",
     "connect",
     "for_greeting",
     "wait_for_keeper",
 ]
+
+# Seconds that a verb waits for what another process has to do, unless its caller says otherwise. Two kinds differ, and
+# say so: what looks a name up does not wait (0), and what waits for work does so for ever (None).
+TIMEOUT = 10.0
 
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05  # seconds between two looks for a keeper that is not there yet
 # Seconds in which a keeper that listens has to greet, where nobody waits for anything: it may be busy.
@@ -119,7 +123,7 @@ def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, 
         if not isinstance(keeper.path, (str, os.PathLike)) or not isinstance(keeper.label, str):
             raise UsageError(f"a Keeper's path and label are strings, not {keeper.path!r:.80} and {keeper.label!r:.80}")
         return os.fspath(keeper.path), keeper.label
-    raise UsageError(f"keeper must be a socket path or what vram.keeper() gave, not {keeper!r:.80}")
+    raise UsageError(f"keeper must be a socket path (str or PathLike) or a vram.Keeper, not {keeper!r:.80}")
 
 
 def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
@@ -135,12 +139,6 @@ def as_notes(meta: object, *, what: str = "meta") -> dict[str, str]:
     if not isinstance(meta, Mapping):
         raise UsageError(f'{what} must be a mapping such as {{"config": "sha256:..."}}, not {meta!r:.80}')
     return dict(meta)
-
-
-def check_version(version: object) -> None:
-    """Raise :class:`UsageError` unless `version` is None or may be a version's number."""
-    if version is not None and (type(version) is not int or not 0 < version < 2**53):
-        raise UsageError(f"version {version!r:.40} is not the number of a version: they count from 1")
 
 
 def check_owner(owner: object) -> int | None:
@@ -175,12 +173,3 @@ def check_flag(value: object, what: str) -> bool:
     if isinstance(value, bool) or isinstance(value, np.bool_):  # noqa: SIM101  (numpy is loaded for what is neither)
         return bool(value)
     raise UsageError(f"{what} must be True or False, not {value!r:.40}")
-
-
-def check_seconds(timeout: object) -> float | None:
-    """Return what a caller is willing to wait, in seconds; None is for ever."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout >= 0:
-        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds, or None for ever")
-    return float(timeout)

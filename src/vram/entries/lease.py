@@ -19,12 +19,12 @@ from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, Proto
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
-from ..sharing.channel import close_fds
+from ..sharing.channel import check_timeout, close_fds
 from ..sharing.descriptor import Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_count
-from .keepers import check_seconds, connect, wait_for_keeper
+from .keepers import connect, wait_for_keeper
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Lease(Owned, Mapping[str, Array]):
         "_arrays",
         "_attachment",
         "_client",
+        "_manifest",
         "_regions",
         "_return",
         "_revoked",
@@ -90,7 +91,6 @@ class Lease(Owned, Mapping[str, Array]):
         "_subscriptions",
         "_user",
         "access",
-        "manifest",
     )  # fmt: skip
 
     def __init__(
@@ -117,17 +117,17 @@ class Lease(Owned, Mapping[str, Array]):
         fds = attachment.fds
         regions: list[Region] = []
         try:
-            self.manifest = read_manifest(attachment)
+            self._manifest = read_manifest(attachment)
             at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
-            if at + self.manifest.descriptors != len(fds):
+            if at + self._manifest.descriptors != len(fds):
                 raise ProtocolError(
-                    f"{len(fds)} file descriptors came, and the manifest names {at + self.manifest.descriptors}"
+                    f"{len(fds)} file descriptors came, and the manifest names {at + self._manifest.descriptors}"
                 )
-            if (self.manifest.handles or self.manifest.events) and not client.lends:
+            if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
             depends = (claim.handle,)
-            handles = {entry.memory: entry for entry in self.manifest.handles}
-            for number, memory in enumerate(self.manifest.memories):
+            handles = {entry.memory: entry for entry in self._manifest.handles}
+            for number, memory in enumerate(self._manifest.memories):
                 entry = handles.get(number)
                 if entry is None:
                     count = len(memory.segments)
@@ -137,13 +137,13 @@ class Lease(Owned, Mapping[str, Array]):
                 else:
                     from ..handover.by_handle import open_leased  # most leases are on what has descriptors
 
-                    fd = None if entry.pool < 0 else fds[len(fds) - self.manifest.pools + entry.pool]
+                    fd = None if entry.pool < 0 else fds[len(fds) - self._manifest.pools + entry.pool]
                     key = (attachment.name, attachment.version)
                     regions.append(open_leased(client, key, memory, entry, fd, access, depends, user))
-            if self.manifest.events:
+            if self._manifest.events:
                 from ..handover.stream_events import wait_for  # few name a stream
 
-                for event in wait_for(self.manifest.events, stream):
+                for event in wait_for(self._manifest.events, stream):
                     for region in regions:  # what is waited for stays until the memory is unmapped
                         region.handle.depend(event)
         except BaseException as error:
@@ -189,20 +189,20 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
         if array is None:
-            entry, leased = self.manifest.arrays.get(name), self._attachment
+            entry, leased = self._manifest.arrays.get(name), self._attachment
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
             where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
-            made = array_on(self._regions[entry.memory], self.manifest, where)
+            made = array_on(self._regions[entry.memory], self._manifest, where)
             array = self._arrays.setdefault(name, made)
         return array
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.manifest.arrays)
+        return iter(self._manifest.arrays)
 
     def __len__(self) -> int:
-        return len(self.manifest.arrays)
+        return len(self._manifest.arrays)
 
     @property
     def array(self) -> Array:
@@ -232,8 +232,8 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018  (closed leases say so)
         wholes: dict[int, Tensors] = {}
         found: dict[str, torch.Tensor] = {}
-        for name, entry in self.manifest.arrays.items():
-            memory = self.manifest.memories[entry.memory]
+        for name, entry in self._manifest.arrays.items():
+            memory = self._manifest.memories[entry.memory]
             part = None
             dtype = dtype_of(entry.dtype) if entry.nbytes else None
             if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
@@ -247,9 +247,8 @@ class Lease(Owned, Mapping[str, Array]):
         return found
 
     # -- newer versions -----------------------------------------------------------------------------------------
-    @property
-    def stale(self) -> bool:
-        """Whether the entry was published again, or removed, since: :meth:`upgrade` attaches what there is now.
+    def is_stale(self) -> bool:
+        """Ask whether the entry was published again, or removed, since: :meth:`upgrade` attaches what there is now.
 
         The keeper that granted this lease may end; what is mapped stays readable. Once another one serves at its path
         this is True, whatever that one has: it is other memory, also under the same name and number.
@@ -275,7 +274,7 @@ class Lease(Owned, Mapping[str, Array]):
     def fileno(self) -> int:
         """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
 
-        It belongs to the lease. Do not read from it; ask :attr:`stale` and :attr:`revoked`.
+        It belongs to the lease. Do not read from it; ask :meth:`is_stale` and :meth:`is_revoked`.
 
         Raises
         ------
@@ -306,7 +305,7 @@ class Lease(Owned, Mapping[str, Array]):
             If no keeper serves at the path, and none came within `timeout` seconds; the error says how to start one.
         """
         self.handle  # noqa: B018
-        client, left = self._reconnect(check_seconds(timeout))
+        client, left = self._reconnect(check_timeout(timeout))
         return Lease(
             client,
             client.lease(self.name, access=wire_access(self.access), timeout=left),
@@ -315,9 +314,8 @@ class Lease(Owned, Mapping[str, Array]):
         )
 
     # -- when it is wanted back ---------------------------------------------------------------------------------
-    @property
-    def revoked(self) -> bool:
-        """Whether the owner asked the readers of this version to let go (:func:`revoke`).
+    def is_revoked(self) -> bool:
+        """Ask whether the owner asked the readers of this version to let go (:func:`revoke`).
 
         What is mapped stays valid all the same. Once a callback of :meth:`on_revoke` was called it is True without
         asking the keeper. The end of the keeper revokes nothing, and another one that serves at its path has no say in
@@ -391,7 +389,8 @@ class Lease(Owned, Mapping[str, Array]):
         strict : bool
             Refuse, and change nothing, while views are alive.
         wait : bool
-            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so.
+            Return only when the keeper has acknowledged it, unless views are alive: then whoever asks it hears so. It
+            is no time, since the keeper need not wait for anybody to answer this.
 
         Raises
         ------
@@ -594,8 +593,8 @@ def _attach(client: KeeperClient, where: Provenance) -> Array:
         versions = _known.setdefault(client, {})
         for key in [key for key, known in versions.items() if not known.is_alive]:
             del versions[key]
-        known = versions.setdefault((where.name, where.version, where.access), _Known(lease.manifest))
-        known.regions[lease.manifest.arrays[where.entry].memory] = weakref.ref(array.region)
+        known = versions.setdefault((where.name, where.version, where.access), _Known(lease._manifest))
+        known.regions[lease._manifest.arrays[where.entry].memory] = weakref.ref(array.region)
     return array
 
 

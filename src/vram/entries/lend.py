@@ -16,15 +16,17 @@ from ..keeper.reports import HolderInfo, RevokeInfo
 from ..keeper.rules import LENT, MAX_MANIFEST, check_meta
 from ..lifetime import Owned, own, unwinding
 from ..memory import Event
+from ..sharing.channel import check_timeout
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
 from ..sharing.mapping import device_name
-from ..spec import HOST, format_count
+from ..spec import HOST, Location, format_count
 from .borrow import as_path
-from .keepers import as_notes, check_flag, check_seconds
+from .keepers import TIMEOUT, as_notes, check_flag
 from .manifests import sealed_copy
 from .placement import Placement
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike, StreamLike
     from ..keeper.lend_server import LendServer, Wanted
 
 __all__ = ["Lending", "lend"]
@@ -41,24 +43,24 @@ class Lending(Owned):
         Where it can be borrowed.
     nbytes : int
         Bytes of the arrays that are lent.
-    patience : float
-        Seconds that :meth:`close` waits for borrowers of memory which may not be freed under them.
+    close_timeout : float or None
+        Seconds that :meth:`close` waits for borrowers of memory which may not be freed under them; None for ever.
     """
 
-    __slots__ = ("_by_handle", "_server", "_wants", "manifest", "nbytes", "path", "patience")
+    __slots__ = ("_by_handle", "_manifest", "_server", "_wants", "close_timeout", "nbytes", "path")
 
     _warn_on_leak = True
 
     def __init__(
-        self, server: LendServer, wants: list[Wanted], manifest: Manifest, nbytes: int, patience: float
+        self, server: LendServer, wants: list[Wanted], manifest: Manifest, nbytes: int, close_timeout: float | None
     ) -> None:
         self._server = server
         self._wants = wants  # by nobody else, so that the lender ends with this object whatever its finalizers meet
         self.nbytes = nbytes
         self._by_handle = bool(manifest.handles)
-        self.manifest = manifest
+        self._manifest = manifest
         self.path = server.path
-        self.patience = patience
+        self.close_timeout = close_timeout
         # Not a method of this object, which would never be collected then. Finalizers come there: nothing waits. What
         # may not be freed is kept until the last lease is over.
         undo = partial(server.end, when_idle=self._by_handle)
@@ -75,7 +77,7 @@ class Lending(Owned):
         self.handle  # noqa: B018
         return self._server.holders()
 
-    def revoke(self, timeout: float | None = 10.0) -> RevokeInfo:
+    def revoke(self, *, timeout: float | None = TIMEOUT) -> RevokeInfo:
         """Ask all borrowers for the memory back, and wait until they have let go. Nobody can borrow it from now on.
 
         They are told through :meth:`Lease.on_revoke`. Nothing is taken from them.
@@ -83,7 +85,7 @@ class Lending(Owned):
         Parameters
         ----------
         timeout : float or None
-            Seconds to wait; None waits for ever.
+            Seconds to wait; 0 only asks them, None waits for ever.
 
         Returns
         -------
@@ -96,7 +98,7 @@ class Lending(Owned):
             If nothing is lent any more.
         """
         self.handle  # noqa: B018
-        seconds = check_seconds(timeout)
+        seconds = check_timeout(timeout)
         held = () if self._server.revoke(seconds) else tuple(self._server.holders())
         return RevokeInfo(LENT, held, self.nbytes if held else 0)
 
@@ -104,9 +106,9 @@ class Lending(Owned):
         """Lend it no longer.
 
         What travels by descriptor stays with those who borrowed it: it lives as long as they use it. What lives only as
-        long as its maker (cudaMalloc memory, pools) is asked back first, for at most :attr:`patience` seconds; whoever
-        still holds it then is named in a ReleaseWarning, and the memory is kept for them until they let go or this
-        process ends.
+        long as its maker (cudaMalloc memory, pools) is asked back first, for at most :attr:`close_timeout`
+        seconds; whoever still holds it then is named in a ReleaseWarning, and the memory is kept for them until they
+        let go or this process ends.
 
         Parameters
         ----------
@@ -140,7 +142,7 @@ class Lending(Owned):
     def _ask_back(self) -> str:
         """Ask for what lives only as long as its maker; return who still holds it."""
         with contextlib.suppress(ClosedError):  # as below
-            if not self._server.revoke(self.patience):
+            if not self._server.revoke(self.close_timeout):
                 return ", ".join(map(str, self._leases()))
         return ""
 
@@ -150,7 +152,7 @@ class Lending(Owned):
         return []
 
     def __repr__(self) -> str:
-        count = format_count(len(self.manifest.arrays), "array")
+        count = format_count(len(self._manifest.arrays), "array")
         state = "closed" if self.is_closed else f"{count}, {self.nbytes} bytes"
         return f"<Lending at {self.path}, {state}>"
 
@@ -176,15 +178,15 @@ class _LendOwner:
 
 
 def lend(
-    obj: object,
+    obj: ArrayLike | tuple[int, int | str, str | Location] | Mapping[str, ArrayLike],
     *,
     at: str | os.PathLike[str],
     writable: bool = False,
-    stream: object = None,
+    stream: StreamLike | None = None,
     mode: int = 0o600,
     group: str | None = None,
     meta: Mapping[str, str] | None = None,
-    patience: float = 5.0,
+    close_timeout: float | None = TIMEOUT,
 ) -> Lending:
     """Lend memory to other processes: they borrow it at a path, without a copy and without a keeper.
 
@@ -206,8 +208,9 @@ def lend(
         Permissions of the socket: who may connect may borrow.
     meta : mapping of str to str, optional
         Up to 4 KiB that borrowers can ask for.
-    patience : float
-        Seconds that :meth:`Lending.close` waits for borrowers of memory which may not be freed under them.
+    close_timeout : float or None
+        Seconds that :meth:`Lending.close` waits for borrowers of memory which may not be freed under them; 0 only asks
+        them, None waits for ever.
 
     Returns
     -------
@@ -232,9 +235,7 @@ def lend(
 
     arrays = obj if isinstance(obj, Mapping) else {_ONE: obj}
     waits = None if stream is None else as_stream(stream)
-    seconds = check_seconds(patience)
-    if seconds is None:
-        raise UsageError("patience is a number of seconds")
+    seconds = check_timeout(close_timeout, "close_timeout")
     notes = check_meta(as_notes(meta))
     if type(mode) is not int or not 0 <= mode <= 0o777:
         raise UsageError(f"mode {mode!r:.40} is no permissions of a file, such as 0o600")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 
@@ -16,12 +17,15 @@ from ..spec import HOST, HandleKind, round_up
 __all__ = ["read_manifest", "read_sealed", "sealed_copy", "sealed_size"]
 
 _LENGTH = struct.Struct("<Q")
+_SHORT = 4096  # bytes of a manifest that is remembered
 
 
 def sealed_copy(data: bytes) -> PhysicalAllocation:
     """Return sealed host memory that holds `data`, its length in front: a manifest too long for a message."""
     driver = drivers.get(HOST)
-    with Region.create(driver, HOST, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)) as region:
+    with Region.create(
+        HOST, driver=driver, capacity=_LENGTH.size + len(data), nbytes=_LENGTH.size + len(data)
+    ) as region:
         driver.copy_in(region.address, memoryview(_LENGTH.pack(len(data)) + data))
         region.freeze()
         (allocation,), _ = region.segments(0, region.nbytes)
@@ -37,15 +41,23 @@ def sealed_size(data: bytes) -> int:
 def read_manifest(attachment: Attachment) -> Manifest:
     """Read what describes the arrays of a lease, whose descriptors it lends.
 
+    Leases on the same version may get the same object: it is to be read only.
+
     Raises
     ------
     ProtocolError
         If it is no manifest, or more than the memory of the lease can need.
     """
     nbytes = sum([segment.size for segment in attachment.segments])
-    if attachment.manifest_fd is None:
-        return decode_manifest(attachment.manifest, nbytes)
-    return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)
+    if attachment.manifest_fd is not None:
+        return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)
+    data = attachment.manifest
+    return _read_again(data, nbytes) if len(data) <= _SHORT else decode_manifest(data, nbytes)
+
+
+# What is attached again and again says the same each time, and reading it is a twentieth of an attach. What was read is
+# what these very bytes mean beside so much memory, whoever sent them: nothing else is taken from one lease to another.
+_read_again = functools.lru_cache(maxsize=64)(decode_manifest)
 
 
 def read_sealed(fd: int, longest: int = MAX_MANIFEST) -> bytearray:

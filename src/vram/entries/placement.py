@@ -55,17 +55,21 @@ ALIGNMENT = 256  # of arrays in a packed copy, in bytes: what GPU libraries ask 
 CONSUME_CHUNKS = 32  # at most, of a packed copy that grows as its sources go
 
 
+def name_in(error: Exception, name: str) -> None:
+    """Say in an error which array it is about: in its message, which is all that many a log shows."""
+    if not isinstance(error, VramError):  # of another library, whose words are its own
+        error.add_note(f"that is array {name!r:.80}")
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"array {name!r:.80}: {error.args[0]}", *error.args[1:])
+
+
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Say in an error which array it is about: in its message, which is all that many a log shows."""
+    """Have errors in a block say which array they are about."""
     try:
         yield
-    except VramError as error:
-        if error.args and isinstance(error.args[0], str):
-            error.args = (f"array {name!r:.80}: {error.args[0]}", *error.args[1:])
-        raise
-    except Exception as error:  # of another library, whose words are its own
-        error.add_note(f"that is array {name!r:.80}")
+    except Exception as error:
+        name_in(error, name)
         raise
 
 
@@ -137,7 +141,7 @@ class PackedCopy:
         # An entry of empty arrays still is an entry: it has memory, if only a granule.
         capacity = round_up(max(end, 1), granule)
         size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
-        region = Region.create(driver, location, capacity=capacity, chunk=size, managed=True)
+        region = Region.create(location, driver=driver, capacity=capacity, chunk=size, managed=True)
         return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
 
     def describe(self) -> MemoryDescriptor:
@@ -552,7 +556,7 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
     why nothing on it can be, if so: it is asked once, not for each of thousands of arrays.
     """
     called = check_array_name(name)
-    with named(called):
+    try:  # not `named`: every array of thousands comes by here
         found: tuple[Region, int] | None
         if isinstance(value, Array):
             source = None
@@ -570,6 +574,9 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
             as_shape(shape)
         # What no reader could name or shape is refused before anything is copied.
         dtype_name(dtype)
+    except Exception as error:
+        name_in(error, called)
+        raise
     if found is None:
         return PlannedArray(called, value, dtype, shape, nbytes, source, None, 0, _NOT_OURS)
     region, offset = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from .manifests import sealed_copy, sealed_size
 from .placement import Loaded, Placement
 
 if TYPE_CHECKING:
+    from ..arrays.hints import ArrayLike
     from ..keeper.session import Keeper
 
 __all__ = ["Published", "publish", "publish_loaded", "publish_to"]
@@ -51,14 +53,14 @@ class Published:
 
 def publish(
     name: str,
-    arrays: Mapping[str, object],
+    arrays: Mapping[str, ArrayLike],
     *,
     meta: Mapping[str, str] | None = None,
     writable: bool = False,
     ttl: float | None = None,
     consume: bool = False,
     whole: bool = False,
-    keeper: Keeper | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
     """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
 
@@ -92,7 +94,7 @@ def publish(
         before a shrink, other tensors of the same allocator. By default such arrays are copied, and rows that a shrink
         left behind the end of an array, where nobody uses them, are zeroed. What is written later to memory that was
         published with ``writable=True`` is seen in any case, also beyond the arrays.
-    keeper : Keeper or str, optional
+    keeper : Keeper, str or PathLike, optional
         Whom to give it to; see :func:`vram.attach`.
 
     Returns

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .. import driver as drivers
 from ..arrays import weights
 from ..arrays.dtypes import dtype_name
 from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
@@ -35,7 +34,7 @@ def put(
     meta: Mapping[str, str] | None = None,
     writable: bool = False,
     ttl: float | None = None,
-    keeper: Keeper | str | None = None,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
     """Publish the tensors of a safetensors file.
 
@@ -46,19 +45,31 @@ def put(
     path : path-like
         The file. It is read once; it may be replaced or deleted afterwards.
     device : str
-        Where to keep it: ``"host"``, or a GPU, such as ``"cuda:0"``.
+        Where to keep it: ``"host"``, or a GPU, such as ``"cuda:0"``, which it reaches through pinned memory that is
+        kept for the next file.
     meta : mapping of str to str, optional
         As of :func:`vram.publish`. As far as there is room, and unless given, the file's name is added as ``source``,
         and its own metadata, as one JSON object, as ``__metadata__``: at most 1 KiB of it, whole items.
     writable, ttl, keeper
         As of :func:`vram.publish`.
 
+    Returns
+    -------
+    Published
+        Its version, the number of its arrays, and their bytes.
+
     Raises
     ------
     UsageError
         If the file is not a safetensors file, is truncated, or its header contradicts its contents.
-    MissingFileError
-        If there is no such file.
+    MissingFileError, UnreadableFileError
+        If there is no such file, or this user may not read it.
+    UnsupportedError
+        If this process sees no such GPU, or has nothing to speak to it with.
+    OutOfMemoryError
+        If the device has not that much.
+
+    Others as :func:`vram.publish`.
     """
     location = Location.parse(device)
     plan = weights.plan(path)
@@ -73,7 +84,7 @@ def put(
         for key, tensor in plan.tensors.items()
     }
     nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
-    with Region.create(drivers.get(location), location, capacity=nbytes, nbytes=nbytes, managed=True) as region:
+    with Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True) as region:
         weights.fill(plan, region)
         return publish_loaded(client, name, region, arrays, meta=notes, writable=writable, ttl=ttl)
 

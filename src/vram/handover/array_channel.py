@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,6 +43,9 @@ from .messages import (
 from .outbox import Outbox
 from .remote_refs import RemoteRefs, unreturned
 from .stream_events import StreamEvents
+
+if TYPE_CHECKING:
+    from ..arrays.hints import StreamLike
 
 __all__ = ["ArrayChannel"]
 
@@ -207,7 +210,7 @@ class ArrayChannel(Owned):
             raise UsageError("this end was used already; hand the end of a channel on before anything is sent on it")
         return self._channel.give_away()
 
-    def send(self, value: object, *, stream: object = None, timeout: float | None = None) -> None:
+    def send(self, value: Any, *, stream: StreamLike | None = None, timeout: float | None = None) -> None:
         """Send an array, a plain value (None, bool, int, float, str, bytes), or a tuple, list or dict of all these.
 
         Anything that :func:`vram.share` takes is an array here, such as a tensor on a GPU. Its owner is kept until the
@@ -273,7 +276,7 @@ class ArrayChannel(Owned):
         finally:
             self._send_outbox()
 
-    def recv(self, *, stream: object = None, timeout: float | None = None) -> Any:
+    def recv(self, *, stream: StreamLike | None = None, timeout: float | None = None) -> Any:
         """Receive what the other end sent next.
 
         Parameters
@@ -322,7 +325,7 @@ class ArrayChannel(Owned):
             taken = ()  # or an error in there, which keeps this frame, would keep itself and all that its callers hold
             raise
 
-    def _finished(self, value: object, stream: object) -> Any:
+    def _finished(self, value: object, stream: StreamLike | None) -> Any:
         """Return what was received, once it may be used."""
         if type(value) is _Failure:
             try:
@@ -411,7 +414,7 @@ class ArrayChannel(Owned):
         for steps, value in packed.arrays:
             path = named(steps)
             with _at(path):
-                arrays.append((path, value if isinstance(value, Array) else share(value)))
+                arrays.append((path, value if isinstance(value, Array) else share(value)))  # type: ignore[arg-type]
         try:
             size = len(encode(packed.tree)) + sum(_REFERENCE + 9 * len(array.shape) for _, array in arrays)
         except (ValueError, OverflowError) as error:

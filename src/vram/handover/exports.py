@@ -160,7 +160,7 @@ class Export:
             return MemoryPart(self.id, 0, True, writable, whole, self.data, self.pool), self.fds
         if first >= max(total, 1):
             return None
-        part = next_part(total, first) if total else slice(0, 0)
+        part = next_part(total, first)
         some = whole.segments[part]
         nbytes = sum([segment.nbytes for segment in some])
         described = MemoryDescriptor(whole.device, some, 0, nbytes, whole.capacity)

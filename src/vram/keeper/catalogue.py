@@ -559,7 +559,7 @@ class Catalogue:
         current = self._current(lease.version.name)
         return current is not lease.version, 0 if current is None else current.number
 
-    def watch(self, session: Session, name: str, version: int) -> list[Effect]:
+    def watch(self, session: Session, name: str, version: int) -> Notify | None:
         """Notify the session when a version is replaced, removed, expired or revoked.
 
         If that has happened already, it is notified at once. The watch lasts as long as the version.
@@ -569,12 +569,12 @@ class Catalogue:
         current = None if known is None else known.current
         number = 0 if current is None else current.number
         watched = current if number == version else None if known is None else known.older.get(version)
-        effects: list[Effect] = []
+        news = None
         if watched is None or watched is not current:
             reason = "removed"
             if watched is not None and (watched.revoked or not watched.withdrawn):
                 reason = "revoked" if watched.revoked else "replaced"
-            effects.append(Notify(session, name, version, reason, number))
+            news = Notify(session, name, version, reason, number)
         if watched is not None:
             if len(session.watches) >= MAX_WATCHES and (name, version) not in session.watches:
                 raise QuotaError(f"this connection watches {MAX_WATCHES} versions already")
@@ -583,7 +583,7 @@ class Catalogue:
                 session.tally.watches += 1
             session.watches[name, version] = watched
             watched.watchers[session.id] = session
-        return effects
+        return news
 
     # -- looking --------------------------------------------------------------------------------------------------
     @property

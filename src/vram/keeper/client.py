@@ -20,7 +20,7 @@ from ..errors import (
     UnsupportedError,
     UsageError,
 )
-from ..sharing.channel import OwnedFds
+from ..sharing.channel import OwnedFds, check_timeout
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
@@ -29,7 +29,7 @@ from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
 from .rpc_connection import CONNECT_SECONDS, Answer
-from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, clip_label
+from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, check_version, clip_label
 
 if TYPE_CHECKING:
     from .reports import RevokeInfo
@@ -463,16 +463,13 @@ class KeeperClient(Queries):
         owner: int | None = None,
     ) -> Attachment | Answer:
         check_name(name)
-        if version is not None and version < 1:
-            raise UsageError(f"version {version!r} is not a number of a version: they count from 1")
+        if version is not None:
+            check_version(version)
         wanted = None if expect is None else check_meta(expect, what="expect")
         if timeout is not None:
-            try:
-                timeout = min(max(float(timeout), 0.0), 1e9)  # not-a-number stays first
-            except (TypeError, ValueError):
-                timeout = math.nan
-            if math.isnan(timeout):
-                raise UsageError("a timeout is a number of seconds, or None for ever")
+            if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
+                check_timeout(timeout)
+            timeout = min(float(timeout), 1e9)
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
         answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)

@@ -28,7 +28,8 @@ __all__ = ["Connection", "ConnectionHost", "Held", "Partial"]
 
 MAX_QUEUED = 4 * 1024 * 1024  # bytes of answers that one peer may leave unread
 _EACH = 256  # bytes that any answer in a queue costs besides, about
-_DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
+# A plain int: the flags of the socket module are enums, and their | costs a microsecond in every message.
+_DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _SENT, _LOST = 0, -1
 # Seconds until descriptors that could not be put in flight are tried again: at first, and at most. It doubles, since
 # thousands of peers that do not read must not keep the loop busy.
@@ -159,6 +160,8 @@ class Connection:
     parked : float or None
         Since when something of the peer waits to be read until it is its user's turn (see :mod:`.turns`), or until what
         the user sent before is closed (see :mod:`.slow_close`).
+    held : bool
+        Whether nothing is read from it until the keeper has done all of what it asked for last.
     is_open : bool
         Whether this process has its socket.
     in_flight : int
@@ -173,6 +176,7 @@ class Connection:
     __slots__ = (
         "closed",
         "credentials",
+        "held",
         "in_flight",
         "is_open",
         "parked",
@@ -206,6 +210,7 @@ class Connection:
         self.retry = _RETRY
         self.reading = False
         self.parked: float | None = None
+        self.held = False
         self.writing = False
         self.closed = False
         self.is_open = True
@@ -246,7 +251,7 @@ class Connection:
 
     def resume(self) -> None:
         """Read from this peer."""
-        if not self.reading and not self.closed and self.parked is None:
+        if not self.reading and not self.closed and not self.held and self.parked is None:
             self.reading = True
             self.server.loop.add_reader(self.sock, self.readable)
 
@@ -255,6 +260,17 @@ class Connection:
         if self.reading:
             self.reading = False
             self.server.loop.remove_reader(self.sock)
+
+    def hold(self) -> None:
+        """Read nothing more from this peer until :meth:`go_on`: it asked for more than is done at once."""
+        self.held = True
+        self.pause()
+
+    def go_on(self) -> None:
+        """What this peer asked for is done."""
+        self.held = False
+        if not self.queue:
+            self.resume()
 
     def park(self, now: float) -> None:
         """Read nothing more from this peer until :meth:`unpark`, whatever else is resumed in between."""
@@ -272,7 +288,7 @@ class Connection:
         if self.queue:  # it has to read first what there is for it
             return False
         self.resume()
-        return not self.closed
+        return self.reading
 
     # -- out ------------------------------------------------------------------------------------------------------
     def send(self, payload: bytes, held: Held | None = None, start: int = 0, stop: int = 0) -> None:

@@ -93,12 +93,14 @@ class Fairness(Generic[T]):
             self._modest.move_to_end(uid)
         self._forget(now)
 
-    def wait(self, uid: int, work: T) -> None:
-        """Queue work that :meth:`may` not be done yet."""
+    def wait(self, uid: int, work: T, *, first: bool = False) -> None:
+        """Queue work that :meth:`may` not be done yet, behind or before the user's other work."""
         user = self._waiting[uid] = self._users[uid]
         if not user.waiting:
             user.clock = max(user.clock, self._clock)
         user.waiting[work] = None
+        if first:
+            user.waiting.move_to_end(work, last=False)
 
     def drop(self, uid: int, work: T) -> None:
         """Take work out of the queue, if it is there."""

@@ -17,6 +17,7 @@ Protocol versions
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Annotated, Final, get_args
 
 import msgspec
@@ -546,9 +547,7 @@ Reply = (
 Succession = HandOver | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
-_succession = msgspec.msgpack.Decoder(Succession)
 _hello = msgspec.msgpack.Decoder(Hello)
 _items = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _word = msgspec.msgpack.Decoder(Word)
@@ -556,6 +555,18 @@ _number = msgspec.msgpack.Decoder(Number)
 _TAGS = frozenset(kind.__struct_config__.tag for kind in get_args(Request))
 
 encode = _encoder.encode
+
+
+# What only a keeper reads: each of these takes a millisecond to make, which no reader has to wait for.
+@functools.cache
+def _requests() -> msgspec.msgpack.Decoder[Request]:
+    return msgspec.msgpack.Decoder(Request)
+
+
+@functools.cache
+def _succession() -> msgspec.msgpack.Decoder[Succession]:
+    return msgspec.msgpack.Decoder(Succession)
+
 
 # A string that is not UTF-8 is no MsgspecError.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -588,7 +599,7 @@ def decode_request(payload: bytes) -> Request:
         For anything else.
     """
     try:
-        request: Request = _requests.decode(payload)
+        request: Request = _requests().decode(payload)
     except msgspec.ValidationError as error:
         call = _call_of(payload)
         if call:
@@ -646,7 +657,7 @@ def saturated(nbytes: int) -> int:
 def decode_succession(payload: bytes) -> Succession:
     """Parse a message of a takeover. Raises :class:`ProtocolError` for anything else."""
     try:
-        said: Succession = _succession.decode(payload)
+        said: Succession = _succession().decode(payload)
     except _UNREADABLE as error:
         raise errors.ProtocolError(f"not a word of a takeover: {error}") from None
     return said

@@ -6,9 +6,10 @@ attaches makes no query.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import NotFoundError
 from ..lifetime import stuck
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .reports import EntryInfo, HolderInfo, StatisticsInfo
 
 __all__ = ["Queries"]
+
+_Page = TypeVar("_Page", m.Listing, m.VersionList, m.HolderList)
 
 
 class Queries(RpcConnection):
@@ -37,15 +40,8 @@ class Queries(RpcConnection):
 
         check_prefix(prefix)
         most = m.saturated(2**63 if most_meta is None else most_meta)
-        found: list[EntryInfo] = []
-        after, more = "", True
-        while more:
-            call = next(self._calls)
-            page = self._expect(m.Listing, self._ask(m.List(call, prefix, after, most), call))
-            found += [entry_info(row) for row in page.rows]
-            more = page.more and bool(page.rows)
-            after = found[-1].name if found else ""
-        return found
+        pages = _pages(self, m.Listing, lambda call, row: m.List(call, prefix, row.name if row else "", most))
+        return [entry_info(row) for page in pages for row in page.rows]
 
     def show(self, name: str) -> EntryInfo:
         """Return everything the keeper knows about a name: its versions and their leases.
@@ -71,31 +67,23 @@ class Queries(RpcConnection):
         NotFoundError
             If the name has none at all.
         """
-        more = True
-        while more:
-            call = next(self._calls)
-            page = self._expect(m.VersionList, self._ask(m.Versions(call, name, after), call))
-            for row in page.rows:
-                yield row
-                after = row.version
-            more = page.more and bool(page.rows)
+        for page in _pages(
+            self, m.VersionList, lambda call, row: m.Versions(call, name, row.version if row else after)
+        ):
+            yield from page.rows
 
     def holders_of(self, name: str, version: m.VersionRow) -> Iterator[HolderInfo]:
         """Yield the leases on a version, oldest first; none, once it or its name is gone."""
         from .reports import holder_info
 
-        after, more = 0, True
-        while more:
-            call = next(self._calls)
-            try:
-                page = self._expect(m.HolderList, self._ask(m.Holders(call, name, version.version, after), call))
-            except NotFoundError:
-                return
-            for row in page.rows:
-                # An older keeper sends neither the name nor the bytes.
-                yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
-                after = row.lease_id
-            more = page.more and bool(page.rows)
+        def request(call: int, row: m.HolderRow | None) -> m.Holders:
+            return m.Holders(call, name, version.version, row.lease_id if row else 0)
+
+        with contextlib.suppress(NotFoundError):
+            for page in _pages(self, m.HolderList, request):
+                for row in page.rows:
+                    # An older keeper sends neither the name nor the bytes.
+                    yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
@@ -111,15 +99,9 @@ class Queries(RpcConnection):
         from .reports import holder_info
 
         check_prefix(prefix)
-        found: list[HolderInfo] = []
         with RpcConnection.connect(self.path, label=self.label) as asking:
-            after, more = 0, True
-            while more:
-                call = next(asking._calls)
-                page = asking._expect(m.HolderList, asking._ask(m.Leases(call, prefix, after), call))
-                found += [holder_info(row) for row in page.rows]
-                more = page.more and bool(page.rows)
-                after = page.rows[-1].lease_id if page.rows else 0
+            pages = _pages(asking, m.HolderList, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0))
+            found = [holder_info(row) for page in pages for row in page.rows]
         return sorted(found, key=lambda one: (one.name, one.version, one.lease_id))
 
     def statistics(self) -> StatisticsInfo:
@@ -129,3 +111,15 @@ class Queries(RpcConnection):
         call = next(self._calls)
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
         return statistics_info(reply, len(stuck()))
+
+
+def _pages(connection: RpcConnection, kind: type[_Page], request: Callable[[int, Any], m.Request]) -> Iterator[_Page]:
+    """Yield the pages of a listing. `request` makes one from the number of the call and the last row before, if any."""
+    row = None
+    while True:
+        call = next(connection._calls)
+        page = connection._expect(kind, connection._ask(request(call, row), call))
+        yield page
+        if not page.more or not page.rows:
+            return
+        row = page.rows[-1]

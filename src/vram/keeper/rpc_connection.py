@@ -455,6 +455,10 @@ class RpcConnection:
         """Send what finalizers queued, as much as one message holds. Called with the lock for sending."""
         queue = self._given_back
         # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
+        if len(queue) == 1 and (only := queue[0]) > 0:  # as nearly always
+            self._channel.send(m.encode(m.Release(0, [only])), timeout=timeout)
+            queue.popleft()
+            return
         some = [queue[at] for at in range(min(len(queue), 4096))]
         while some:
             claims = [at for at, number in enumerate(some) if number < 0]

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Mapping
 
-from ..errors import CapacityError, NotFoundError, UsageError
+from ..errors import CapacityError, UsageError
 from ..sharing.descriptor import MAX_ADDRESSES, MAX_SEGMENTS
 
 __all__ = [
@@ -110,26 +110,13 @@ def check_meta(meta: Mapping[str, str], *, what: str = "meta") -> dict[str, str]
     return dict(meta)
 
 
-def check_version(version: int) -> int:
-    """Return `version` as an int if some version could have this number; 0 stands for none in particular.
-
-    Raises
-    ------
-    UsageError
-        If it is no whole number from 0 on.
-    NotFoundError
-        If it is above 2**53, which no version's number is.
-    """
-    try:
-        number = -1 if isinstance(version, bool) else operator.index(version)
-    except TypeError:
-        number = -1
-    if number < 0:
-        found = "a negative number" if isinstance(version, int) else type(version).__name__
-        raise UsageError(f"{found} is not the number of a version: a whole number from 1 on, or 0 for the current one")
-    if number > MAX_VERSION:
-        raise NotFoundError(f"a version above {MAX_VERSION} was never there")
-    return number
+def check_version(version: object) -> None:
+    """Raise :class:`UsageError` unless `version` may be the number of a version, or is None: none in particular."""
+    if version is not None and (type(version) is not int or not 0 < version <= MAX_VERSION):
+        # An int of thousands of digits cannot be shown.
+        large = type(version) is int and abs(version) > MAX_VERSION
+        shown = "beyond 2**53" if large else f"{version!r:.40}"
+        raise UsageError(f"version {shown} is not the number of a version: they count from 1")
 
 
 def check_size(nbytes: int) -> int:

@@ -94,10 +94,10 @@ class Service:
     def __init__(self, server: ServiceHost) -> None:
         self.server = server
         self.catalogue = server.catalogue
-        self._due: deque[tuple[Immediate, int]] = deque()  # effects to carry out, and the user whom each is charged to
-        self._parts: dict[Part, int] = {}  # the same for work that is decided later
+        self._due: dict[int, deque[Immediate]] = {}  # effects to carry out, by the user whom they are charged to
+        self._later: set[int] = set()  # users whose effects wait for that user's turn
+        self._parts: dict[Part, int] = {}  # work that is decided later, and the user whom it is charged to
         self._at_work = False
-        self._waits = False  # whether it waits for the loop's next turn, which counts as at work
         self._handlers: dict[type, Callable[[Connection, Session, Any, list[int]], None]] = {
             m.Attach: self._attach,
             m.Release: self._release,
@@ -152,6 +152,7 @@ class Service:
         Telling a peer may find it dead, which has effects of its own: they queue up rather than nest, or a thousand
         peers that died together would be a thousand calls deep. And where there is much to do (thousands may watch a
         version, or one may hold thousands of leases), it is done in parts, between which the loop serves the others.
+        Each user has a queue of its own: nobody's answer stands behind what another user has the keeper do.
 
         Parameters
         ----------
@@ -163,7 +164,7 @@ class Service:
         self._put(effects, uid)
         if self.server.closing or self.server.loop is None:
             self.finish()
-        elif not self._at_work:
+        else:
             self._work(PART)
 
     def finish(self, *, for_successor: bool = False) -> None:
@@ -171,11 +172,9 @@ class Service:
         everything is closed, only what was decided."""
         if self.server.closing:
             self._parts.clear()
-        if self._waits:
-            self._at_work = self._waits = False
+        self._later.clear()
         while self._due or self._parts:
-            if not self._at_work:
-                self._work(None)
+            self._work(None)
             left = [part for part in self._parts if not (for_successor and self._can_wait(part))]
             if self._at_work or not left:
                 return
@@ -193,7 +192,7 @@ class Service:
     def go_on(self, releasing: Iterable[tuple[Connection, int, list[int]]]) -> None:
         """Go on with the parts of work that a predecessor had left."""
         for connection, call, leases in releasing:
-            self._put([Releasing(connection, call, leases)], connection.credentials.uid)
+            self._release_later(connection, call, leases)
         self._put(map(Serve, self.catalogue.rounds), NOBODY)
         for session in [one for one in self.catalogue.sessions.values() if one.id not in self.server.connections]:
             self.leave(session)  # that had begun
@@ -201,7 +200,7 @@ class Service:
     def _put(self, effects: Iterable[Effect | Part], uid: int) -> None:
         for effect in effects:
             if not isinstance(effect, (Serve, Releasing, Generator)):
-                self._due.append((effect, uid))
+                self._due.setdefault(uid, deque()).append(effect)
             elif effect not in self._parts:
                 # A publisher is not charged for serving the waiters of its name: they are.
                 whose = NOBODY if isinstance(effect, Serve) else uid
@@ -214,9 +213,8 @@ class Service:
         uid = self._parts.pop(part, None)
         if uid is None:
             return  # it came to its end before its turn
-        self._put([part] if self._due else self._decide(part), uid)
-        if not self._at_work:
-            self._work(PART)
+        self._put([part] if uid in self._due else self._decide(part), uid)
+        self._work(PART)
 
     def _decide(self, part: Part) -> Sequence[Effect | Part]:
         """Return the effects of the next part of some work; the last is the work itself, if more of it is left."""
@@ -230,25 +228,32 @@ class Service:
         return [] if decided is None else [*decided, part]
 
     def _work(self, most: int | None) -> None:
+        """Carry out effects, of each user at most so many; the user's further requests wait for the rest."""
+        if self._at_work:  # whoever is at work sees what has come
+            return
         self._at_work = True
-        done = 0
         try:
-            while self._due and (most is None or done < most):
-                effect, _ = self._due.popleft()
-                self._do(effect)
-                done += 1
+            while ready := self._due.keys() - self._later:
+                for uid in ready:
+                    self._work_for(uid, most)
         finally:
             self._at_work = False
-        if self._due:
-            self._at_work = self._waits = True  # as far as the loop's next turn
-            self.server.loop.call_soon(self._work_on)
 
-    def _work_on(self) -> None:
-        self._at_work = self._waits = False
-        if self._due:
-            _, uid = self._due[0]
-            with self.server.turns.charged(uid):
-                self._work(PART)
+    def _work_for(self, uid: int, most: int | None) -> None:
+        due = self._due[uid]
+        done = 0
+        while due and (most is None or done < most):
+            self._do(due.popleft())
+            done += 1
+        if due:
+            self._later.add(uid)
+            self.server.turns.later(uid, functools.partial(self._work_on, uid), first=True)
+        else:
+            del self._due[uid]
+
+    def _work_on(self, uid: int) -> None:
+        self._later.discard(uid)
+        self._work(PART)
 
     def leave(self, session: Session) -> None:
         """End a session whose connection is gone."""
@@ -452,18 +457,28 @@ class Service:
         connection.send(payload, held, part.start, part.stop)
 
     def _release(self, connection: Connection, session: Session, request: m.Release, fds: list[int]) -> None:
-        if len(request.leases) <= PART:
-            effects = self.catalogue.release_all(session, request.leases)
+        leases = request.leases
+        if len(leases) > PART:  # what is not there takes no time, and is not kept
+            leases = [lease for lease in dict.fromkeys(leases) if lease in session.leases]
+        if len(leases) <= PART:
+            effects = self.catalogue.release_all(session, leases)
             if effects:
                 self.carry_out(effects, session.uid)
             self._done(connection, request.call)
         else:
-            self.carry_out([Releasing(connection, request.call, list(request.leases))], session.uid)
+            self._release_later(connection, request.call, leases)
+
+    def _release_later(self, connection: Connection, call: int, leases: list[int]) -> None:
+        """Give many leases back in parts. Until the last of them the connection is not read from: it could ask for
+        the same again and again, faster than it is done."""
+        connection.hold()
+        self.carry_out([Releasing(connection, call, leases)], connection.credentials.uid)
 
     def _release_some(self, part: Releasing) -> Sequence[Effect | Part]:
         session = part.connection.session
         if not part.leases or session is None:
             self._done(part.connection, part.call)
+            part.connection.go_on()
             return []
         some, part.leases = part.leases[:PART], part.leases[PART:]
         return [*self.catalogue.release_all(session, some), part]
@@ -478,9 +493,10 @@ class Service:
         connection.send(m.encode(m.IsStale(request.call, stale, current)))
 
     def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
-        effects = self.catalogue.watch(session, request.name, request.version)
+        news = self.catalogue.watch(session, request.name, request.version)
         self._done(connection, request.call)
-        self.carry_out(effects, session.uid)
+        if news is not None:
+            self._do(news)
 
     def _list(self, connection: Connection, session: Session, request: m.List, fds: list[int]) -> None:
         connection.send(m.encode(listing.entries(self.catalogue, request, self.server.now())))

@@ -37,7 +37,7 @@ class Keeper:
 
     Parameters
     ----------
-    path : str
+    path : str or PathLike
         The socket of a keeper.
     label : str, optional
         What this process calls itself there, shown to whoever asks who holds what; by default ``VRAM_LABEL`` of the
@@ -47,13 +47,13 @@ class Keeper:
     Attributes
     ----------
     path, label : str
-        As they were given.
+        As they were given; a path as text.
     """
 
     __slots__ = ("_is_closed", "_process", "label", "path")
 
-    def __init__(self, path: str, *, label: str = "") -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str], *, label: str = "") -> None:
+        self.path = os.fspath(path) if isinstance(path, os.PathLike) else path
         self.label = label
         self._process: _Process | None = None
         self._is_closed = False

@@ -61,11 +61,12 @@ class Readable(Protocol):
 class _Work:
     """Work that waits for its user's turn and is no request."""
 
-    __slots__ = ("run", "uid")
+    __slots__ = ("first", "run", "uid")
 
-    def __init__(self, uid: int, run: Callable[[], None]) -> None:
+    def __init__(self, uid: int, run: Callable[[], None], *, first: bool = False) -> None:
         self.uid = uid
         self.run = run
+        self.first = first
 
 
 class _Selector(selectors.DefaultSelector):
@@ -105,14 +106,16 @@ class Turns:
         self._server = server
         self._timer: asyncio.Handle | None = None
         self._timer_at = float("inf")
+        self._behind: set[int] = set()  # users who have work that comes before their requests
         self._charged = 0.0  # until when this thread's time is charged to somebody
 
     def ready(self, connection: Readable) -> None:
         """A message can be read: answer it now, or when it is its user's turn."""
-        if len(self._server.by_user) < 2:  # nobody to be fair to
+        uid = connection.credentials.uid
+        if len(self._server.by_user) < 2 and uid not in self._behind:  # nobody to be fair to
             connection.read()
             return
-        uid, begin = connection.credentials.uid, self._begin()
+        begin = self._begin()
         now = begin + self.selector.idle
         waits = not self.fairness.may(uid, now)
         try:
@@ -130,14 +133,20 @@ class Turns:
         """Forget a connection that waits."""
         self.fairness.drop(connection.credentials.uid, connection)
 
-    def later(self, uid: int, work: Callable[[], None]) -> None:
+    def later(self, uid: int, work: Callable[[], None], *, first: bool = False) -> None:
         """Run work that is left of a user's request, when it is that user's turn again.
 
-        Other users, and the next request of this one, get their turn before.
+        Parameters
+        ----------
+        first : bool
+            Before anything else of this user is done, also where the user is alone; else the user's next request gets
+            its turn before, as other users do.
         """
         now = self._now()
         self.fairness.spent(uid, 0.0, now, waited=True)
-        self.fairness.wait(uid, _Work(uid, work))
+        self.fairness.wait(uid, _Work(uid, work, first=first), first=first)
+        if first:
+            self._behind.add(uid)
         self._wake(now)
 
     @contextlib.contextmanager
@@ -236,6 +245,8 @@ class Turns:
         now = self._now()
         due = self.fairness.next(now)
         if isinstance(due, _Work):
+            if due.first:
+                self._behind.discard(due.uid)
             with self.charged(due.uid):
                 due.run()
         elif due is not None:

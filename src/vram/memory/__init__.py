@@ -2,10 +2,15 @@
 
 One line each: a :class:`PhysicalAllocation` is bytes without an address, an :class:`AddressReservation` an address
 without bytes, a :class:`MemoryMapping` puts one into the other, and a :class:`Region` is a reservation with a ceiling
-that is mapped chunk by chunk and never moves. This room sees the drivers' contract only, never a driver.
+that is mapped chunk by chunk and never moves. This room sees the drivers' contract and :func:`vram.driver.get`, which
+finds the driver of a place; never a driver.
 
 Only GPUs have an :class:`Event` (what a stream had to do at one moment), a stream-ordered :class:`Pool` and, few of
 them, a :class:`MulticastObject`; these are loaded on first use.
+
+The names in ``__all__`` are public, as ``vram.memory.Pool`` and its like; what this room has besides is its own. Only
+:meth:`Region.create` finds its driver by the place: everything below takes the driver that :func:`vram.driver.get`
+returns.
 """
 
 from __future__ import annotations
@@ -13,11 +18,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .event import Event, EventPool
+    from .event import Event
+    from .event import EventPool as EventPool
     from .multicast import MulticastMapping, MulticastObject
     from .pool import Pool
 
-from .allocation import PhysicalAllocation, Received
+from .allocation import PhysicalAllocation
+from .allocation import Received as Received
 from .pin import Pin
 from .region import Region
 from .reservation import AddressReservation, MemoryMapping
@@ -25,14 +32,12 @@ from .reservation import AddressReservation, MemoryMapping
 __all__ = [
     "AddressReservation",
     "Event",
-    "EventPool",
     "MemoryMapping",
     "MulticastMapping",
     "MulticastObject",
     "PhysicalAllocation",
     "Pin",
     "Pool",
-    "Received",
     "Region",
 ]
 
@@ -46,9 +51,15 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # with it a name that is not there would be an `object` to a type checker, and no mistake
 
-    return getattr(import_module(f".{_LATER[name]}", __name__), name)
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

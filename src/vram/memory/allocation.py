@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ __all__ = [
     "PhysicalAllocation",
     "Received",
     "adopt_memory",
+    "can_seal",
     "create_memory",
     "is_sealed",
     "retain_memory",
@@ -374,7 +376,7 @@ class PhysicalAllocation(Owned):
             If the driver's memory has no such thing.
         """
         handle = self.handle
-        if not isinstance(self._memory.driver, Sealing):
+        if not can_seal(cast("Any", self._memory.driver)):
             raise UnsupportedError(
                 f"sealing {handle.label}",
                 "a kernel that enforces it",
@@ -478,6 +480,12 @@ def _exported(memory: Memory, kind: HandleKind) -> Iterator[tuple[int, Handle]]:
         owner.release()
 
 
+@functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
+def can_seal(driver: Any) -> bool:
+    """Whether a driver's memory can be made read-only for good."""
+    return isinstance(driver, Sealing)
+
+
 def seal_memory(memory: Memory) -> None:
     """Seal an open allocation of a driver that can."""
     driver = cast("Sealing", memory.driver)
@@ -487,5 +495,5 @@ def seal_memory(memory: Memory) -> None:
 
 def is_sealed(memory: Memory) -> bool:
     """Ask the driver whether an open allocation is sealed; False where there is no such thing."""
-    driver = memory.driver
-    return isinstance(driver, Sealing) and driver.mem_is_sealed(memory.driver_handle)
+    driver = cast("Any", memory.driver)
+    return can_seal(driver) and bool(driver.mem_is_sealed(memory.driver_handle))

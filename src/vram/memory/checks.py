@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeVar
 
+from .. import driver as drivers
 from ..driver.protocol import Driver
 from ..errors import AlignmentError, UsageError
 from ..spec import Access, AllocationFlags, HandleKind, Location, parse_size
 
 __all__ = [
     "access", "aligned", "descriptor", "driver_of", "each", "flag", "flags", "handle_bytes", "kinds", "not_exported",
-    "not_of_the_fabric", "place", "positive", "size",
+    "not_of_the_fabric", "place", "positive", "served", "size",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -53,6 +54,12 @@ def place(driver: Driver, location: Location | str) -> Location:
         raise UsageError(f"location {found} is not served by {which}; see vram.driver.get(location)")
     # One name for one place: a GPU's UUID becomes its ordinal here, and "this thread's NUMA node" a certain one.
     return found if type(found.id) is int else driver.canonical(found)
+
+
+def served(location: Location | str) -> tuple[Location, Driver]:
+    """Return a location as this process calls it, and the driver that serves it, loaded at its first use."""
+    found = drivers.visible(location if type(location) is Location else Location.parse(location))
+    return found, drivers.get(found)
 
 
 def descriptor(value: int) -> int:
@@ -120,15 +127,18 @@ def flag(value: object, what: str) -> bool:
 
 def each(values: Iterable[_T], kinds: tuple[type, ...], what: str) -> tuple[_T, ...]:
     """Return what was given one behind the other, all of the kinds that are meant."""
-    wanted = " or ".join(kind.__name__ for kind in kinds)
     try:
         found = tuple(values)
     except TypeError:
-        raise UsageError(f"{what} must be a list of {wanted}, not {values!r:.40}") from None
+        raise UsageError(f"{what} must be a list of {_either(kinds)}, not {values!r:.40}") from None
     for one in found:
         if not isinstance(one, kinds):
-            raise UsageError(f"{what} must be a list of {wanted}; {one!r:.40} is none")
+            raise UsageError(f"{what} must be a list of {_either(kinds)}; {one!r:.40} is none")
     return found
+
+
+def _either(kinds: tuple[type, ...]) -> str:
+    return " or ".join(kind.__name__ for kind in kinds)
 
 
 def driver_of(value: Driver) -> Driver:

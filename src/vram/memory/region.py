@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from ..driver.protocol import Driver, Sealing
+from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
-from .allocation import PhysicalAllocation, Received, is_sealed, seal_memory
+from .allocation import PhysicalAllocation, Received, can_seal, is_sealed, seal_memory
 from .chunks import Chunks
 from .pin import Pin, Span
 from .reservation import copy_on_write
@@ -125,7 +125,7 @@ class Region(Owned):
         """
         self.handle  # noqa: B018  (the driver is asked about memory that this object keeps)
         row = self._chunks.row
-        if not row or not isinstance(self.driver, Sealing):
+        if not row or not can_seal(cast("Any", self.driver)):
             return self._frozen
         if not self._imported and None in [chunk.known for chunk in row]:
             return False  # what was made here, and that nobody ever wanted to have, nobody can have sealed
@@ -251,7 +251,6 @@ class Region(Owned):
     @classmethod
     def create(
         cls,
-        driver: Driver,
         location: Location | str,
         *,
         capacity: int | str,
@@ -263,11 +262,14 @@ class Region(Owned):
         populate: bool = False,
         users: Iterable[Location | str] = (),
         managed: bool = False,
+        driver: Driver | None = None,
     ) -> Self:
         """Reserve a ceiling and make memory for the first `nbytes` of it.
 
         Parameters
         ----------
+        location : Location or str
+            Where: ``"host"``, ``"cuda:0"``, ``"cuda:GPU-<uuid>"``, or a place that a driver is registered for.
         capacity : int or str
             The ceiling in bytes, rounded up to the granularity and at least one granule. Addresses only: it costs
             no memory.
@@ -291,6 +293,9 @@ class Region(Owned):
             By default `location` alone.
         managed : bool
             Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
+        driver : Driver, optional
+            What to make it with, for who has a driver that is not registered, such as one with faults put in front of
+            it. By default the one that serves `location`, which is loaded at its first use.
 
         Raises
         ------
@@ -299,8 +304,11 @@ class Region(Owned):
         OutOfMemoryError, AddressSpaceError
             If there is not enough of either.
         UnsupportedError
-            For `populate` where the CPU cannot touch the memory, and for `flags` that the driver or the device lacks.
+            If this system has no driver for `location`, or this process does not see that GPU. For `populate` where the
+            CPU cannot touch the memory, and for `flags` that the driver or the device lacks.
         """
+        if driver is None:
+            location, driver = checks.served(location)
         place = checks.place(driver, location)
         kinds = checks.kinds(handle_kinds)
         right = checks.access(access)
@@ -607,7 +615,7 @@ class Region(Owned):
             using = self.handle.claim("freeze")  # another thread may close this object meanwhile
             try:
                 right = min(self._access, Access.READ)
-                if isinstance(self.driver, Sealing):
+                if can_seal(cast("Any", self.driver)):
                     for chunk in self._chunks.row:
                         seal_memory(chunk.memory)
                         self._frozen, self._access = True, right

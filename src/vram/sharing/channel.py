@@ -28,6 +28,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from .. import lifetime
 from ..errors import (
@@ -89,6 +90,9 @@ _DRAINED = 64  # messages without descriptors that are thrown away at once, befo
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
 _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
+# Seconds after which the kernel ends a wait for a message on a connection that was made here, so that a deadline can be
+# looked at: who waits that long needs no poll() before each message.
+_NAP = 1.0
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
@@ -310,10 +314,10 @@ def connect(
             pass_rights(sock, False)
         if timeout is not None:
             # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
-            _send_deadline(sock, max(timeout, 0.001))
+            _set_deadline(sock, socket.SO_SNDTIMEO, max(timeout, 0.001))
         sock.connect(path)
         if timeout is not None:
-            _send_deadline(sock, 0.0)
+            _set_deadline(sock, socket.SO_SNDTIMEO, 0.0)
     except BaseException as error:
         sock.close()
         if isinstance(error, BlockingIOError):
@@ -415,7 +419,7 @@ class Channel(lifetime.Owned):
     parent does) and every call raises :class:`ForkedError`.
     """
 
-    __slots__ = ("_handle", "_left", "_ours", "_sock", "_warn_on_leak")
+    __slots__ = ("_handle", "_left", "_naps", "_ours", "_sock", "_warn_on_leak")
 
     def __init__(self, sock: _socket.socket) -> None:
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
@@ -424,6 +428,7 @@ class Channel(lifetime.Owned):
         moved.settimeout(None)
         moved.set_inheritable(False)
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
+        self._naps = False  # whether the kernel ends a wait for a message after _NAP
         self._ours = ours = [True]  # until it was given away
         self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
         left = self._left
@@ -446,7 +451,10 @@ class Channel(lifetime.Owned):
         cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
     ) -> Channel:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
-        return cls(connect(path, timeout, check))
+        made = cls(connect(path, timeout, check))
+        _set_deadline(made._sock, socket.SO_RCVTIMEO, _NAP)
+        made._naps = True
+        return made
 
     @classmethod
     def pair(cls) -> tuple[Channel, Channel]:
@@ -618,7 +626,10 @@ class Channel(lifetime.Owned):
         deadline = None
         if timeout and not self._left:
             deadline = time.monotonic() + timeout
-            self._poll(select.POLLIN, timeout)
+            if self._naps and timeout >= _NAP:
+                flags = 0  # waits and receives in one call of the system
+            else:
+                self._poll(select.POLLIN, timeout)
         while True:
             try:
                 payload, fds, cut = _receive(self._sock, flags, self._left)
@@ -628,9 +639,13 @@ class Channel(lifetime.Owned):
                     continue
                 if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise self._translate(error) from None
+                if timeout is None:  # a nap of the kernel's
+                    self.handle  # noqa: B018  (the check)
+                    continue
                 left = 0.0 if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     raise WaitTimeoutError(f"no message came for {timeout or 0:g} s") from None
+                flags = _DONTWAIT
                 self._poll(select.POLLIN, left)
                 self.handle  # noqa: B018  (the check)
                 continue
@@ -656,14 +671,25 @@ class Channel(lifetime.Owned):
         return error
 
 
-def check_timeout(timeout: object) -> None:
-    """Raise :class:`~vram.errors.UsageError` for what is neither a number of seconds nor None."""
-    if type(timeout) not in (float, int) and not isinstance(timeout, numbers.Real):
-        fine = timeout is None
-    else:
-        fine = timeout >= 0  # type: ignore[operator]  # not so for NaN
-    if not fine:
-        raise UsageError(f"timeout {timeout!r:.40} is not a number of seconds from 0, or None for ever")
+def check_timeout(timeout: object, what: str = "timeout") -> float | None:
+    """Return how many seconds a caller is willing to wait; None is for ever.
+
+    Raises
+    ------
+    UsageError
+        For what is neither a number of seconds nor None.
+    """
+    if timeout is None:
+        return None
+    kind, number = type(timeout), cast("Any", timeout)
+    is_number = kind in (float, int) or (kind is not bool and isinstance(timeout, numbers.Real))
+    try:
+        if is_number and number >= 0:  # not so for NaN
+            return float(number)
+        shown = f"{timeout!r:.40}"
+    except (OverflowError, ValueError):  # an int that no float holds, or of more digits than Python writes
+        shown = "of so many digits"
+    raise UsageError(f"{what} {shown} is not a number of seconds from 0, or None for ever")
 
 
 def _cut_off(payload: bytes, came: int, cut: int) -> ProtocolError:
@@ -691,10 +717,10 @@ def descriptor_limit() -> str:
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
 
 
-def _send_deadline(sock: socket.socket, seconds: float) -> None:
+def _set_deadline(sock: socket.socket, option: int, seconds: float) -> None:
     seconds = min(seconds, 1e9)  # 31 years; infinity has no int
     whole = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, int((seconds - whole) * 1e6)))
 
 
 def _after_fork_in_child() -> None:

@@ -23,12 +23,14 @@ __all__ = ["Collector", "Sender", "Unread", "check_next", "next_part"]
 def next_part(total: int, start: int, most: int = MAX_FDS) -> slice:
     """Return which of `total` descriptors are in the part that begins with number `start`: at most so many.
 
+    What has none is one empty part: memory that goes by handle, or may grow.
+
     Raises
     ------
     ProtocolError
         If there is no such descriptor: it was asked for by a peer.
     """
-    if not 0 <= start < total:
+    if not 0 <= start < max(total, 1):
         raise ProtocolError(f"descriptor {start} of {total} was asked for")
     return slice(start, min(start + most, total))
 

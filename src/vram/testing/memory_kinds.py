@@ -65,7 +65,7 @@ class MemoryKindsContract(RegionContract):
     def test_the_rights_to_a_region_are_the_least_of_its_chunks(
         self, driver: Driver, location: Location, granule: int
     ) -> None:
-        with Region.create(driver, location, capacity=3 * granule, chunk=granule) as region:
+        with Region.create(location, driver=driver, capacity=3 * granule, chunk=granule) as region:
             assert region.get_access() is Access.NONE, "nothing is mapped"
             region.grow(3 * granule)
             assert region.get_access() == region.get_access(location) == Access.READ_WRITE
@@ -88,7 +88,7 @@ class MemoryKindsContract(RegionContract):
         except UnsupportedError as error:
             remedied(error)
             with pytest.raises(UnsupportedError):
-                Region.create(driver, location, capacity=2 * granule, nbytes=granule, flags=flag)
+                Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule, flags=flag)
             assert driver.live() == before
             return
         with allocation:

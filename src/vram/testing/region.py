@@ -76,7 +76,7 @@ class RegionContract:
     # -- size ---------------------------------------------------------------------------------------------------
     def test_a_region_costs_addresses_until_it_grows(self, driver: Driver, location: Location, granule: int) -> None:
         before = driver.live()
-        with Region.create(driver, location, capacity=1000 * granule) as region:
+        with Region.create(location, driver=driver, capacity=1000 * granule) as region:
             assert (region.nbytes, region.mapped, sizes(region)) == (0, 0, [])
             assert region.capacity == 1000 * granule
             assert driver.live().nbytes == before.nbytes
@@ -87,13 +87,13 @@ class RegionContract:
     def test_a_region_has_room_for_a_granule_at_least(
         self, driver: Driver, location: Location, granule: int, capacity: int
     ) -> None:
-        with Region.create(driver, location, capacity=capacity) as region:
+        with Region.create(location, driver=driver, capacity=capacity) as region:
             assert region.capacity == granule
             with region.pin(0, 0, "an empty array"):
                 assert region.segments(0, 0) == ((), 0)
 
     def test_growing_keeps_address_and_contents_i5(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=16 * granule, nbytes=10) as region:
+        with Region.create(location, driver=driver, capacity=16 * granule, nbytes=10) as region:
             address = region.address
             store(driver, address, b"0123456789")
             for size in (11, granule, granule + 1, 5 * granule, 16 * granule):
@@ -106,7 +106,7 @@ class RegionContract:
     def test_a_chunk_is_what_was_asked_for_and_at_least_its_share(
         self, driver: Driver, location: Location, granule: int
     ) -> None:
-        with Region.create(driver, location, capacity=1024 * granule, nbytes=1) as region:
+        with Region.create(location, driver=driver, capacity=1024 * granule, nbytes=1) as region:
             region.grow(4 * granule)
             assert sizes(region) == [4 * granule]
             region.grow(4 * granule + 1)
@@ -115,7 +115,7 @@ class RegionContract:
             assert sizes(region) == [4 * granule, 4 * granule, 21 * granule]
 
     def test_the_ceiling_cuts_the_last_chunk(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=5 * granule, chunk=2 * granule, nbytes=1) as region:
+        with Region.create(location, driver=driver, capacity=5 * granule, chunk=2 * granule, nbytes=1) as region:
             assert sizes(region) == [2 * granule]
             region.grow(5 * granule)
             assert sizes(region) == [2 * granule, 2 * granule, granule]
@@ -124,7 +124,7 @@ class RegionContract:
             assert sizes(region) == [2 * granule, 2 * granule]
 
     def test_past_the_ceiling_nothing_changes_i4(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=2 * granule, nbytes=granule) as region:
+        with Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule) as region:
             before = driver.live()
             for call in (region.grow, region.resize):
                 with pytest.raises(CapacityError, match=str(2 * granule)):
@@ -132,10 +132,10 @@ class RegionContract:
             assert region.nbytes == granule
             assert driver.live() == before
         with pytest.raises(CapacityError):
-            Region.create(driver, location, capacity=granule, nbytes=granule + 1)
+            Region.create(location, driver=driver, capacity=granule, nbytes=granule + 1)
 
     def test_shrinking_gives_back_whole_chunks(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=4 * granule) as region:
+        with Region.create(location, driver=driver, capacity=8 * granule, chunk=granule, nbytes=4 * granule) as region:
             for number in range(4):
                 store(driver, region.address + number * granule, bytes([number + 1]) * 8)
             physical = driver.live().nbytes
@@ -150,7 +150,7 @@ class RegionContract:
 
     def test_what_a_shrink_left_can_be_cleared(self, driver: Driver, location: Location, granule: int) -> None:
         """Before the memory leaves the process: not once it has, nor while a pin reaches there."""
-        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=3 * granule) as region:
+        with Region.create(location, driver=driver, capacity=8 * granule, chunk=granule, nbytes=3 * granule) as region:
             assert region.remains == (3 * granule, 3 * granule)  # new memory has nothing behind the end
             driver.fill(region.address, 7, 3 * granule)
             region.shrink(granule + 9)
@@ -170,7 +170,7 @@ class RegionContract:
             assert not may_clear(region)  # another process may show what was there
 
     def test_each_verb_goes_its_own_way(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=4 * granule, nbytes=granule) as region:
+        with Region.create(location, driver=driver, capacity=4 * granule, nbytes=granule) as region:
             with pytest.raises(UsageError, match="shrink or resize"):
                 region.grow(granule - 1)
             with pytest.raises(UsageError, match="grow or resize"):
@@ -186,13 +186,13 @@ class RegionContract:
     @pytest.mark.parametrize("wrong", [{"capacity": -1}, {"capacity": 1, "nbytes": "x"}, {"capacity": 1, "chunk": 0}])
     def test_impossible_numbers_are_refused(self, driver: Driver, location: Location, wrong: dict[str, int]) -> None:
         with pytest.raises(UsageError):
-            Region.create(driver, location, **wrong)  # type: ignore[arg-type]
+            Region.create(location, driver=driver, **wrong)  # type: ignore[arg-type]
 
     # -- pins ---------------------------------------------------------------------------------------------------
     def test_shrinking_below_a_pin_is_refused_and_changes_nothing_i6(
         self, driver: Driver, location: Location, granule: int
     ) -> None:
-        with Region.create(driver, location, capacity=4 * granule, chunk=granule, nbytes=3 * granule) as region:
+        with Region.create(location, driver=driver, capacity=4 * granule, chunk=granule, nbytes=3 * granule) as region:
             store(driver, region.address + 2 * granule, b"looked at")
             pin = region.pin(granule, 2 * granule + 9, "a view")
             other = region.pin(0, 5, "a small one")
@@ -215,7 +215,7 @@ class RegionContract:
         self, driver: Driver, location: Location, granule: int
     ) -> None:
         before = driver.live()
-        region = Region.create(driver, location, capacity=2 * granule, nbytes=granule)
+        region = Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule)
         pin = region.pin(0, granule, "the last view")
         address = region.address
         store(driver, address, b"still here")
@@ -234,7 +234,7 @@ class RegionContract:
         assert driver.live() == before
 
     def test_a_pin_can_be_taken_again_within_its_span(self, driver: Driver, location: Location, granule: int) -> None:
-        region = Region.create(driver, location, capacity=2 * granule, nbytes=2 * granule)
+        region = Region.create(location, driver=driver, capacity=2 * granule, nbytes=2 * granule)
         first = region.pin(10, 20, "first")
         region.close()  # what is looked at stays, and can be looked at again
         second = first.subpin(12, 15, "second")
@@ -249,7 +249,7 @@ class RegionContract:
         second.release()
 
     def test_a_forgotten_pin_lets_go(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=granule, nbytes=granule) as region:
+        with Region.create(location, driver=driver, capacity=granule, nbytes=granule) as region:
             loop: list[object] = [region.pin(0, granule)]
             loop.append(loop)
             with pytest.raises(BusyError):
@@ -259,7 +259,7 @@ class RegionContract:
             region.shrink(0)
 
     def test_a_pin_lies_within_the_region(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=2 * granule, nbytes=10) as region:
+        with Region.create(location, driver=driver, capacity=2 * granule, nbytes=10) as region:
             for span in ((0, 11), (-1, 5), (6, 5), (11, 11)):
                 with pytest.raises(RangeError):
                     region.pin(*span)
@@ -277,12 +277,12 @@ class RegionContract:
     ) -> None:
         if "HostAddressable" not in self.offers:
             with pytest.raises(UnsupportedError, match="CPU"):
-                Region.create(driver, location, capacity=granule, populate=True)
-            with Region.create(driver, location, capacity=granule, nbytes=1) as region:
+                Region.create(location, driver=driver, capacity=granule, populate=True)
+            with Region.create(location, driver=driver, capacity=granule, nbytes=1) as region:
                 with pytest.raises(UnsupportedError, match="CPU"):
                     region.populate()
             return
-        with Region.create(driver, location, capacity=2 * granule, nbytes=1, populate=True) as region:
+        with Region.create(location, driver=driver, capacity=2 * granule, nbytes=1, populate=True) as region:
             store(driver, region.address, b"kept")
             region.grow(2 * granule)
             region.populate()
@@ -290,21 +290,21 @@ class RegionContract:
             region.shrink(0)
             region.populate()
         with pytest.raises(UsageError, match="access"):
-            Region.create(driver, location, capacity=granule, populate=True, access=Access.NONE)
+            Region.create(location, driver=driver, capacity=granule, populate=True, access=Access.NONE)
 
     def test_a_forgotten_region_is_given_back_and_reported_i2(
         self, driver: Driver, location: Location, granule: int
     ) -> None:
         before = driver.live()
         with pytest.warns(LeakWarning, match="region of"):
-            Region.create(driver, location, capacity=granule, nbytes=1)
+            Region.create(location, driver=driver, capacity=granule, nbytes=1)
         assert driver.live() == before
-        Region.create(driver, location, capacity=granule, nbytes=1, managed=True)  # as an array does: no warning
+        Region.create(location, driver=driver, capacity=granule, nbytes=1, managed=True)  # as an array does: no warning
         gc.collect()
         assert driver.live() == before
 
     def test_threads_change_size_one_after_the_other(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=64 * granule, chunk=granule) as region:
+        with Region.create(location, driver=driver, capacity=64 * granule, chunk=granule) as region:
             failures: list[BaseException] = []
             start = threading.Barrier(4)
 
@@ -330,7 +330,7 @@ class RegionContract:
 
     # -- sharing ------------------------------------------------------------------------------------------------
     def test_segments_cover_a_span(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=3 * granule) as region:
+        with Region.create(location, driver=driver, capacity=8 * granule, chunk=granule, nbytes=3 * granule) as region:
             every, start = region.segments(0, 3 * granule)
             assert ([segment.nbytes for segment in every], start) == ([granule] * 3, 0)
             some, start = region.segments(granule + 5, 2 * granule)
@@ -344,7 +344,9 @@ class RegionContract:
             assert every[2].export() >= 0  # they have claims of their own
 
     def test_an_imported_region_shows_the_same_memory(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=2 * granule + 7) as region:
+        with Region.create(
+            location, driver=driver, capacity=8 * granule, chunk=granule, nbytes=2 * granule + 7
+        ) as region:
             store(driver, region.address + 2 * granule, b"shared!")
             imported = self.imported(driver, region, nbytes=region.nbytes)
             with imported:
@@ -362,7 +364,7 @@ class RegionContract:
                 assert sizes(region) == [granule] * 3
 
     def test_an_imported_region_outlives_who_gave_it(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=granule, nbytes=granule) as region:
+        with Region.create(location, driver=driver, capacity=granule, nbytes=granule) as region:
             store(driver, region.address, b"inherited")
             imported = self.imported(driver, region, access=RW)
         with imported:
@@ -375,7 +377,7 @@ class RegionContract:
         released: list[int] = []
         mappings = driver.live().mappings
         lease = own("lease", lambda: released.append(driver.live().mappings))
-        with Region.create(driver, location, capacity=4 * granule, nbytes=granule) as region:
+        with Region.create(location, driver=driver, capacity=4 * granule, nbytes=granule) as region:
             imported = self.imported(driver, region, capacity=3 * granule, nbytes=1, depends=[lease.handle])
             with imported:
                 lease.release()
@@ -438,7 +440,7 @@ class RegionContract:
     def test_a_frozen_region_is_read_only_for_everybody_s8(
         self, driver: Driver, location: Location, granule: int
     ) -> None:
-        with Region.create(driver, location, capacity=8 * granule, chunk=granule, nbytes=2 * granule) as region:
+        with Region.create(location, driver=driver, capacity=8 * granule, chunk=granule, nbytes=2 * granule) as region:
             store(driver, region.address + granule, b"ice")
             if "Sealing" not in self.offers:  # then it is read-only here
                 region.freeze()
@@ -471,7 +473,7 @@ class RegionContract:
     def test_an_empty_region_can_be_frozen(self, driver: Driver, location: Location, granule: int) -> None:
         if "Sealing" not in self.offers:
             pytest.skip("the driver does not offer Sealing")
-        with Region.create(driver, location, capacity=granule) as region:
+        with Region.create(location, driver=driver, capacity=granule) as region:
             before = region.is_frozen
             region.freeze()
             assert (before, region.is_frozen) == (False, True)
@@ -481,7 +483,7 @@ class RegionContract:
     def test_memory_sealed_elsewhere_does_not_grow(self, driver: Driver, location: Location, granule: int) -> None:
         if "Sealing" not in self.offers:
             pytest.skip("the driver does not offer Sealing")
-        with Region.create(driver, location, capacity=2 * granule, nbytes=1) as region:
+        with Region.create(location, driver=driver, capacity=2 * granule, nbytes=1) as region:
             with PhysicalAllocation.import_(driver, region.segments(0, 1)[0][0].export(), granule) as there:
                 there.seal()
             assert region.is_frozen
@@ -489,7 +491,7 @@ class RegionContract:
                 region.grow(2 * granule)
 
     def test_a_private_region_changes_for_itself_alone(self, driver: Driver, location: Location, granule: int) -> None:
-        with Region.create(driver, location, capacity=2 * granule, nbytes=granule) as region:
+        with Region.create(location, driver=driver, capacity=2 * granule, nbytes=granule) as region:
             store(driver, region.address, b"original")
             if "CopyOnWrite" not in self.offers:
                 with pytest.raises(UnsupportedError):

@@ -85,7 +85,7 @@ def peers(src: Location, dst: Location, instead: str) -> No | None:
     return No(f"{reason}; {instead}") if reason else None
 
 
-def as_array(buffer: object) -> Array:
+def as_array(buffer: Any) -> Array:
     """Return a buffer as an array: a vram array, or whatever :func:`vram.share` takes."""
     try:
         return share(buffer)

@@ -86,7 +86,7 @@ class PinnedRing:
         self._slot = slot
         self._busy = threading.Lock()  # one transfer at a time; nothing in a finalizer comes here
         nbytes = slots * slot
-        memory = Region.create(host, HOST, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
+        memory = Region.create(HOST, driver=host, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
         self._claim = own(f"pinned buffers between {src} and {dst}", None, depends=[memory.handle])
         address = memory.address
         memory.close()

@@ -1,0 +1,82 @@
+"""What the functions of this library take as an array, or as a stream: for type hints of those who pass them on.
+
+``vram.ArrayLike`` is a vram array, a numpy array, a torch tensor, or anything else that has DLPack,
+``__cuda_array_interface__``, ``__array_interface__`` or the buffer protocol. ``vram.StreamLike`` is a stream of a GPU:
+its handle as an integer (1 is the legacy default stream, 2 the per-thread one), or an object of torch, CuPy, Numba or
+cuda.core. What such an object says is looked at when it is passed; what is no array raises
+:class:`~vram.errors.UsageError` then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias, Union
+
+from .array import Array
+
+__all__ = ["ArrayLike", "StreamLike"]
+
+
+class SupportsDLPack(Protocol):
+    """An array that is passed on as a DLPack capsule, such as one of torch, CuPy, JAX or numpy."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+
+class SupportsCudaArrayInterface(Protocol):
+    """An array on a GPU that says where it lies, such as one of CuPy, Numba or torch."""
+
+    @property
+    def __cuda_array_interface__(self) -> Mapping[str, Any]: ...
+
+
+class SupportsArrayInterface(Protocol):
+    """An array of the host that says where it lies, such as numpy's."""
+
+    @property
+    def __array_interface__(self) -> Mapping[str, Any]: ...
+
+
+class SupportsBuffer(Protocol):
+    """What a memoryview can be taken of, such as bytes, an :class:`array.array` or an :class:`mmap.mmap`."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class CudaStream(Protocol):
+    """A stream that follows cuda.core's protocol: its version, and the handle."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+
+class TorchStream(Protocol):
+    """A stream of torch."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle."""
+
+
+class CupyStream(Protocol):
+    """A stream of CuPy."""
+
+    @property
+    def ptr(self) -> int:
+        """The handle."""
+
+
+class NumbaStream(Protocol):
+    """A stream of Numba."""
+
+    @property
+    def handle(self) -> Any:
+        """The handle, as something that an integer can be made of."""
+
+
+# A Union, not a row of bars: it is looked at while the program runs, too.
+ArrayLike: TypeAlias = Union[  # noqa: UP007
+    Array, SupportsDLPack, SupportsCudaArrayInterface, SupportsArrayInterface, SupportsBuffer
+]
+StreamLike: TypeAlias = Union[int, CudaStream, TorchStream, CupyStream, NumbaStream]  # noqa: UP007

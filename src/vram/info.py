@@ -1,0 +1,12 @@
+"""What a keeper, or a lender, says of what it holds: the values that the verbs of administration return.
+
+``vram.list_entries`` and ``vram.entry`` return an :class:`EntryInfo`, with its :class:`VersionInfo` and
+:class:`ArrayInfo`; ``vram.holders`` and ``Lending.holders`` return :class:`HolderInfo`, ``vram.revoke`` and
+``Lending.revoke`` a :class:`RevokeInfo`, and ``vram.statistics`` a :class:`StatisticsInfo`.
+"""
+
+from __future__ import annotations
+
+from .keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, VersionInfo
+
+__all__ = ["ArrayInfo", "EntryInfo", "HolderInfo", "RevokeInfo", "StatisticsInfo", "VersionInfo"]
