@@ -27,7 +27,8 @@ from vram.handover import pickling
 from vram.handover.pickling import Endpoint, endpoint
 from vram.keeper.bind import Listener
 from vram.sharing import channel as channel_module
-from vram.sharing.channel import _PASSRIGHTS, Channel, Credentials, close_fds, peer_credentials
+from vram.sharing.channel import Channel, Credentials, close_fds, peer_credentials
+from vram.sharing.unread import _PASSRIGHTS
 from vram.testing.keeper import SOON, memfds, until
 
 SERVED = b"\x92\xa1m"  # how an answer begins

@@ -29,15 +29,14 @@ from vram.errors import (
 from vram.keeper.private import short_directory
 from vram.sharing import channel as module
 from vram.sharing.channel import (
-    _PASSRIGHTS,
     MAX_MESSAGE,
     MAX_PATH,
     Channel,
     Credentials,
     DescriptorsLostError,
     close_fds,
-    pass_rights,
 )
+from vram.sharing.unread import _PASSRIGHTS, hang_up, pass_rights
 from vram.testing.keeper import SOON, memfds
 
 
@@ -257,7 +256,7 @@ def test_what_takes_no_time_to_close_is_told(way: str) -> None:
         if way == "many":
             for _ in range(100):
                 one.send(b"x")
-        assert module.hang_up(other) is (way not in ("descriptors", "many"))
+        assert hang_up(other) is (way not in ("descriptors", "many"))
 
 
 def test_i7_a_channel_is_closed_in_a_forked_child_and_the_parents_is_not(

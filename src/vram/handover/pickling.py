@@ -42,7 +42,8 @@ from ..arrays.dtypes import dtype_name
 from ..errors import BusyError, ClosedError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
 from ..lifetime import Claim, Handle, begin, uninterrupted
 from ..memory import Pin, Region
-from ..sharing.channel import Channel, Credentials, close_fds, hang_up, pass_rights, peer_credentials
+from ..sharing.channel import Channel, Credentials, close_fds, peer_credentials
+from ..sharing.unread import hang_up, pass_rights
 from .exports import Export, ExportTable
 from .imports import ImportTable, UnknownMemoryError
 from .messages import (

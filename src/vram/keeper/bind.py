@@ -23,7 +23,8 @@ from collections.abc import Iterator
 
 from ..errors import AccessDeniedError, BusyError, NotFoundError, UsageError
 from ..lifetime import uninterrupted
-from ..sharing.channel import pass_rights, peer_credentials
+from ..sharing.channel import peer_credentials
+from ..sharing.unread import pass_rights
 from .killed import was_killed
 
 __all__ = ["Listener", "Permissions", "clear_path", "group_id", "lock_directory"]

@@ -22,7 +22,8 @@ from functools import partial
 from itertools import islice
 
 from ..errors import QuotaError, UnsupportedError
-from ..sharing.channel import MAX_FDS, Credentials, close_fds, pass_rights, peer_credentials, transmit
+from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
+from ..sharing.unread import pass_rights
 from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas

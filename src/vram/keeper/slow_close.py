@@ -17,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..sharing import channel
+from ..sharing.channel import receive
+from ..sharing.unread import hang_up as end_connection
 
 __all__ = ["INLINE", "MOMENT", "SlowCloser", "brings_fds", "receive_whole"]
 
@@ -117,7 +118,7 @@ class SlowCloser:
         bool
             Whether it is closed already. Then `closed` is not called.
         """
-        if channel.hang_up(sock) if hang_up else _is_empty(sock):
+        if end_connection(sock) if hang_up else _is_empty(sock):
             sock.close()
             return True
         self._put([(sock, closed)], uid, 0)
@@ -212,7 +213,7 @@ def receive_whole(sock: socket.socket, room: int) -> tuple[bytes, list[int], boo
     cut : bool
         Whether there is more to it, and it stays: nothing can be received here any more.
     """
-    payload, fds, cut = channel.receive(sock, _PEEK, room)
+    payload, fds, cut = receive(sock, _PEEK, room)
     if not cut:
         sock.recvmsg(1, 0, _DONTWAIT)
     return payload, fds, cut

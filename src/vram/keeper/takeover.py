@@ -57,8 +57,9 @@ from ..errors import (
     UnsupportedError,
     VramError,
 )
-from ..sharing.channel import Channel, close_fds, pass_rights, peer_credentials
+from ..sharing.channel import Channel, close_fds, peer_credentials
 from ..sharing.parcels import Collector, Sender
+from ..sharing.unread import pass_rights
 from . import messages as m
 from .accounts import Quotas
 from .bind import Listener, Permissions

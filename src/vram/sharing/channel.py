@@ -43,6 +43,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..open_files import close_fds
+from .unread import close_filled, pass_rights
 
 __all__ = [
     "ALL_FDS",
@@ -56,11 +57,8 @@ __all__ = [
     "accept",
     "check_timeout",
     "close_fds",
-    "close_filled",
     "connect",
     "descriptor_limit",
-    "hang_up",
-    "pass_rights",
     "peer_credentials",
     "receive",
     "take_over",
@@ -83,10 +81,6 @@ _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
 _TRUNCATED = _TRUNC | _CTRUNC
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
-_PASSCRED = getattr(socket, "SO_PASSCRED", 16)
-_PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
-_CREDENTIALS = socket.CMSG_SPACE(12) if hasattr(socket, "CMSG_SPACE") else 0  # bytes: room for those, for nothing else
-_DRAINED = 64  # messages without descriptors that are thrown away at once, before another thread goes on
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
 _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or years: longer waits are many of these
@@ -220,56 +214,6 @@ def _discard(left: deque[_Raw]) -> None:
     while left:
         close_fds(_numbers(left[0][1]))
         left.popleft()
-
-
-def pass_rights(sock: socket.socket, passes: bool) -> None:
-    """Have the kernel refuse descriptors that are sent to a unix socket, or let them pass again.
-
-    A socket that was accepted begins as the listening one is. Before Linux 6.16 they pass always.
-    """
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, _PASSRIGHTS, passes)
-
-
-def hang_up(sock: _socket.socket) -> bool:
-    """End a connection, for every process that has this socket; return whether to close it takes no time.
-
-    It may not where descriptors are unread in it, which its close closes, too: they may be anything. Messages without
-    are discarded, up to some dozens.
-    """
-    with contextlib.suppress(OSError):  # also: from here on nothing more gets into its queue
-        sock.shutdown(socket.SHUT_RDWR)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _PASSCRED, 1)  # tells the end from an empty message: who sent that
-        for _ in range(_DRAINED):
-            try:
-                payload, sender, said, _ = sock.recvmsg(1, _CREDENTIALS, _PEEK | _DONTWAIT)
-            except ConnectionResetError:  # told once; what had come is behind it
-                continue
-            if not payload and not sender:
-                return True
-            if said & _CTRUNC:
-                return False
-            sock.recvmsg(1, 0, _DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def close_filled(sock: _socket.socket) -> None:
-    """End and close a connection. What the other side left unread in it is closed as :func:`close_fds` does."""
-    if hang_up(sock):
-        sock.close()
-        return
-    fds: list[int] = []
-    try:
-        fds.extend(map(_socket.socket.detach, (sock,)))  # in one step, as lifetime.uninterrupted
-        close_fds(fds)
-    except BaseException:
-        close_fds(fds)
-        raise
 
 
 def connect(
