@@ -27,9 +27,16 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper.private import short_directory
-from vram.keeper.slow_close import _PASSRIGHTS, pass_rights
 from vram.sharing import channel as module
-from vram.sharing.channel import MAX_MESSAGE, MAX_PATH, Channel, Credentials, DescriptorsLostError, close_fds
+from vram.sharing.channel import (
+    MAX_MESSAGE,
+    MAX_PATH,
+    Channel,
+    Credentials,
+    DescriptorsLostError,
+    close_fds,
+)
+from vram.sharing.unread import _PASSRIGHTS, hang_up, pass_rights
 from vram.testing.keeper import SOON, memfds
 
 
@@ -230,6 +237,26 @@ def test_a_peer_that_takes_no_descriptors_is_told_of_and_the_connection_goes_on(
         arrived = len(came)
         close_fds(came)
         assert (payload, arrived) == (b"with", 2)
+
+
+@pytest.mark.parametrize("way", ["open", "reset", "empty", "messages", "descriptors", "many"])
+def test_what_takes_no_time_to_close_is_told(way: str) -> None:
+    """A socket with unread descriptors may take any. An empty message is not the end, nor is a reset."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other, memfds(1) as fds:
+        if way == "reset":
+            other.send(b"unread by one that closes")
+            one.close()
+        if way in ("empty", "messages", "descriptors"):
+            one.send(b"")
+        if way in ("messages", "descriptors"):
+            one.send(b"more")
+        if way == "descriptors":
+            socket.send_fds(one, [b""], fds)
+        if way == "many":
+            for _ in range(100):
+                one.send(b"x")
+        assert hang_up(other) is (way not in ("descriptors", "many"))
 
 
 def test_i7_a_channel_is_closed_in_a_forked_child_and_the_parents_is_not(

@@ -183,7 +183,8 @@ def test_whose_descriptors_do_not_close_sends_no_more_of_them(path: str) -> None
 def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From Linux 6.16 on the kernel lets none through before the greeting; before, they are closed elsewhere."""
     if passes:
-        monkeypatch.setattr("vram.keeper.server.pass_rights", lambda *_: None)
+        for module in ("bind", "server"):
+            monkeypatch.setattr(f"vram.keeper.{module}.pass_rights", lambda *_: None)
     server = make(path, connections=2)
     server._max_refused = 1
     elsewhere: list[object] = []

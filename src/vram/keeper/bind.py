@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from ..errors import AccessDeniedError, BusyError, NotFoundError, UsageError
 from ..lifetime import uninterrupted
 from ..sharing.channel import peer_credentials
+from ..sharing.unread import pass_rights
 from .killed import was_killed
 
 __all__ = ["Listener", "Permissions", "clear_path", "group_id", "lock_directory"]
@@ -63,6 +64,8 @@ class Listener:
         self.path = path
         gid = -1 if group is None else group_id(group)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Before anybody can connect, and until the greeting: a connection that is refused has none in its queue.
+        pass_rights(sock, False)
         try:
             if directory_fd >= 0:
                 lock_directory(directory_fd, os.path.dirname(path))  # again does nothing: it is the open file's
@@ -86,6 +89,7 @@ class Listener:
         self.path = path
         self.sock = sock
         sock.setblocking(False)
+        pass_rights(sock, False)  # its maker may have been of another version
         sock.listen(1024)  # again, so that clients see this process's credentials and not its predecessor's
         self.inode = None
         with contextlib.suppress(OSError):  # somebody removed it: those who are connected are served all the same

@@ -557,15 +557,9 @@ def open_channel(path: str, chosen: bool, timeout: float, *, through: str | None
     if not chosen:
         check_directory(os.path.dirname(path))
     try:
-        channel = Channel.connect(through or path, timeout)
+        return Channel.connect(through or path, timeout, lambda server: check_server(path, chosen, server))
     except PeerGoneError as error:
         raise PeerGoneError(f"no keeper: {error}; start one with `vram keep --socket {path}`") from None
-    try:
-        check_server(path, chosen, channel.peer())
-    except BaseException:
-        channel.close()
-        raise
-    return channel
 
 
 def own_host() -> str:

@@ -23,6 +23,7 @@ from itertools import islice
 
 from ..errors import QuotaError, UnsupportedError
 from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
+from ..sharing.unread import pass_rights
 from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
@@ -34,7 +35,7 @@ from .in_flight import InFlight
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .slow_close import INLINE, MOMENT, SlowCloser, pass_rights
+from .slow_close import INLINE, MOMENT, SlowCloser
 from .snapshot import Ahead
 from .turns import Turns
 from .users import UserNames
@@ -176,7 +177,6 @@ class KeeperServer:
         """Serve on a socket that is there already."""
         self.listener = listener
         self._bound = True
-        pass_rights(listener.sock, False)  # before the greeting: a connection that is refused has none in its queue
 
     def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
         """Serve until :meth:`stop`, or until another keeper has taken over.

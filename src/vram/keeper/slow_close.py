@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..sharing.channel import receive
+from ..sharing.unread import hang_up as end_connection
 
-__all__ = ["INLINE", "MOMENT", "SlowCloser", "brings_fds", "pass_rights", "receive_whole"]
+__all__ = ["INLINE", "MOMENT", "SlowCloser", "brings_fds", "receive_whole"]
 
 # Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
 # can name, some thousands, while everybody else waits: so it is little.
@@ -29,13 +30,9 @@ MOMENT = 0.001  # seconds after which the rest is closed in another thread, howe
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
 _F_GET_SEALS = 1034  # <linux/fcntl.h>
-_PASSCRED = getattr(socket, "SO_PASSCRED", 16)
-_PASSRIGHTS = 83  # SO_PASSRIGHTS of <asm-generic/socket.h>, from Linux 6.16 on
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _PEEK = int(getattr(socket, "MSG_PEEK", 0)) | _DONTWAIT
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
-_CREDENTIALS = socket.CMSG_SPACE(12) if hasattr(socket, "CMSG_SPACE") else 0  # bytes: room for those, for nothing else
-_DRAINED = 64  # messages without descriptors that are thrown away at once, before another thread goes on
 
 
 class SlowCloser:
@@ -121,10 +118,7 @@ class SlowCloser:
         bool
             Whether it is closed already. Then `closed` is not called.
         """
-        if hang_up:
-            with contextlib.suppress(OSError):  # also: from here on nothing more gets into its queue
-                sock.shutdown(socket.SHUT_RDWR)
-        if _drain(sock) if hang_up else _is_empty(sock):
+        if end_connection(sock) if hang_up else _is_empty(sock):
             sock.close()
             return True
         self._put([(sock, closed)], uid, 0)
@@ -198,15 +192,6 @@ class SlowCloser:
                 closed()
 
 
-def pass_rights(sock: socket.socket, passes: bool) -> None:
-    """Have the kernel refuse descriptors that are sent to a unix socket, or let them pass again.
-
-    A socket that was accepted begins as the listening one is. Before Linux 6.16 they pass always.
-    """
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, _PASSRIGHTS, passes)
-
-
 def brings_fds(sock: socket.socket) -> bool:
     """Whether the next message on a unix socket carries descriptors. They are not received."""
     try:
@@ -248,27 +233,6 @@ def _is_empty(sock: socket.socket) -> bool:
     """Whether nothing is unread in a unix socket, or its end."""
     try:
         sock.recvmsg(1, 0, _PEEK)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def _drain(sock: socket.socket) -> bool:
-    """Discard the unread messages of a socket that was shut down; False if there are many, or with descriptors.
-
-    The end is told from an empty message by the credentials of who sent that.
-    """
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _PASSCRED, 1)
-        for _ in range(_DRAINED):
-            payload, sender, said, _ = sock.recvmsg(1, _CREDENTIALS, _PEEK)
-            if not payload and not sender:
-                return True
-            if said & _CTRUNC:
-                return False
-            sock.recvmsg(1, 0, _DONTWAIT)
     except BlockingIOError:
         return True
     except OSError:

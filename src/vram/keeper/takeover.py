@@ -62,6 +62,7 @@ from ..errors import (
 )
 from ..sharing.channel import Channel, close_fds, peer_credentials
 from ..sharing.parcels import Collector, Sender
+from ..sharing.unread import pass_rights
 from ..spec import format_size
 from . import messages as m
 from .accounts import Quotas
@@ -72,7 +73,6 @@ from .killed import was_killed
 from .records import Version
 from .rpc_connection import greet, open_channel
 from .server import KeeperServer
-from .slow_close import pass_rights
 from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, split_bodies
 
 __all__ = ["Succession", "hand_over", "take_over"]

@@ -26,7 +26,7 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..open_files import close_fds
+from .unread import close_filled, pass_rights
 
 __all__ = [
     "ALL_FDS",
@@ -223,7 +224,9 @@ def _discard(left: deque[_Raw]) -> None:
         left.popleft()
 
 
-def connect(path: str, timeout: float | None = None) -> socket.socket:
+def connect(
+    path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
+) -> socket.socket:
     """Connect to the message socket at `path`.
 
     Parameters
@@ -232,6 +235,8 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
         At most 107 bytes.
     timeout : float or None
         Seconds to wait while the listener's queue is full; None waits for ever.
+    check : callable, optional
+        Told who listens; raises if that is nobody to speak to. Until it returns the kernel lets no descriptor come.
 
     Raises
     ------
@@ -257,6 +262,8 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
     except OSError as error:
         raise _no_room("socket(AF_UNIX, SOCK_SEQPACKET)", error) from None
     try:
+        if check is not None:
+            pass_rights(sock, False)
         if timeout is not None:
             # A non-blocking connect to a full unix listener fails at once and cannot be polled for; this waits.
             _set_deadline(sock, socket.SO_SNDTIMEO, max(timeout, 0.001))
@@ -274,6 +281,13 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
                 raise ProtocolError(f"{path} is a socket of another kind, not one for messages") from None
             raise PeerGoneError(f"nobody listens at {path} ({error.strerror})") from None
         raise
+    if check is not None:
+        try:
+            check(peer_credentials(sock))
+            pass_rights(sock, True)
+        except BaseException:
+            close_filled(sock)
+            raise
     return sock
 
 
@@ -376,18 +390,20 @@ class Channel(lifetime.Owned):
             # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not. It also ends the
             # connection for every process that has the socket, which is not for us to do once we gave it away.
             if ours[0]:
-                with contextlib.suppress(OSError):
-                    moved.shutdown(socket.SHUT_RDWR)
-            moved.close()
+                close_filled(moved)
+            else:
+                moved.close()
             _discard(left)
 
         self._claim = lifetime.own(f"channel on fd {moved.fileno()}", undo)
         self._handle = self._claim.handle
 
     @classmethod
-    def connect(cls, path: str, timeout: float | None = None) -> Channel:
+    def connect(
+        cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
+    ) -> Channel:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
-        made = cls(connect(path, timeout))
+        made = cls(connect(path, timeout, check))
         _set_deadline(made._sock, socket.SO_RCVTIMEO, _NAP)
         made._naps = True
         return made
