@@ -582,7 +582,7 @@ def _hand_over(found: Attachment | PublishClaim) -> None:
     answer = found.answer
     if answer is not None:
         if isinstance(answer.fds, OwnedFds):
-            answer.fds.disarm()
+            answer.fds.is_armed = answer.fds.guard = None
         answer.owner = None
 
 

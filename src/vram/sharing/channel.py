@@ -109,17 +109,13 @@ class OwnedFds(list[int]):
 
     Attributes
     ----------
-    is_armed : bool
-        False once somebody else has to close them.
+    is_armed : bool or None
+        Not so once somebody else has to close them. Set without a call: where one begins, an interrupt may come, and
+        nobody would have them.
     """
 
-    is_armed = False  # as long as an interrupt would leave them to somebody else
+    is_armed: bool | None = False  # as long as an interrupt would leave them to somebody else
     guard: object = None  # has it known if an interrupt keeps the finalizer from running
-
-    def disarm(self) -> None:
-        """From here on somebody else has to close them."""
-        self.is_armed = False
-        self.guard = None
 
     def __del__(self) -> None:
         if self and self.is_armed:
@@ -175,7 +171,7 @@ def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[b
         _discard(left)
         raise
     if fds:
-        fds.disarm()  # type: ignore[attr-defined]
+        fds.is_armed = fds.guard = None  # type: ignore[attr-defined]
     return payload, fds, cut != 0
 
 
@@ -562,7 +558,7 @@ class Channel(lifetime.Owned):
         """
         payload, fds = self.take(timeout=timeout)
         if fds:
-            fds.disarm()  # type: ignore[attr-defined]  # OwnedFds, where there are any
+            fds.is_armed = fds.guard = None  # type: ignore[attr-defined]  # OwnedFds, where there are any
         return payload, fds
 
     def take(self, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
