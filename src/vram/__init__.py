@@ -1,5 +1,9 @@
 """One stable address for a piece of memory: grow it in place, share it, keep it alive when its maker is gone.
 
+Here are the verbs, what they return, and the values that both take. The modules :mod:`~vram.errors`, :mod:`~vram.info`
+(what a keeper says of what it holds), :mod:`~vram.memory`, :mod:`~vram.sharing` (memory by hand) and
+:mod:`~vram.transports` have the rest, and need no import of their own.
+
 The public names are loaded on first use (PEP 562): ``import vram`` loads neither numpy, sockets, a driver nor a
 framework.
 """
@@ -9,22 +13,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import builtins
-
+    from . import errors as errors
+    from . import info as info
+    from . import memory as memory
+    from . import sharing as sharing
     from . import transports as transports
     from .arrays import Array as Array
     from .arrays.create import asarray as asarray
     from .arrays.create import empty as empty
     from .arrays.create import zeros as zeros
-    from .arrays.route import Route as Route
-    from .arrays.share import copy_in as copy_in
+    from .arrays.hints import ArrayLike as ArrayLike
+    from .arrays.hints import StreamLike as StreamLike
+    from .arrays.route import ShareRoute as ShareRoute
+    from .arrays.share import copy as copy
     from .arrays.share import explain as explain
     from .arrays.share import share as share
+    from .entries.administration import entry as entry
     from .entries.administration import holders as holders
-    from .entries.administration import list_entries as _list_entries
+    from .entries.administration import list_entries as list_entries
     from .entries.administration import remove as remove
     from .entries.administration import revoke as revoke
-    from .entries.administration import show as show
     from .entries.administration import statistics as statistics
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
@@ -34,89 +42,46 @@ if TYPE_CHECKING:
     from .entries.lend import lend as lend
     from .entries.publish import Published as Published
     from .entries.publish import publish as publish
-    from .entries.put import put as put
-    from .errors import AccessDeniedError as AccessDeniedError
-    from .errors import AddressSpaceError as AddressSpaceError
-    from .errors import AlignmentError as AlignmentError
-    from .errors import BusyError as BusyError
-    from .errors import CapacityError as CapacityError
-    from .errors import ClosedError as ClosedError
-    from .errors import DeviceLostError as DeviceLostError
-    from .errors import DriverError as DriverError
-    from .errors import ForkedError as ForkedError
-    from .errors import InternalError as InternalError
-    from .errors import LeakWarning as LeakWarning
-    from .errors import MismatchError as MismatchError
-    from .errors import MissingFileError as MissingFileError
-    from .errors import NotFoundError as NotFoundError
-    from .errors import OutOfMemoryError as OutOfMemoryError
-    from .errors import PeerError as PeerError
-    from .errors import PeerGoneError as PeerGoneError
-    from .errors import ProtocolError as ProtocolError
-    from .errors import QuotaError as QuotaError
-    from .errors import RangeError as RangeError
-    from .errors import ReleaseWarning as ReleaseWarning
-    from .errors import UnsupportedError as UnsupportedError
-    from .errors import UsageError as UsageError
-    from .errors import VramError as VramError
-    from .errors import WaitTimeoutError as WaitTimeoutError
+    from .entries.publish_file import publish_file as publish_file
     from .handover.array_channel import ArrayChannel as ArrayChannel
-    from .keeper import keeper as keeper
-    from .keeper.reports import ArrayInfo as ArrayInfo
-    from .keeper.reports import EntryInfo as EntryInfo
-    from .keeper.reports import HolderInfo as HolderInfo
-    from .keeper.reports import RevokeInfo as RevokeInfo
-    from .keeper.reports import StatisticsInfo as StatisticsInfo
-    from .keeper.reports import VersionInfo as VersionInfo
     from .keeper.session import Keeper as Keeper
-    from .memory import AddressReservation as AddressReservation
-    from .memory import Event as Event
-    from .memory import MemoryMapping as MemoryMapping
-    from .memory import MulticastObject as MulticastObject
-    from .memory import PhysicalAllocation as PhysicalAllocation
-    from .memory import Pool as Pool
+    from .keeper.session import private_keeper as private_keeper
     from .memory import Region as Region
-    from .sharing.legacy_ipc import IpcMemHandle as IpcMemHandle
     from .spec import Access as Access
     from .spec import AllocationFlags as AllocationFlags
     from .spec import AllocationSpec as AllocationSpec
     from .spec import HandleKind as HandleKind
     from .spec import Location as Location
 
-    list = _list_entries  # type checkers take an import under another name for a private one
+__version__ = "0.2.0"
 
-__version__ = "0.1.0"
-
-# Where each public name lives, and what it is called there if that differs; the room `keeper` is the verb.
+# Where each public name lives; the names of modules end with an equals sign.
 _HOMES = {
     "arrays": "Array",
-    "errors": "AccessDeniedError AddressSpaceError AlignmentError BusyError CapacityError ClosedError"
-    " DeviceLostError DriverError ForkedError InternalError LeakWarning MismatchError MissingFileError"
-    " NotFoundError OutOfMemoryError PeerError PeerGoneError ProtocolError QuotaError RangeError"
-    " ReleaseWarning UnsupportedError UsageError VramError WaitTimeoutError",
-    "entries.attach": "attach attach_or_publish",
     "arrays.create": "asarray empty zeros",
-    "handover.array_channel": "ArrayChannel",
-    "entries.administration": "holders list=list_entries remove revoke show statistics",
-    "entries.publish": "Published publish",
-    "entries.put": "put",
-    "entries.lease": "Lease",
+    "arrays.hints": "ArrayLike StreamLike",
+    "arrays.route": "ShareRoute",
+    "arrays.share": "copy explain share",
+    "entries.administration": "entry holders list_entries remove revoke statistics",
+    "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
+    "entries.lease": "Lease",
     "entries.lend": "Lending lend",
-    "arrays.route": "Route",
-    "arrays.share": "copy_in explain share",
-    "keeper": "keeper=",
-    "keeper.reports": "ArrayInfo EntryInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo",
-    "keeper.session": "Keeper",
-    "memory": "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool Region",
-    "sharing.legacy_ipc": "IpcMemHandle",
+    "entries.publish": "Published publish",
+    "entries.publish_file": "publish_file",
+    "errors": "errors=",
+    "handover.array_channel": "ArrayChannel",
+    "info": "info=",
+    "keeper.session": "Keeper private_keeper",
+    "memory": "memory= Region",
+    "sharing": "sharing=",
     "spec": "Access AllocationFlags AllocationSpec HandleKind Location",
     "transports": "transports=",
 }
 _EXPORTS = {
-    public: (module, inner if equals else public)
+    public: (module, "" if is_module else public)
     for module, names in _HOMES.items()
-    for public, equals, inner in (name.partition("=") for name in names.split())
+    for public, is_module, _ in (name.partition("=") for name in names.split())
 }
 
 __all__ = sorted(_EXPORTS)
@@ -138,5 +103,5 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
         return value
 
 
-def __dir__() -> builtins.list[str]:
+def __dir__() -> list[str]:
     return __all__

@@ -143,7 +143,7 @@ def _meant(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllocationSpec:
-    """What to ask a driver for; :meth:`PhysicalAllocation.create <vram.PhysicalAllocation.create>` takes one.
+    """What to ask a driver for; :meth:`PhysicalAllocation.create <vram.memory.PhysicalAllocation.create>` takes one.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ import pytest
 
 import vram
 from vram.keeper.client import close_client
-from vram.keeper.private import private_keeper
+from vram.keeper.private import private_socket
 
 HEAVY = (
     "asyncio",
@@ -46,7 +46,7 @@ def loaded_by(statement: str, **environment: str) -> set[str]:
 
 @pytest.fixture
 def keeper() -> Iterator[str]:
-    with private_keeper() as path:
+    with private_socket() as path:
         yield path
         close_client(path)
 
@@ -58,7 +58,7 @@ def test_import_vram_loads_next_to_nothing() -> None:
 
 
 def test_errors_are_had_without_the_rest() -> None:
-    loaded = loaded_by("import vram; vram.VramError")
+    loaded = loaded_by("import vram; vram.errors.VramError")
     assert not loaded & set(HEAVY)
     assert {name for name in loaded if name.startswith("vram.")} == {"vram.errors"}
 
@@ -84,8 +84,9 @@ SLOW = (
     "vram.cli", "vram.driver.cuda", "vram.driver.host", "vram.keeper.server", "vram.testing", "vram.transports",
 )  # fmt: skip
 VERBS = (
-    "attach", "attach_or_publish", "publish", "lend", "borrow", "share", "explain", "copy_in", "ArrayChannel", "empty",
-    "zeros", "asarray", "put", "list", "show", "holders", "statistics", "remove", "revoke", "Array", "Region", "Lease",
+    "attach", "attach_or_publish", "publish", "lend", "borrow", "share", "explain", "copy", "ArrayChannel", "empty",
+    "zeros", "asarray", "publish_file", "list_entries", "entry",
+    "holders", "statistics", "remove", "revoke", "Array", "Region", "Lease",
 )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ USED = {
     "share": ("vram.share(vram.zeros(4, 'uint8', device='host'))", ()),
     "ArrayChannel": ("a, b = vram.ArrayChannel.pair(); a.send(7); b.recv(); a.close(); b.close()", ()),
     "empty": ("vram.empty(4, 'uint8', device='host').close()", ()),
-    "list": ("vram.list(); vram.holders(); vram.show('x')", ()),
+    "list_entries": ("vram.list_entries(); vram.holders(); vram.entry('x')", ()),
 }
 
 
@@ -183,15 +184,15 @@ print("passed")
     [
         "import multiprocessing, vram",
         "import vram; vram.empty; import multiprocessing",
-        "import vram; vram.list; vram.attach; import multiprocessing.pool",
+        "import vram; vram.list_entries; vram.attach; import multiprocessing.pool",
         # somebody only looks whether it is there
-        "import importlib.util, vram; vram.list; importlib.util.find_spec('multiprocessing.reduction').has_location",
+        "import importlib.util as u, vram; vram.list_entries; u.find_spec('multiprocessing.reduction').has_location",
         # a finder that asks all others in its turn
-        "import vram; vram.list; sys.meta_path.insert(0, Asks()); import multiprocessing",
+        "import vram; vram.list_entries; sys.meta_path.insert(0, Asks()); import multiprocessing",
         # one of old, which Python passes over
-        "import vram; vram.list; sys.meta_path.insert(1, Old()); import multiprocessing",
+        "import vram; vram.list_entries; sys.meta_path.insert(1, Old()); import multiprocessing",
         # vram once more, as a test runner or a notebook that begins anew has it
-        "import vram; vram.list; anew(); import vram; vram.list; import multiprocessing",
+        "import vram; vram.list_entries; anew(); import vram; vram.list_entries; import multiprocessing",
     ],
 )
 def test_multiprocessing_is_taught_whenever_it_is_loaded(first: str) -> None:

@@ -52,8 +52,8 @@ USES = [
     'vram.asarray(numpy.zeros(4), device="host")',
     'vram.publish("name", {"x": numpy.zeros(4)})',
     'vram.attach("name")',
-    "vram.keeper().__enter__()",
-    "vram.list()",
+    "vram.private_keeper().__enter__()",
+    "vram.list_entries()",
 ]
 
 
@@ -72,6 +72,8 @@ def test_use_on_another_system_says_so(system: str) -> None:
 
 @pytest.mark.parametrize("system", ["win32", "darwin"])
 def test_import_on_another_system_works(system: str) -> None:
-    code = f"import sys; sys.platform = {system!r}; sys.modules['fcntl'] = None; import vram; vram.UnsupportedError"
+    code = (
+        f"import sys; sys.platform = {system!r}; sys.modules['fcntl'] = None; import vram; vram.errors.UnsupportedError"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -16,7 +16,7 @@ from vram import driver as drivers
 from vram import lifetime
 from vram.errors import ReleaseWarning, VramError
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import private_keeper
+from vram.keeper.private import private_socket
 from vram.spec import Location
 from vram.testing.keeper import until
 
@@ -26,7 +26,7 @@ GPU = Location("cuda", 0)
 
 @pytest.fixture(scope="module")
 def socket() -> Iterator[str]:
-    with private_keeper() as path:
+    with private_socket() as path:
         yield path
 
 

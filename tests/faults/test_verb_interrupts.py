@@ -27,7 +27,7 @@ from vram import driver, lifetime
 from vram.entries.lease import attach_array
 from vram.handover.pickling import Endpoint, endpoint, shut_down
 from vram.keeper.client import KeeperClient, PublishClaim, close_client
-from vram.keeper.private import private_keeper, short_directory
+from vram.keeper.private import private_socket, short_directory
 from vram.sharing.channel import close_fds
 from vram.spec import HOST
 from vram.testing.keeper import SOON, until
@@ -87,7 +87,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with private_keeper() as path, short_directory() as directory:
+    with private_socket() as path, short_directory() as directory:
         with KeeperClient.connect(path, label="watcher") as watcher:
             watcher.statistics()
             yield Scene(path, watcher, directory, os.path.join(directory, "lent.sock"))
@@ -138,7 +138,7 @@ def listened(s: Scene) -> None:
 
 
 def missing(s: Scene) -> None:
-    with contextlib.suppress(vram.NotFoundError):
+    with contextlib.suppress(vram.errors.NotFoundError):
         vram.remove("loaded")
 
 
@@ -344,7 +344,7 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "fileno": (leased, lambda s: s.mine.fileno(), listened),
     "on_revoke": (leased, lambda s: s.mine.on_revoke(id), listened),
     "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
-    "show": (nothing, lambda s: vram.show("weights"), attached),
+    "entry": (nothing, lambda s: vram.entry("weights"), attached),
     "attach_or_publish": (missing, load_and_publish, loaded),
     "publish a copy": (own_array, lambda s: vram.publish("published", {"a": np.zeros(1000)}), published),
     "publish in place": (own_array, lambda s: vram.publish("published", {"a": s.mine}), published),

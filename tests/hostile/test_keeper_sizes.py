@@ -434,7 +434,7 @@ def test_s7_a_manifest_costs_its_readers_no_more_than_its_entry_can_need() -> No
             try:
                 with pytest.raises(ProtocolError, match="manifest"):
                     vram.attach(name, keeper=keeper.path)
-                assert vram.show(name, keeper=keeper.path).arrays is None
+                assert vram.entry(name, keeper=keeper.path).arrays is None
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()

@@ -326,9 +326,9 @@ def hear(channel: vram.ArrayChannel, most: int = 20) -> list[Any]:
     for _ in range(most):
         try:
             heard.append(channel.recv(timeout=0))
-        except vram.WaitTimeoutError:
+        except vram.errors.WaitTimeoutError:
             break
-        except (ProtocolError, UnsupportedError, AddressSpaceError, vram.ClosedError) as error:
+        except (ProtocolError, UnsupportedError, AddressSpaceError, vram.errors.ClosedError) as error:
             heard.append(type(error))
     return heard
 

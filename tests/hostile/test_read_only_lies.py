@@ -127,7 +127,7 @@ def test_s8_a_keeper_refuses_memory_that_its_publisher_can_go_on_writing(kept: v
     assert "segment 0 of a read-only version is sealed with F_SEAL_FUTURE_WRITE only" in said
     assert "update the publisher, or publish with writable=True" in said
     assert "the manifest of a read-only version" in publish_hostile(kept.path, extra=1)
-    assert vram.list("lies", keeper=kept.path) == []
+    assert vram.list_entries("lies", keeper=kept.path) == []
 
 
 # -- readers --------------------------------------------------------------------------------------------------------
@@ -216,14 +216,14 @@ def test_s8_memory_that_another_process_can_write_is_not_published_read_only(kep
     with vram.zeros(1000, "int64", device="host") as a:
         views = a.numpy(), a.numpy()[10:20]
         with writer_of(a):
-            with pytest.raises(BusyError, match=r"another process that has it mapped.*vram\.copy_in.*writable=True"):
+            with pytest.raises(BusyError, match=r"another process that has it mapped.*vram\.copy.*writable=True"):
                 vram.publish("shared", {"a": a}, keeper=kept.path)
-            assert vram.list("shared", keeper=kept.path) == []
+            assert vram.list_entries("shared", keeper=kept.path) == []
             assert not seals_of(descriptor_of(a)) & (WRITE | FUTURE_WRITE)
             views[0][:] = np.arange(1000)
             views[1][:] = 7
             a.fill(3)
-            with vram.copy_in(a) as copy:
+            with vram.copy(a) as copy:
                 assert vram.publish("shared", {"a": copy}, keeper=kept.path).zero_copy
             assert vram.publish("open", {"a": a}, writable=True, keeper=kept.path).zero_copy
         assert vram.publish("shared", {"a": a}, keeper=kept.path).zero_copy, "the other process is gone"

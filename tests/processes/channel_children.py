@@ -22,7 +22,7 @@ def serve(channel: vram.ArrayChannel) -> None:
     """Do what comes over the channel, lists of a word and its arguments, until None or the channel's end comes."""
     held: dict[str, Any] = {}
     stream = 0
-    with Sources() as sources, channel, contextlib.suppress(vram.PeerGoneError):
+    with Sources() as sources, channel, contextlib.suppress(vram.errors.PeerGoneError):
         while (order := channel.recv()) is not None:
             if not isinstance(order, list):
                 del order

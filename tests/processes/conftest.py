@@ -10,14 +10,14 @@ import pytest
 import vram
 from vram.handover import pickling
 from vram.keeper.client import KeeperClient, close_client
-from vram.keeper.private import private_keeper
+from vram.keeper.private import private_socket
 from vram.testing.keeper import until
 
 
 @pytest.fixture(scope="module")
 def running_keeper() -> Iterator[str]:
     """The socket of a keeper; use ``kept``, which watches over it."""
-    with private_keeper() as path:
+    with private_socket() as path:
         yield path
 
 

@@ -52,7 +52,7 @@ def read_hidden(pipe: Connection) -> None:
     """Attach although the GPU is hidden from this process; say what came of it."""
     try:
         vram.attach("numbers").close()
-    except vram.VramError as error:
+    except vram.errors.VramError as error:
         pipe.send((type(error).__name__, str(error)))
 
 

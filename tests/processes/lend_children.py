@@ -45,9 +45,9 @@ def numbers(first: int = 0) -> Any:
     return np.arange(first, first + COUNT, dtype="i4")
 
 
-def _no(route: vram.Route) -> None:
+def _no(route: vram.ShareRoute) -> None:
     if not route:
-        raise vram.UnsupportedError(str(route), "", "", "")
+        raise vram.errors.UnsupportedError(str(route), "", "", "")
 
 
 class Sources:
@@ -224,7 +224,7 @@ class Hand:
                 except VramError as error:
                     said[name] = (type(error).__name__, str(error))
         pickling.shut_down()
-        with vram.copy_in(array) as copied:
+        with vram.copy(array) as copied:
             said["copy"] = (type(copied).__name__, str(vram.explain(copied)))
         return said
 

@@ -322,17 +322,17 @@ def test_the_same_name_inside_its_own_load_is_an_error_and_not_a_wait_for_itself
     def load() -> dict[str, object]:
         try:
             vram.attach_or_publish("recursive", load, timeout=5.0)
-        except vram.VramError as error:
+        except vram.errors.VramError as error:
             caught.append(error)
         with vram.attach_or_publish("another", lambda: {"x": np.arange(3)}) as other:  # which waits for nobody
             return {"x": other["x"].numpy().copy()}
 
     with vram.attach_or_publish("recursive", load) as lease:
         assert lease["x"].numpy().tolist() == [0, 1, 2]
-    assert [type(error) for error in caught] == [vram.BusyError]
+    assert [type(error) for error in caught] == [vram.errors.BusyError]
     assert "would wait for itself" in str(caught[0])
     with (
-        pytest.raises(vram.BusyError),
+        pytest.raises(vram.errors.BusyError),
         vram.attach_or_publish("second", lambda: vram.attach_or_publish("second", dict)),
     ):
         pass
@@ -344,7 +344,7 @@ def test_what_a_load_starts_elsewhere_in_its_own_context_is_known_as_well(kept: 
     def load() -> dict[str, object]:
         context = contextvars.copy_context()
         with ThreadPoolExecutor(1) as pool:
-            with pytest.raises(vram.BusyError):
+            with pytest.raises(vram.errors.BusyError):
                 pool.submit(context.run, vram.attach_or_publish, "n", dict).result()
         return {"x": np.arange(3)}
 

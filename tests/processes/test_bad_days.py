@@ -114,11 +114,11 @@ PUBLISHED: list[tuple[Callable[[], Any], type[VramError], str]] = [
         for timeout in [-1, "5", float("nan"), [], True, 10**400, 10**5000]
     ),
     (lambda: vram.attach("there", access="rw"), AccessDeniedError, "cow"),
-    (lambda: vram.show("n"), NotFoundError, "n"),
-    (lambda: vram.show(".."), UsageError, "a name"),
+    (lambda: vram.entry("n"), NotFoundError, "n"),
+    (lambda: vram.entry(".."), UsageError, "a name"),
     (lambda: vram.remove("n"), NotFoundError, "n"),
     (lambda: vram.remove("there", version=7), NotFoundError, "7"),
-    (lambda: vram.list("a b"), UsageError, "begins no name"),
+    (lambda: vram.list_entries("a b"), UsageError, "begins no name"),
     (lambda: vram.attach_or_publish("..", dict), UsageError, "a name"),
     (lambda: vram.attach_or_publish("n", dict, expect=5), UsageError, "a mapping such as"),
     (lambda: vram.attach_or_publish("n", dict, timeout="x"), UsageError, "None for ever"),
@@ -222,19 +222,19 @@ def test_i4_a_bad_file_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> N
     for what, contents in FILES.items():
         print(what)
         path.write_bytes(contents)
-        refuses(lambda: vram.put("model", path, device="host"), UsageError, "model.safetensors")
-        assert vram.list() == []
+        refuses(lambda: vram.publish_file("model", path, device="host"), UsageError, "model.safetensors")
+        assert vram.list_entries() == []
 
 
 def test_i4_a_file_that_cannot_be_read_publishes_nothing(kept: vram.Keeper, tmp_path: Path) -> None:
-    refuses(lambda: vram.put("model", tmp_path / "none", device="host"), MissingFileError, "no file")
-    refuses(lambda: vram.put("model", tmp_path, device="host"), UsageError, "directory")
-    refuses(lambda: vram.put("model", 5, device="host"), UsageError, "path")  # type: ignore[arg-type]
+    refuses(lambda: vram.publish_file("model", tmp_path / "none", device="host"), MissingFileError, "no file")
+    refuses(lambda: vram.publish_file("model", tmp_path, device="host"), UsageError, "directory")
+    refuses(lambda: vram.publish_file("model", 5, device="host"), UsageError, "path")  # type: ignore[arg-type]
     secret = tmp_path / "secret"
     save_file({"a": np.arange(3)}, secret)
     secret.chmod(0)
     if not os.geteuid():
-        kind, _ = as_user(OTHER, lambda: vram.put("model", secret, device="host", keeper="/nowhere"))
+        kind, _ = as_user(OTHER, lambda: vram.publish_file("model", secret, device="host", keeper="/nowhere"))
         assert kind is UnreadableFileError
 
 
@@ -243,18 +243,20 @@ def test_a_file_is_read_only_if_it_will_be_taken(tmp_path: Path, monkeypatch: py
     path = tmp_path / "model.safetensors"
     save_file({"a": np.arange(1_000_000)}, path)
     monkeypatch.setattr("vram.arrays.weights.load", lambda *_: pytest.fail("the file was read"))
-    refuses(lambda: vram.put("model", path, device="host", keeper=tmp_path / "none"), PeerGoneError, "vram keep")
-    with vram.keeper(max_bytes=4 << 20):
-        refuses(lambda: vram.put("..", path, device="host"), UsageError, "a name")
-        refuses(lambda: vram.put("model", path, device="host", ttl=-1), UsageError, "seconds above 0")
-        refuses(lambda: vram.put("model", path, device="host", meta=[]), UsageError, "mapping")  # type: ignore[arg-type]
-        refuses(lambda: vram.put("model", path, device="host"), QuotaError, "room")
+    refuses(
+        lambda: vram.publish_file("model", path, device="host", keeper=tmp_path / "none"), PeerGoneError, "vram keep"
+    )
+    with vram.private_keeper(max_bytes=4 << 20):
+        refuses(lambda: vram.publish_file("..", path, device="host"), UsageError, "a name")
+        refuses(lambda: vram.publish_file("model", path, device="host", ttl=-1), UsageError, "seconds above 0")
+        refuses(lambda: vram.publish_file("model", path, device="host", meta=[]), UsageError, "mapping")  # type: ignore[arg-type]
+        refuses(lambda: vram.publish_file("model", path, device="host"), QuotaError, "room")
 
 
 def test_a_file_is_published_with_its_name(kept: vram.Keeper, tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"m\xff.safetensors")  # not a name that UTF-8 can say
     save_file({"a": np.arange(3), "none": np.empty((0, 2), "f4")}, path)
-    receipt = vram.put("model", path, device="host", meta={"config": "1"})
+    receipt = vram.publish_file("model", path, device="host", meta={"config": "1"})
     assert receipt.zero_copy
     assert receipt.arrays == 2
     with vram.attach("model") as lease:
@@ -280,8 +282,8 @@ def everything(path: str) -> list[Callable[[], Any]]:
         lambda: vram.publish("n", X, keeper=path),
         lambda: vram.attach("n", keeper=path),
         lambda: vram.attach_or_publish("n", lambda: X, timeout=0, keeper=path),  # else it waits for one
-        lambda: vram.list(keeper=path),
-        lambda: vram.show("n", keeper=path),
+        lambda: vram.list_entries(keeper=path),
+        lambda: vram.entry("n", keeper=path),
         lambda: vram.remove("n", keeper=path),
         lambda: vram.statistics(keeper=path),
     ]
@@ -349,7 +351,7 @@ def test_a_keeper_of_a_user_whom_nobody_trusts_is_not_spoken_to(place: str) -> N
 def test_another_users_process_is_kept_out_unless_it_is_let_in(kept: vram.Keeper) -> None:
     if os.geteuid():
         pytest.skip("becoming another user needs root")
-    kind, text = as_user(OTHER, lambda: vram.list())
+    kind, text = as_user(OTHER, lambda: vram.list_entries())
     assert kind in (AccessDeniedError, PeerGoneError)
     assert f"uid {OTHER}" in text
 
@@ -379,7 +381,7 @@ def test_s5_readers_read_on_when_the_keeper_is_killed(place: str) -> None:
             # Another one comes to the same place: who asks now, asks that one.
             os.unlink(place)
             successor = KeeperProcess(place)
-            assert vram.list(keeper=place) == []
+            assert vram.list_entries(keeper=place) == []
             assert lease.is_stale()
             assert not lease.is_revoked()
             refuses(lease.upgrade, NotFoundError, "n")
@@ -465,7 +467,7 @@ def test_i4_losing_the_keeper_while_publishing_is_said_and_leaves_nothing(place:
 
     try:
         with vram.zeros(8, "int64", device="host") as a, pytest.MonkeyPatch.context() as patch:
-            assert vram.list(keeper=place) == []
+            assert vram.list_entries(keeper=place) == []
             patch.setattr(Channel, "send", send)
             with pytest.raises(PeerGoneError, match="keeper") as caught:
                 vram.publish("n", {"a": a, "x": np.arange(3)}, keeper=place)

@@ -59,12 +59,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_put_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
+def test_publish_file_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
     assert (
-        run("put", "mini/lm", file, "--meta", "config=sha256:1")
+        run("publish-file", "mini/lm", file, "--meta", "config=sha256:1")
         == "mini/lm version 1: 2 arrays, 54 B on host, shared in place\n"
     )
-    published = json.loads(run("put", "mini/lm", file, "--device", "host", "--json", "--ttl", "1000"))
+    published = json.loads(run("publish-file", "mini/lm", file, "--device", "host", "--json", "--ttl", "1000"))
     assert published == {"name": "mini/lm", "version": 2, "arrays": 2, "nbytes": 54, "copied": {}}
     with vram.attach("mini/lm") as lease:
         assert (lease["weight"].numpy() == np.arange(12).reshape(3, 4)).all()
@@ -90,15 +90,15 @@ def test_put_ls_show_rm(kept: vram.Keeper, file: Path) -> None:
 
         assert "7" in fails("rm", "mini/lm", "--version", 7)
         assert "count from 1" in fails("rm", "mini/lm", "--version", 0)
-        assert len(vram.list()) == 1
+        assert len(vram.list_entries()) == 1
         assert run("rm", "mini/lm", "--version", 2) == "removed mini/lm version 2\n"
-        assert vram.list() == []
-    run("put", "n", file, "--writable")
+        assert vram.list_entries() == []
+    run("publish-file", "n", file, "--writable")
     assert json.loads(run("rm", "n", "--json")) == {"removed": "n", "version": None}
 
 
 def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
-    run("put", "big/lm", file)
+    run("publish-file", "big/lm", file)
     with vram.attach("big/lm") as lease, vram.attach("big/lm"):
         assert re.search(r"^ *big/lm .* 2 / 2 MiB ", run("ls"), re.MULTILINE)
         line = rf"^ *big/lm +1 +2 MiB +{os.geteuid()} +pid {os.getpid()} +{re.escape(own_label())} +r +[0-9.]+ s *$"
@@ -131,11 +131,11 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
         assert (done.returncode, left["name"], left["nbytes"], len(left["holders"])) == (1, "big/lm", 2 << 20, 2)
         assert left["holders"] == [{**one, "age": left["holders"][at]["age"]} for at, one in enumerate(held)]
         assert run("ls", "big").splitlines()[1:] == []
-    run("put", "big/lm", file)
+    run("publish-file", "big/lm", file)
     with vram.attach("big/lm") as lease:
         lease.on_revoke(vram.Lease.close)
         assert run("revoke", "big/lm", "--timeout", SOON) == "revoked big/lm: nobody holds it any more\n"
-    run("put", "big/lm", file)
+    run("publish-file", "big/lm", file)
     assert json.loads(run("revoke", "big/lm", "--version", 3, "--json")) == {
         "name": "big/lm",
         "holders": [],
@@ -147,7 +147,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
 def test_show_says_what_the_file_said_of_itself(kept: vram.Keeper, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"x": np.zeros(())}, path, metadata={"format": "pt", "by": "us\x1b[2J"})
-    run("put", "n", path, "--meta", "config=v1")
+    run("publish-file", "n", path, "--meta", "config=v1")
     shown = run("show", "n")
     assert re.search(r"^ *__metadata__ format +pt *$", shown, re.MULTILINE)
     assert re.search(r"^ *__metadata__ by +us\?\[2J *$", shown, re.MULTILINE)
@@ -163,7 +163,7 @@ def test_the_version_is_said() -> None:
 
 
 def test_a_label_is_shown_beside_the_pid(kept: vram.Keeper, file: Path) -> None:
-    run("put", "n", file, VRAM_LABEL="loader\x1b[2J 7")
+    run("publish-file", "n", file, VRAM_LABEL="loader\x1b[2J 7")
     assert re.search(r" uid \d+, pid \d+, loader\?\[2J 7 ", run("show", "n"))
     with vram.attach("n"):
         line = rf" pid {os.getpid()} +{re.escape(own_label())} +r "
@@ -191,7 +191,7 @@ def test_keep_runs_in_the_foreground_until_it_is_told(file: Path, tmp_path: Path
             assert keeper.stdout is not None
             assert keeper.stdout.readline().startswith(f"vram keep: serving at {path} (pid {keeper.pid})")
             assert os.stat(path).st_mode & 0o777 == 0o660
-            assert run("put", "one", file, "--socket", path)
+            assert run("publish-file", "one", file, "--socket", path)
             assert "one" in run("ls", "--socket", path)
             assert "one" in run("ls", VRAM_KEEPER=path)
             assert "keeper" in fails("keep", "--socket", path)
@@ -218,15 +218,15 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["keep", "--max-bytes", "64 bananas"], "64MiB"),
     (["keep", "--max-entries", "-1"], "--max-entries"),
     (["keep", "--claim-timeout", "0"], "--claim-timeout"),
-    (["put", "n", "FILE", "--device", "gpu"], '"host"'),
-    (["put", "n", "FILE", "--device", "cuda:99"], "cuda"),
-    (["put", "n", "FILE", "--meta", "config"], "KEY=VALUE"),
-    (["put", "n", "FILE", "--meta", "=x"], "KEY=VALUE"),
-    (["put", "n", "FILE", "--ttl", "nan"], "seconds above 0"),
-    (["put", "..", "FILE"], "a name"),
-    (["put", "n", "nothing.safetensors"], "no file"),
-    (["put", "n", "/"], "directory"),
-    (["put", "n", __file__], "safetensors"),
+    (["publish-file", "n", "FILE", "--device", "gpu"], '"host"'),
+    (["publish-file", "n", "FILE", "--device", "cuda:99"], "cuda"),
+    (["publish-file", "n", "FILE", "--meta", "config"], "KEY=VALUE"),
+    (["publish-file", "n", "FILE", "--meta", "=x"], "KEY=VALUE"),
+    (["publish-file", "n", "FILE", "--ttl", "nan"], "seconds above 0"),
+    (["publish-file", "..", "FILE"], "a name"),
+    (["publish-file", "n", "nothing.safetensors"], "no file"),
+    (["publish-file", "n", "/"], "directory"),
+    (["publish-file", "n", __file__], "safetensors"),
     (["show", "n"], "n"),
     (["rm", "n"], "n"),
     (["rm", "a b"], "a name"),
@@ -257,10 +257,10 @@ def test_errors_are_one_line_and_exit_with_1(
         assert says in printed.err
         assert printed.err.startswith("vram: ")
         assert printed.err.count("\n") == 1
-    assert vram.list() == []
+    assert vram.list_entries() == []
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["put", "n", "FILE"]])
+@pytest.mark.parametrize("arguments", [["ls"], ["publish-file", "n", "FILE"]])
 def test_without_a_keeper_it_says_how_to_start_one(file: Path, tmp_path: Path, arguments: list[str]) -> None:
     nobody = str(tmp_path / "nobody.sock")
     given = [str(file) if argument == "FILE" else argument for argument in arguments]
@@ -268,7 +268,7 @@ def test_without_a_keeper_it_says_how_to_start_one(file: Path, tmp_path: Path, a
 
 
 def test_a_wrong_call_shows_how_it_is_meant() -> None:
-    assert "Usage:" in run("put", expect=2)
+    assert "Usage:" in run("publish-file", expect=2)
     assert "No such option" in run("ls", "--nonsense", expect=2)
     assert "Usage:" in run("--help")
 
@@ -285,7 +285,7 @@ def test_words_of_strangers_are_words(kept: vram.Keeper, file: Path) -> None:
     assert json.loads(run("show", "n", "--json"))["meta"] == meta
     broken = file.with_name("two\nlines\x1b[2J.safetensors")
     broken.write_bytes(b"no tensors in here")
-    assert "\x1b" not in fails("put", "n", broken)
+    assert "\x1b" not in fails("publish-file", "n", broken)
 
 
 def test_whoever_has_read_enough_may_go(kept: vram.Keeper) -> None:

@@ -102,7 +102,7 @@ import numpy as np
 from vram.keeper.client import KeeperClient
 
 met, at = {}, sys.argv[1]
-keeper = vram.keeper()
+keeper = vram.private_keeper()
 watcher = KeeperClient.connect(keeper.path)
 a = vram.zeros((8, 1000), device="host")
 vram.publish("weights", {"a": a})
@@ -146,7 +146,7 @@ for number in range(ROUNDS * 2):
         one, two = vram.ArrayChannel.pair()
         count = 0
         if what == "send":  # until the other end's queue is full
-            with contextlib.suppress(vram.WaitTimeoutError):
+            with contextlib.suppress(vram.errors.WaitTimeoutError):
                 while True:
                     one.send(b"x" * 60_000, timeout=0)
                     count += 1

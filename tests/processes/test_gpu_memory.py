@@ -104,7 +104,7 @@ class GpuMemory:
             with vram.attach("numbers") as lease:
                 with pytest.raises(ReadOnlyError):
                     lease["a"][:] = 1
-                with pytest.raises(vram.UsageError):
+                with pytest.raises(vram.errors.UsageError):
                     drivers.get(Location("cuda")).fill(lease["a"].address, 1, 10)
                 with pytest.raises(UnsupportedError, match="cop"):
                     vram.attach("numbers", access="cow")

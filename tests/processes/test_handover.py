@@ -690,7 +690,7 @@ def test_what_cannot_be_said_is_refused_and_nothing_is_sent(pair: tuple[ArrayCha
 def test_an_array_that_cannot_be_shared_is_refused_with_a_remedy_also_in_a_list(
     pair: tuple[ArrayChannel, ArrayChannel],
 ) -> None:
-    with pytest.raises(UnsupportedError, match=r"^\[0\]: .*copy_in"):
+    with pytest.raises(UnsupportedError, match=r"^\[0\]: .*vram.copy"):
         pair[0].send([np.arange(3)])
 
 

@@ -261,7 +261,7 @@ def test_what_was_attached_goes_by_name(servant: Servant, kept: vram.Keeper) -> 
         with vram.attach("n", keeper=kept) as lease:
             assert servant("keep", "a", lease["a"][2:4])[1:] == ((2, 4), False)
             assert servant("total", "a") == a.numpy()[2:4].sum()
-            assert {holder.pid for holder in vram.show("n").versions[0].holders} == {os.getpid(), servant.process.pid}
+            assert {holder.pid for holder in vram.entry("n").versions[0].holders} == {os.getpid(), servant.process.pid}
         assert servant("keep", "b", a)[2] is False, "published by us, it is ours to hand over, read-only as it is"
     assert vram.statistics().leases == 1
     servant("drop")

@@ -45,7 +45,7 @@ from vram.keeper import client as module
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
 from vram.keeper.messages import Attach
 from vram.keeper.notices import Signal
-from vram.keeper.private import KeeperProcess, private_keeper, short_directory
+from vram.keeper.private import KeeperProcess, private_socket, short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import AT_ONCE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
@@ -54,7 +54,7 @@ KIB4 = Segment(4096)
 
 @pytest.fixture
 def keeper() -> Iterator[str]:
-    with private_keeper() as path:
+    with private_socket() as path:
         yield path
 
 
@@ -253,7 +253,7 @@ def test_what_is_not_there(one: KeeperClient) -> None:
 
 
 def test_quotas() -> None:
-    with private_keeper(max_bytes=10_000, max_entries=2) as path, KeeperClient.connect(path) as connection:
+    with private_socket(max_bytes=10_000, max_entries=2) as path, KeeperClient.connect(path) as connection:
         publish(connection, "a")
         publish(connection, "b")
         with pytest.raises(QuotaError, match="entries"):
@@ -743,7 +743,7 @@ def test_i7_a_forked_child_that_leaves_the_block_leaves_its_parent_the_keeper() 
     """F8: os.fork() inside the block, and an orderly exit of the child."""
     child = -1
     try:
-        with vram.keeper() as mine, short_directory() as place:
+        with vram.private_keeper() as mine, short_directory() as place:
             child = os.fork()
             if child == 0:
                 sys.exit(0)

@@ -158,7 +158,7 @@ def test_readers_that_let_go_are_waited_for(kept: vram.Keeper) -> None:
         started = time.monotonic()
         left = vram.revoke("n", timeout=SOON)
         assert time.monotonic() - started < SOON / 2
-        assert left == vram.RevokeInfo("n", (), 0)
+        assert left == vram.info.RevokeInfo("n", (), 0)
         for reader in three:
             assert (reader.line(), reader.line()) == ("told True True", "closed")
     assert vram.statistics().nbytes == 0
@@ -183,7 +183,7 @@ def test_s5_a_reader_that_keeps_it_is_named_and_keeps_it(kept: vram.Keeper) -> N
         assert {holder.label for holder in left.holders} == {"reader-stubborn", "reader-deaf"}
         assert stubborn.line() == "told True True"
         assert (stubborn.ask(), deaf.ask()) == ("6 True", "6 True")
-        assert vram.list() == []
+        assert vram.list_entries() == []
         assert [one.lease_id for one in vram.holders()] == [one.lease_id for one in left.holders]
         with pytest.raises(NotFoundError):
             vram.attach("n")
@@ -199,7 +199,7 @@ def test_sigkill_of_a_reader_in_the_middle_of_a_revoke_ends_its_holding(kept: vr
         assert not came
         reader.kill()
         thread.join(SOON)
-        assert came == [vram.RevokeInfo("n", (), 0)]
+        assert came == [vram.info.RevokeInfo("n", (), 0)]
 
 
 def test_sigkill_of_the_keeper_in_the_middle_of_a_revoke_is_told_at_once() -> None:
@@ -251,7 +251,7 @@ def test_a_version_published_meanwhile_is_not_waited_for(kept: vram.Keeper) -> N
         new = stack.enter_context(vram.attach("n"))
         old.close()
         thread.join(SOON)
-        assert came == [vram.RevokeInfo("n", (), 0)]
+        assert came == [vram.info.RevokeInfo("n", (), 0)]
         assert not new.is_stale()
 
 
@@ -397,7 +397,7 @@ def test_a_lease_whose_descriptor_nobody_waits_for_any_more_is_not_listened_for(
     until(lambda: not listens(), what="the end of the thread")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-    with pytest.raises(vram.ClosedError):
+    with pytest.raises(vram.errors.ClosedError):
         lease.fileno()
 
 
@@ -576,7 +576,7 @@ def test_a_takeover_forgets_neither_who_listens_nor_what_was_revoked() -> None:
             try:
                 assert vram.statistics().pid == successor.pid
                 assert other.is_revoked()
-                assert vram.show("other").versions[0].is_revoked
+                assert vram.entry("other").versions[0].is_revoked
                 vram.revoke("n", timeout=0)
                 until(lambda: heard == [lease])
                 lease.close()
@@ -620,7 +620,7 @@ def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatc
 
     def limited(self: notices._Line, wanted: notices.Subscription) -> None:
         if self.listeners:
-            raise vram.QuotaError("full")
+            raise vram.errors.QuotaError("full")
         watch(self, wanted)
 
     monkeypatch.setattr(notices._Line, "watch", limited)
@@ -675,10 +675,10 @@ def test_a_listing_counts_who_holds_and_what(kept: vram.Keeper) -> None:
     with vram.attach("held"):
         publish("held")
         with vram.attach("held"), vram.attach("held"):
-            free, held = vram.list()
+            free, held = vram.list_entries()
             assert (free.leases, free.held_bytes) == (0, 0)
             assert (held.leases, held.held_bytes, held.readers, held.retired) == (3, 4 * MIB, 2, 1)
-            shown = vram.show("held")
+            shown = vram.entry("held")
             assert (shown.leases, shown.held_bytes) == (3, 4 * MIB)
             found = vram.holders("held")
             assert [(one.name, one.version) for one in found] == [("held", 1), ("held", 2), ("held", 2)]

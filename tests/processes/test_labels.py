@@ -36,7 +36,7 @@ def test_the_environment_names_a_process(unconnected: str, monkeypatch: pytest.M
         (holder,) = vram.holders()
         assert (holder.label, holder.host) == ("trainer 3", HOST)
         assert str(holder) == f"pid {os.getpid()}, uid {os.geteuid()}, label 'trainer 3'"
-        (version,) = vram.show("n").versions
+        (version,) = vram.entry("n").versions
         assert (version.publisher_label, version.publisher_host) == ("trainer 3", HOST)
     monkeypatch.setenv("VRAM_LABEL", "")  # which names nothing
     close_client(unconnected)
@@ -61,8 +61,8 @@ def test_a_keeper_is_told_the_label_that_its_object_has(unconnected: str) -> Non
 def test_a_label_is_said_once(unconnected: str) -> None:
     vram.publish("n", X, keeper=vram.Keeper(unconnected, label="one"))
     with pytest.raises(UsageError, match=r"is connected to .* as 'one', which is said once: give label='other' before"):
-        vram.list(keeper=vram.Keeper(unconnected, label="other"))
-    assert [entry.name for entry in vram.list(keeper=vram.Keeper(unconnected))] == ["n"]
+        vram.list_entries(keeper=vram.Keeper(unconnected, label="other"))
+    assert [entry.name for entry in vram.list_entries(keeper=vram.Keeper(unconnected))] == ["n"]
 
 
 def test_who_is_busy_is_named_by_label(kept: vram.Keeper) -> None:

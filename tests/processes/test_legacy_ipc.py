@@ -14,11 +14,10 @@ from tests.processes import transport_children as children
 from tests.processes.test_transports import answer, child
 
 import standin
-from vram import IpcMemHandle
 from vram import driver as drivers
 from vram.arrays import Array
 from vram.errors import DriverError, ForkedError, ProtocolError, UsageError
-from vram.sharing import legacy_ipc
+from vram.sharing import IpcMemHandle, legacy_ipc
 from vram.spec import Location
 
 pytestmark = pytest.mark.standin

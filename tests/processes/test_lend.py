@@ -164,7 +164,7 @@ def test_memory_by_handle_has_no_copy_on_write(kind: str, path: str, hand: Other
     with vram.lend(sources.make(kind), at=path) as lending:
         name, said = hand.call("try_borrow", path, access="cow")
         assert name == "UnsupportedError"
-        assert "copy_in" in said
+        assert "vram.copy" in said
         until(lambda: lending.holders() == [], what="the end of the refused lease")
 
 
@@ -214,7 +214,7 @@ def test_s6_one_allocation_of_a_pool_under_two_names_is_opened_once(
 @pytest.mark.standin
 def test_several_allocations_of_several_pools(path: str, hand: OtherProcess, sources: Sources) -> None:
     driver: Any = drivers.get(GPU)
-    with vram.Pool.create(driver, GPU) as one, vram.Pool.create(driver, GPU) as other:
+    with vram.memory.Pool.create(driver, GPU) as one, vram.memory.Pool.create(driver, GPU) as other:
         regions = [pool.allocate(GRANULE // 2) for pool in (one, one, other)]
         arrays = {str(n): vram.Array(region, "int32", 10, offset=64) for n, region in enumerate(regions)}
         for n, array in arrays.items():
@@ -345,12 +345,12 @@ def test_i10_wrong_paths_are_typed_errors(path: str, sources: Sources) -> None:
 def test_s3_what_cannot_be_lent_says_why(path: str, sources: Sources) -> None:
     x = sources.make("host")
     for obj, kind, words in (
-        (np.zeros(5), UnsupportedError, "copy_in"),
-        ({"x": x, "y": np.zeros(5)}, UnsupportedError, "copy_in"),
+        (np.zeros(5), UnsupportedError, "vram.copy"),
+        ({"x": x, "y": np.zeros(5)}, UnsupportedError, "vram.copy"),
         ({}, UsageError, "nothing to lend"),
         ({5: x}, UsageError, "array names"),
         ("text", UsageError, "no array"),
-        (x.numpy()[::2], UsageError, "copy_in"),
+        (x.numpy()[::2], UsageError, "vram.copy"),
     ):
         with pytest.raises(kind, match=words):
             vram.lend(obj, at=path)
@@ -536,7 +536,7 @@ def test_a_lending_that_is_dropped_warns_and_ends(path: str, sources: Sources) -
     assert repr(lending) == f"<Lending at {path}, 1 array, {4 * COUNT} bytes>"
     kept = [lending]
     del lending
-    with pytest.warns(vram.LeakWarning):
+    with pytest.warns(vram.errors.LeakWarning):
         kept.clear()
     assert not os.path.exists(path)
 
@@ -554,7 +554,7 @@ def test_a_lending_by_handle_that_is_dropped_ends_with_its_last_borrower(
     if borrowed:
         hand.call("borrow", path)
         hand.call("on_revoke", "note")
-    with pytest.warns(vram.LeakWarning):
+    with pytest.warns(vram.errors.LeakWarning):
         kept.clear()
     if borrowed:
         assert hand.call("was_told")

@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 @pytest.fixture(scope="module")
 def lease() -> Iterator[vram.Lease]:
-    with vram.keeper():
+    with vram.private_keeper():
         vram.publish("kept", {"x": np.arange(5)})
         with vram.attach("kept") as lease:
             yield lease
@@ -41,7 +41,7 @@ def lease() -> Iterator[vram.Lease]:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_an_odd_argument_is_a_usage_error_and_costs_nothing_else(call: Callable[[], Any], lease: vram.Lease) -> None:
-    with pytest.raises(vram.UsageError):
+    with pytest.raises(vram.errors.UsageError):
         call()
     assert lease.is_stale() is False  # asked over the connection that has the lease
     assert lease["x"].numpy().tolist() == [0, 1, 2, 3, 4]

@@ -53,12 +53,12 @@ ODD: list[Any] = [
 ]
 # What waits is given no time to; a ceiling keeps the machine its memory.
 _WAITS = ("timeout", "close_timeout")
-_TYPED = (vram.VramError, TypeError)
+_TYPED = (vram.errors.VramError, TypeError)
 
 
 @pytest.fixture(scope="module")
 def published() -> Iterator[None]:
-    with vram.keeper():
+    with vram.private_keeper():
         vram.publish("a", {"x": np.ones(2)})
         yield
 
@@ -95,7 +95,7 @@ def changed(name: Any, value: Any) -> Any:
         kept.label = value
     else:
         kept.path = name
-    return vram.list(keeper=kept)
+    return vram.list_entries(keeper=kept)
 
 
 def connect(path: Any, *, timeout: Any = 0.01) -> vram.ArrayChannel:
@@ -119,7 +119,7 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "empty": (vram.empty, lambda d: (((2,), "int32"), {"device": "host"})),
     "zeros": (vram.zeros, lambda d: (((2,), "int32"), {"device": "host"})),
     "asarray": (vram.asarray, lambda d: ((np.zeros(2),), {"device": "host"})),
-    "copy_in": (vram.copy_in, lambda d: ((np.zeros(2),), {"device": "host"})),
+    "copy": (vram.copy, lambda d: ((np.zeros(2),), {"device": "host"})),
     "share": (vram.share, lambda d: ((np.zeros(2),), {})),
     "explain": (vram.explain, lambda d: ((np.zeros(2),), {})),
     "publish": (vram.publish, lambda d: (("b", {"x": np.ones(1)}), {})),
@@ -132,20 +132,23 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "borrow": (vram.borrow, lambda d: ((f"{d}/none",), {})),
     "remove": (vram.remove, lambda d: (("none",), {})),
     "revoke": (vram.revoke, lambda d: (("none",), {"timeout": 0.01})),
-    "list": (vram.list, lambda d: (("",), {})),
+    "list_entries": (vram.list_entries, lambda d: (("",), {})),
     "holders": (vram.holders, lambda d: (("",), {})),
-    "show": (vram.show, lambda d: (("a",), {})),
+    "entry": (vram.entry, lambda d: (("a",), {})),
     "statistics": (vram.statistics, lambda d: ((), {})),
-    "put": (vram.put, lambda d: (("p", f"{d}/none"), {})),
+    "publish_file": (vram.publish_file, lambda d: (("p", f"{d}/none"), {})),
     "Location": (vram.Location, lambda d: (("cuda", 0), {})),
     "Location.parse": (vram.Location.parse, lambda d: (("cuda:0",), {})),
     "Region.create": (vram.Region.create, lambda d: ((HOST,), {"capacity": G, "nbytes": G})),
     "Region.from_allocations": (mapped_for, lambda d: ((), {})),
-    "AddressReservation.reserve": (vram.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
-    "PhysicalAllocation.create": (vram.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),
-    "PhysicalAllocation.import_": (vram.PhysicalAllocation.import_, lambda d: ((drivers.get(HOST), 10**6, G), {})),
-    "Event.create": (vram.Event.create, lambda d: ((drivers.get(HOST), HOST), {})),
-    "Pool.create": (vram.Pool.create, lambda d: ((drivers.get(HOST), HOST), {})),
+    "AddressReservation.reserve": (vram.memory.AddressReservation.reserve, lambda d: ((drivers.get(HOST), G), {})),
+    "PhysicalAllocation.create": (vram.memory.PhysicalAllocation.create, lambda d: ((drivers.get(HOST), G, HOST), {})),
+    "PhysicalAllocation.import_": (
+        vram.memory.PhysicalAllocation.import_,
+        lambda d: ((drivers.get(HOST), 10**6, G), {}),
+    ),
+    "Event.create": (vram.memory.Event.create, lambda d: ((drivers.get(HOST), HOST), {})),
+    "Pool.create": (vram.memory.Pool.create, lambda d: ((drivers.get(HOST), HOST), {})),
     "Array.fill": (lambda value: array().fill(value), lambda d: ((1,), {})),
     "Array.resize": (lambda rows: array().resize(rows), lambda d: ((1,), {})),
     "Array.__getitem__": (lambda key: array()[key], lambda d: ((0,), {})),
@@ -156,11 +159,11 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "Region.pin": (on_region("pin"), lambda d: ((0, 1), {})),
     "Region.extend": (on_region("extend"), lambda d: (((), G), {})),
     "AllocationSpec": (vram.AllocationSpec, lambda d: ((HOST, G), {})),
-    "IpcMemHandle": (vram.IpcMemHandle, lambda d: ((bytes(64),), {})),
-    "IpcMemHandle.from_bytes": (vram.IpcMemHandle.from_bytes, lambda d: ((bytes(64),), {"offset": 0})),
-    "IpcMemHandle.of": (vram.IpcMemHandle.of, lambda d: ((4096,), {})),
-    "IpcMemHandle.open": (vram.IpcMemHandle(bytes(64)).open, lambda d: ((10,), {})),
-    "MulticastObject.create": (vram.MulticastObject.create, lambda d: ((drivers.get(HOST), 2, G), {})),
+    "IpcMemHandle": (vram.sharing.IpcMemHandle, lambda d: ((bytes(64),), {})),
+    "IpcMemHandle.from_bytes": (vram.sharing.IpcMemHandle.from_bytes, lambda d: ((bytes(64),), {"offset": 0})),
+    "IpcMemHandle.of": (vram.sharing.IpcMemHandle.of, lambda d: ((4096,), {})),
+    "IpcMemHandle.open": (vram.sharing.IpcMemHandle(bytes(64)).open, lambda d: ((10,), {})),
+    "MulticastObject.create": (vram.memory.MulticastObject.create, lambda d: ((drivers.get(HOST), 2, G), {})),
     "Lease.__getitem__": (lambda key: on_lease(lambda lease: lease[key]), lambda d: (("x",), {})),
     "Lease.get": (lambda key: on_lease(lambda lease: lease.get(key)), lambda d: (("x",), {})),
     "Lease.array": (lambda name: on_lease(lambda lease: lease.array(name)), lambda d: (("x",), {})),
@@ -168,10 +171,10 @@ VERBS: dict[str, tuple[Callable[..., Any], Callable[[str], tuple[tuple[Any, ...]
     "Lease.on_revoke": (lambda do: on_lease(lambda lease: lease.on_revoke(do)), lambda d: ((len,), {})),
     "Lease.upgrade": (upgrade, lambda d: ((), {})),
     "Keeper": (
-        lambda label: vram.list(keeper=vram.Keeper(os.environ["VRAM_KEEPER"], label=label)),
+        lambda label: vram.list_entries(keeper=vram.Keeper(os.environ["VRAM_KEEPER"], label=label)),
         lambda d: (("",), {}),
     ),
-    "Keeper of a path": (lambda path: vram.list(keeper=vram.Keeper(path)), lambda d: ((f"{d}/none",), {})),
+    "Keeper of a path": (lambda path: vram.list_entries(keeper=vram.Keeper(path)), lambda d: ((f"{d}/none",), {})),
     "a path of a keeper": (lambda path: vram.attach("a", keeper=path), lambda d: ((f"{d}/none",), {})),
     "a Keeper whose words were changed": (changed, lambda d: (("label", ""), {})),
     "ArrayChannel": (vram.ArrayChannel, lambda d: ((None,), {})),
@@ -207,7 +210,7 @@ def test_something_odd_in_the_place_of_any_argument_is_a_typed_error(verb: str) 
                     wrong.append(f"{verb} with {odd!r:.30} as {changed}: {type(error).__name__}: {error}")
                     continue
                 if hasattr(made, "close") and not isinstance(made, type):
-                    with contextlib.suppress(vram.VramError):
+                    with contextlib.suppress(vram.errors.VramError):
                         made.close()
     assert wrong == []
     if verb not in ("statistics",):

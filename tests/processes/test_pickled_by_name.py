@@ -247,7 +247,7 @@ def test_a_pickle_that_cannot_be_read_keeps_no_lease_while_its_error_is_kept() -
                     continue
                 try:
                     attach_array(*given).close()
-                except vram.VramError as error:
+                except vram.errors.VramError as error:
                     kept.append(error)
         assert len(kept) > 80
         gc.collect()
@@ -272,7 +272,7 @@ def test_a_channel_that_is_no_socket_leaves_no_descriptor() -> None:
     try:
         for fd in (reader, stream.fileno()):
             sent = os.dup(fd)
-            with pytest.raises(vram.VramError) as caught:
+            with pytest.raises(vram.errors.VramError) as caught:
                 _rebuild_channel(Sent(sent))
             kept.append(caught.value)
             with pytest.raises(OSError, match="Bad file descriptor"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import inspect
 import os
 import pickle
 import pydoc
@@ -26,7 +25,7 @@ from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, Us
 from vram.keeper import directory as directories
 from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.directory import sweep
-from vram.keeper.private import KeeperProcess, PrivateKeeper, private_keeper, short_directory
+from vram.keeper.private import KeeperProcess, PrivateKeeper, private_socket, short_directory
 from vram.testing.keeper import SOON, memfds, until
 
 
@@ -66,14 +65,14 @@ def program(code: str, *arguments: str, expect: int = 0) -> str:
 
 
 def test_it_runs_from_the_call_to_the_close(place: str) -> None:
-    kept = vram.keeper(max_bytes=8 << 20, max_entries=2)
+    kept = vram.private_keeper(max_bytes=8 << 20, max_entries=2)
     try:
         assert type(kept) is vram.Keeper
         assert repr(kept) == f"<Keeper at {kept.path}>"
         assert os.environ["VRAM_KEEPER"] == kept.path
         found = vram.statistics()
         assert (found.max_bytes, found.max_entries) == (8 << 20, 2)
-        assert vram.list(keeper=kept) == []
+        assert vram.list_entries(keeper=kept) == []
         assert not kept.is_closed
     finally:
         kept.close()
@@ -84,15 +83,15 @@ def test_it_runs_from_the_call_to_the_close(place: str) -> None:
     assert "VRAM_KEEPER" not in os.environ
     assert repr(kept) == f"<Keeper at {kept.path}, closed>"
     with pytest.raises(ClosedError, match="was closed here"):
-        vram.list(keeper=kept)
+        vram.list_entries(keeper=kept)
     with pytest.raises(ClosedError), kept:
         pass
     with pytest.raises(PeerGoneError):
-        vram.list(keeper=kept.path)
+        vram.list_entries(keeper=kept.path)
 
 
 def test_as_a_context_manager_it_ends_with_the_block_also_after_an_error(place: str) -> None:
-    kept = vram.keeper()
+    kept = vram.private_keeper()
     pid = vram.statistics().pid
     with pytest.raises(KeyError), kept:
         raise KeyError
@@ -106,7 +105,7 @@ def test_the_default_is_the_newest_that_is_open_and_in_the_end_what_it_was(
     place: str, monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
 ) -> None:
     monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
-    kept = [vram.keeper() for _ in range(3)]
+    kept = [vram.private_keeper() for _ in range(3)]
     left = [one.path for one in kept]
     try:
         for index in order:
@@ -134,10 +133,10 @@ def test_the_default_and_what_it_was_change_together(monkeypatch: pytest.MonkeyP
     kept: dict[str, vram.Keeper] = {}
 
     def start(name: str) -> None:
-        kept[name] = vram.keeper()
+        kept[name] = vram.private_keeper()
 
     slow, other = (threading.Thread(target=start, args=(name,)) for name in ("slow", "other"))
-    ending = vram.keeper()
+    ending = vram.private_keeper()
     monkeypatch.setenv("VRAM_KEEPER", ending.path)
     monkeypatch.setattr(os.environ, "get", get)
     slow.start()
@@ -163,9 +162,9 @@ def test_a_temporary_directory_that_is_none_is_a_usage_error(monkeypatch: pytest
         if what == "a file":
             where.write_text("")
         monkeypatch.setattr(tempfile, "tempdir", "/proc/1" if what == "not ours to write to" else str(where))
-        with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"):
-            vram.keeper()
-        with pytest.raises(vram.UsageError, match="set TMPDIR to one that is there"), short_directory():
+        with pytest.raises(vram.errors.UsageError, match="set TMPDIR to one that is there"):
+            vram.private_keeper()
+        with pytest.raises(vram.errors.UsageError, match="set TMPDIR to one that is there"), short_directory():
             pass
 
 
@@ -173,21 +172,21 @@ def test_no_temporary_directory_at_all_is_a_usage_error(tmp_path: Path) -> None:
     """Where none of those that Python tries lets this process write."""
     script = (
         "import os, tempfile, vram; tempfile._candidate_tempdir_list = lambda: ['/proc/1', '/nowhere']\n"
-        "try: vram.keeper()\n"
-        "except vram.UsageError as error: print(error)"
+        "try: vram.private_keeper()\n"
+        "except vram.errors.UsageError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON)
     assert "no temporary directory can be written to" in done.stdout, done.stderr
 
 
 def test_what_the_user_chose_meanwhile_stays_chosen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with vram.keeper():
+    with vram.private_keeper():
         monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
     assert os.environ["VRAM_KEEPER"] == "/nowhere/k"
 
 
 def test_i2_one_that_is_dropped_ends_with_a_warning(place: str) -> None:
-    kept = vram.keeper()
+    kept = vram.private_keeper()
     pid = vram.statistics().pid
     names = {"kept": kept}
     del kept
@@ -200,13 +199,13 @@ def test_i2_one_that_is_dropped_ends_with_a_warning(place: str) -> None:
 
 
 def test_started_again_in_the_same_cell_the_new_one_is_the_default(place: str) -> None:
-    kept = vram.keeper()
+    kept = vram.private_keeper()
     with pytest.warns(LeakWarning):
-        kept = vram.keeper()
+        kept = vram.private_keeper()
     gc.collect()
     with kept:
         assert os.environ["VRAM_KEEPER"] == kept.path
-        assert vram.list() == []
+        assert vram.list_entries() == []
     assert "VRAM_KEEPER" not in os.environ
 
 
@@ -216,7 +215,7 @@ def test_i8_cells_of_a_notebook_share_it_and_its_end_leaves_nothing(place: str) 
 import code, os
 cells = '''
 import vram, numpy
-k = vram.keeper()
+k = vram.private_keeper()
 
 p = vram.publish("x", {"a": numpy.arange(5)})
 
@@ -236,7 +235,7 @@ for cell in cells.split("\\n\\n"):
 
 
 def test_i7_a_forked_child_neither_ends_it_nor_owns_it(place: str) -> None:
-    with vram.keeper() as kept:
+    with vram.private_keeper() as kept:
         pid = vram.statistics().pid
         child = os.fork()
         if child == 0:
@@ -255,41 +254,41 @@ def test_i7_a_forked_child_neither_ends_it_nor_owns_it(place: str) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert alive(pid)
         assert os.environ["VRAM_KEEPER"] == kept.path
-        assert vram.list() == []
+        assert vram.list_entries() == []
 
 
 def test_pickled_it_is_one_that_runs_already(place: str) -> None:
-    with vram.keeper() as kept:
+    with vram.private_keeper() as kept:
         copy = pickle.loads(pickle.dumps(kept))
         assert copy.path == kept.path
-        assert vram.list(keeper=copy) == []
+        assert vram.list_entries(keeper=copy) == []
         copy.close()
         del copy
         gc.collect()
-        assert vram.list() == []
+        assert vram.list_entries() == []
 
 
 def test_one_that_runs_already_is_not_ended(place: str) -> None:
-    with private_keeper() as path:
+    with private_socket() as path:
         other = vram.Keeper(path)
-        assert vram.list(keeper=other) == []
+        assert vram.list_entries(keeper=other) == []
         with other:
             pass
         assert other.is_closed
-        assert vram.list(keeper=path) == []
+        assert vram.list_entries(keeper=path) == []
         close_client(path)
 
 
 def test_one_that_does_not_start_leaves_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "bananas")  # which no interpreter starts with
     with pytest.raises(PeerGoneError, match="PYTHONHASHSEED"):
-        vram.keeper()
+        vram.private_keeper()
     assert os.listdir(place) == []
     assert "VRAM_KEEPER" not in os.environ
 
 
 def test_its_ceiling_can_be_said_as_a_size(place: str) -> None:
-    with vram.keeper(max_bytes="8MiB"):
+    with vram.private_keeper(max_bytes="8MiB"):
         assert vram.statistics().max_bytes == 8 << 20
 
 
@@ -297,7 +296,7 @@ def test_its_ceiling_can_be_said_as_a_size(place: str) -> None:
 @pytest.mark.parametrize("name", ["max_bytes", "max_entries"])
 def test_a_ceiling_that_is_none_is_refused_before_anything_is_started(place: str, name: str, ceiling: object) -> None:
     with pytest.raises(UsageError, match=f"^{name} "):
-        vram.keeper(**{name: ceiling})  # type: ignore[arg-type]
+        vram.private_keeper(**{name: ceiling})  # type: ignore[arg-type]
     assert os.listdir(place) == []
 
 
@@ -314,14 +313,14 @@ def test_one_started_with_its_signals_blocked_ends_as_any_other(place: str) -> N
 
 
 def test_its_help_is_its_own() -> None:
-    text = pydoc.plain(pydoc.render_doc(vram.keeper))
-    assert text.startswith("Python Library Documentation: function vram.keeper")
-    assert "keeper(*, max_bytes: 'int | str | None' = None, max_entries: 'int | None' = None) -> 'Keeper'" in text
+    text = pydoc.plain(pydoc.render_doc(vram.private_keeper))
+    assert text.startswith("Python Library Documentation: function private_keeper in module vram.keeper.session")
+    assert (
+        "private_keeper(*, max_bytes: 'int | str | None' = None, max_entries: 'int | None' = None) -> 'Keeper'" in text
+    )
     assert "Start a private keeper, for notebooks and tests" in text
-    assert "PACKAGE CONTENTS" not in text
     assert "close(self" in pydoc.plain(pydoc.render_doc(vram.Keeper))
-    assert inspect.isfunction(vram.keeper)
-    assert pickle.loads(pickle.dumps(vram.keeper)) is vram.keeper
+    assert pydoc.plain(pydoc.render_doc("vram.keeper")).startswith("Python Library Documentation: package vram.keeper")
 
 
 @pytest.mark.parametrize(
@@ -332,15 +331,13 @@ def test_its_help_is_its_own() -> None:
         "from vram.keeper import client; assert client.client",
         "from vram.keeper.client import client; import vram; assert vram.keeper.client.client is client",
         "import importlib; assert importlib.import_module('vram.keeper.client').client",
-        "import vram.keeper; assert callable(vram.keeper)",
-        "import vram; vram.keeper; import vram.keeper.rules as r; assert r.check_name",
         "import pkgutil, vram\nfound = {m.name for m in pkgutil.walk_packages(vram.__path__, 'vram.')}\n"
         "assert 'vram.keeper.client' in found",
         "import runpy, sys; sys.argv = ['k', '--max-entries', 'x']\n"
         "try: runpy.run_module('vram.keeper', run_name='no'); print(end='')\nexcept SystemExit: raise AssertionError",
     ],
 )  # fmt: skip
-def test_the_verb_is_a_room_to_imports(line: str) -> None:
+def test_the_room_is_imported_in_every_way(line: str) -> None:
     assert program(line) == ""
 
 
@@ -348,7 +345,7 @@ def test_the_verb_is_a_room_to_imports(line: str) -> None:
 
 KILLED = """
 import os, signal, sys, vram
-kept = vram.keeper()
+kept = vram.private_keeper()
 print(vram.statistics().pid, flush=True)
 {extra}
 os.kill(os.getpid(), signal.SIGKILL)
@@ -367,7 +364,7 @@ def test_what_stays_when_both_are_killed_goes_with_the_next_start(place: str) ->
     until(lambda: not alive(pid), what="the end of the keeper")
     (left,) = os.listdir(place)
     assert os.listdir(f"{place}/{left}") == ["keeper.sock"]
-    with vram.keeper() as kept:
+    with vram.private_keeper() as kept:
         assert os.listdir(place) == [os.path.basename(os.path.dirname(kept.path))]
     assert os.listdir(place) == []
 
@@ -449,10 +446,10 @@ def test_a_directory_that_is_swept_while_it_is_made_is_made_again(
 
     monkeypatch.setattr(tempfile, "mkdtemp", made)
     monkeypatch.setattr(directories, "lock_directory", locked)
-    with vram.keeper() as kept:
+    with vram.private_keeper() as kept:
         assert len(swept) == 1
         assert os.path.dirname(kept.path) != swept[0]
-        assert vram.list() == []
+        assert vram.list_entries() == []
     assert os.listdir(place) == []
 
 
@@ -460,8 +457,8 @@ def test_many_that_start_and_sweep_at_once_all_run(place: str) -> None:
     code = """
 import vram
 for _ in range(5):
-    with vram.keeper():
-        assert vram.list() == []
+    with vram.private_keeper():
+        assert vram.list_entries() == []
 """
     children = [
         subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=dict(os.environ))
@@ -572,7 +569,7 @@ def test_without_a_terminal_a_keeper_ignores_sighup(place: str) -> None:
 
 
 def test_a_private_keeper_ignores_sighup_and_ends_with_its_owner(place: str) -> None:
-    with vram.keeper() as kept:
+    with vram.private_keeper() as kept:
         publish(kept.path)
         pid = vram.statistics().pid
         os.kill(pid, signal.SIGHUP)

@@ -128,7 +128,7 @@ def test_arrays_on_one_memory_are_one_memory_for_the_reader() -> None:
     with made() as a, made(start=100) as b:
         receipt = vram.publish("n", {"low": a[:2], "high": a.numpy()[6:], "whole": a, "b": b, "again": a})
         assert receipt.zero_copy
-        assert vram.show("n").segments == 2
+        assert vram.entry("n").segments == 2
         with vram.attach("n") as lease:
             addresses = {name: found.address for name, found in lease.items()}
             base = addresses["whole"]
@@ -166,7 +166,7 @@ def test_what_is_not_in_vram_memory_is_copied_once_and_packed() -> None:
     receipt = vram.publish("n", {"x": x, "y": y})
     assert not receipt.zero_copy
     assert receipt.copied == dict.fromkeys("xy", "it is not in vram memory")
-    assert vram.show("n").segments == 1
+    assert vram.entry("n").segments == 1
     with vram.attach("n") as lease:
         assert (lease["x"].numpy() == x).all()
         assert (lease["y"].numpy() == y).all()
@@ -235,7 +235,7 @@ def test_empty_arrays_are_published_too() -> None:
         assert receipt.nbytes == 0
         assert {name: found.shape for name, found in read("only").items()} == {"none": (3, 0), "grows": (0, 384)}
         vram.publish("n", {"none": np.empty((0, 7)), "a": a, "grows": grows, "end": a[8:]})
-        assert vram.show("n").segments == 1, "what is empty needs no memory of its own beside other memory"
+        assert vram.entry("n").segments == 1, "what is empty needs no memory of its own beside other memory"
         assert read("n")["none"].shape == (0, 7)
         assert read("n")["end"].shape == (0, 4)
 
@@ -251,13 +251,13 @@ def test_s4_1024_segments_are_shared_and_more_are_packed() -> None:
             many = {f"a{n}": stack.enter_context(made(1, start=n)) for n in range(1025)}
             last = many.pop("a1024")
             assert vram.publish("n", many).zero_copy
-            assert vram.show("n").segments == 1024
+            assert vram.entry("n").segments == 1024
             with vram.attach("n") as lease:
                 assert all(found.numpy()[0, 0] == int(name[1:]) for name, found in lease.items())
             receipt = vram.publish("n", {**many, "a1024": last})
             assert set(receipt.copied) == {*many, "a1024"}
             assert receipt.copied["a7"] == "all of it lies in 1025 segments; 1024 is the most"
-            assert vram.show("n").segments == 1
+            assert vram.entry("n").segments == 1
             assert (read("n")["a1024"] == last.numpy()).all()
             # One more copy beside 1,024 shared segments is one segment too many, too.
             receipt = vram.publish("n", {**many, "x": np.arange(3)})
@@ -451,7 +451,7 @@ def test_i4_consume_that_fails_midway_loses_nothing_and_can_be_repeated() -> Non
     assert [name for name, array in sources.items() if isinstance(array, Array)] == ["w0", "w1", "w2"]
     for name, array in sources.items():
         assert (np.asarray(array) == wanted[name]).all()
-    assert vram.list() == []
+    assert vram.list_entries() == []
     sources.refuse = ""
     receipt = vram.publish("n", sources, consume=True)
     assert list(receipt.copied) == ["w3", "w4"], "what was copied before is shared as it is now"
@@ -500,7 +500,7 @@ def test_s8_the_publishers_own_views_are_frozen() -> None:
 
 
 def test_i4_a_refused_publish_seals_nothing(kept: vram.Keeper) -> None:
-    with vram.keeper(max_bytes=4 * MIB, max_entries=1) as small, made() as a:
+    with vram.private_keeper(max_bytes=4 * MIB, max_entries=1) as small, made() as a:
         with vram.empty((8, MIB), "uint8", device="host") as big:
             with pytest.raises(QuotaError, match="room for 10 MiB"):
                 vram.publish("n", {"big": big, "a": a}, keeper=small)
@@ -606,7 +606,7 @@ def test_attach_waits_for_what_is_not_there_yet() -> None:
 def test_a_version_ends_with_its_time_to_live() -> None:
     vram.publish("n", {"x": np.arange(3)}, ttl=0.2)
     with vram.attach("n") as lease:
-        until(lambda: not vram.list())
+        until(lambda: not vram.list_entries())
         assert lease["x"].numpy().tolist() == [0, 1, 2]
         assert lease.is_stale()
         assert vram.statistics().nbytes
@@ -652,7 +652,7 @@ def test_removed_memory_goes_with_its_last_lease() -> None:
     vram.publish("n", {"x": np.arange(3)})
     with vram.attach("n") as lease:
         vram.remove("n")
-        assert vram.list() == []
+        assert vram.list_entries() == []
         assert vram.statistics().nbytes == 2 * MIB
         assert lease["x"].numpy().tolist() == [0, 1, 2]
     assert vram.statistics().nbytes == 0
@@ -662,7 +662,7 @@ def test_removed_memory_goes_with_its_last_lease() -> None:
     for version in (0, -1, True, "2", 1.0):
         with pytest.raises(UsageError, match="version"):
             vram.remove("n", version=version)  # type: ignore[arg-type]
-    assert len(vram.list("n")) == 1, "version 0 is no version; it must not stand for all"
+    assert len(vram.list_entries("n")) == 1, "version 0 is no version; it must not stand for all"
 
 
 # -- the end of a lease ---------------------------------------------------------------------------------------------
@@ -816,7 +816,7 @@ def test_s10_memory_is_handed_over_after_what_fills_it(tmp_path: Path, monkeypat
         ways: list[Callable[[], object]] = [
             lambda: vram.publish("n", {"a": a}, writable=True),
             lambda: vram.publish("n", {"a": a[:2].numpy()}, writable=True),
-            lambda: vram.put("m", tmp_path / "m.safetensors", device="host"),
+            lambda: vram.publish_file("m", tmp_path / "m.safetensors", device="host"),
             lambda: one.send(a),
             lambda: one.send(a),
             lambda: (ForkingPickler.dumps(a), told.append("handed over")),

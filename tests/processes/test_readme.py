@@ -62,7 +62,7 @@ def test_the_commands_of_the_readme_work(environment: dict[str, str], tmp_path: 
     (commands,) = blocks("sh")
     save_file({"weight": numpy.ones((64, 32), "float32")}, tmp_path / "model.safetensors")
     lines = [line.partition("#")[0].strip() for line in commands.splitlines()]
-    assert [line.split()[1] for line in lines] == ["put", "ls", "show", "rm"]
+    assert [line.split()[1] for line in lines] == ["publish-file", "ls", "show", "rm"]
     for line in lines:
         done = subprocess.run(
             ["bash", "-euc", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
@@ -72,7 +72,7 @@ def test_the_commands_of_the_readme_work(environment: dict[str, str], tmp_path: 
 
 
 def test_the_other_commands_of_the_readme_exist(environment: dict[str, str]) -> None:
-    named = set(re.findall(r"`vram ([a-z]+)((?: --[a-z-]+)*)`", README.read_text()))
+    named = set(re.findall(r"`vram ([a-z][a-z-]*)((?: --[a-z-]+)*)`", README.read_text()))
     assert {command for command, _ in named} >= {"keep", "demo", "bench"}
     for command, options in named:
         done = subprocess.run(["vram", command, "--help"], env=environment, capture_output=True, text=True, timeout=300)

@@ -45,7 +45,7 @@ class Sending:
     def _run(self) -> None:
         try:
             self._work()
-        except vram.VramError as error:
+        except vram.errors.VramError as error:
             self.error = error
 
     def end(self) -> BaseException | None:

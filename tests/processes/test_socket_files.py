@@ -290,7 +290,7 @@ def test_what_a_killed_process_left_is_used_again_and_removed(place: str) -> Non
 
 def test_a_name_as_long_as_a_path_may_be(place: str) -> None:
     path = f"{place}/" + "n" * (107 - len(place) - 1)
-    with vram.lend(vram.copy_in(np.arange(3)), at=path), vram.borrow(path) as lease:
+    with vram.lend(vram.copy(np.arange(3)), at=path), vram.borrow(path) as lease:
         assert lease["array"].numpy().tolist() == [0, 1, 2]
     close_client(path)
     assert os.listdir(place) == []
@@ -382,5 +382,5 @@ def test_a_takeover_changes_no_other_socket_of_the_same_user_that_was_put_there(
 
 def test_a_group_that_does_not_exist_is_refused_before_anything_else(place: str) -> None:
     with pytest.raises(UsageError, match="there is no group"):
-        vram.lend(vram.copy_in(np.arange(3)), at=f"{place}/k", group="nosuchgroup")
+        vram.lend(vram.copy(np.arange(3)), at=f"{place}/k", group="nosuchgroup")
     assert os.listdir(place) == []

@@ -89,7 +89,7 @@ def test_s10_an_event_of_a_process_that_was_killed_is_not_waited_for(filling: tu
     def receive() -> None:
         try:
             transport.recv(timeout=SOON)
-        except vram.VramError as error:
+        except vram.errors.VramError as error:
             ended.append(error)
 
     thread = threading.Thread(target=receive)

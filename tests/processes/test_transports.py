@@ -374,14 +374,14 @@ def test_closing_an_exchange_wakes_who_waits_here(way: str, path: str) -> None:
         def wait() -> None:
             try:
                 exchange.recv(timeout=SOON)
-            except vram.VramError as error:
+            except vram.errors.VramError as error:
                 ended.append(type(error))
 
         waiting = threading.Thread(target=wait)
         waiting.start()
         exchange.close()
         waiting.join(SOON)
-        assert ended == [vram.ClosedError]
+        assert ended == [vram.errors.ClosedError]
 
 
 @pytest.mark.parametrize("way", ["socket", "pipes", "memory"])

@@ -62,10 +62,10 @@ def _everything_is_loaded() -> None:
             with vram.attach_or_publish("m", lambda: X, keeper=keeper.path) as lease:
                 assert not lease.is_revoked()
                 lease.upgrade().close()
-                vram.show("n", keeper=keeper.path)
+                vram.entry("n", keeper=keeper.path)
                 vram.holders(keeper=keeper.path)
                 vram.revoke("m", timeout=0, keeper=keeper.path)
-            with pytest.raises(vram.NotFoundError):
+            with pytest.raises(vram.errors.NotFoundError):
                 vram.remove("o", keeper=keeper.path)
         finally:
             close_clients()
@@ -138,7 +138,7 @@ class Reader:
         views = [held["x"].numpy()]
         acts: dict[str, Callable[[], Any]] = {
             "sum": lambda: int(views[0].sum()),
-            "list": lambda: [entry.name for entry in vram.list()],
+            "list": lambda: [entry.name for entry in vram.list_entries()],
             "news": lambda: held._client.is_stale(held._return.lease_id),
             "stale": lambda: held.is_stale(),
             "revoked": lambda: held.is_revoked(),
@@ -220,9 +220,9 @@ def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: 
             for each in (thread, thread2):
                 each.join(SOON)
             (taken,) = came2
-            assert isinstance(taken, vram.RevokeInfo), repr(taken)
+            assert isinstance(taken, vram.info.RevokeInfo), repr(taken)
             assert ([one.pid for one in taken.forced], taken.holders, taken.nbytes) == ([reader.pid], (), 0)
-            assert came == [vram.RevokeInfo("n", (), 0)]
+            assert came == [vram.info.RevokeInfo("n", (), 0)]
             assert [(one.name, one.pid) for one in vram.holders()] == [("other", apart.pid)]
             assert vram.statistics().versions == 1
             assert reader.ask("sum") == 6
@@ -361,7 +361,7 @@ def test_whose_claim_passed_on_attaches_what_another_has_published(place: str) -
         is_there.set()
         thread.join(SOON)
         assert came == [(1, 6)]
-        assert [entry.version for entry in vram.list()] == [1]
+        assert [entry.version for entry in vram.list_entries()] == [1]
 
 
 @needs_root
@@ -430,7 +430,7 @@ def test_a_name_that_another_took_is_told_by_its_owner_whatever_its_meta_says(pl
         until(lambda: squatter.statistics().waiting == 1)
         squatter.publish("made", [KIB4], fds, claim=claim)  # type: ignore[arg-type]
         thread.join(SOON)
-        assert isinstance(came[0], vram.ProtocolError), "which it is no array"
+        assert isinstance(came[0], vram.errors.ProtocolError), "which it is no array"
 
 
 @pytest.mark.parametrize("owner", ["no such user", "", -1, 2**32, 1.0, True, b"root", "a\0b"])
@@ -500,7 +500,7 @@ def test_names_under_a_user_are_published_by_that_user_alone(place: str) -> None
         assert f"no user 'no-such-user' is known here; names under ~{OTHER}/ are yours" in said
         vram.publish(f"~{pwd.getpwuid(0).pw_name}/model", X)
         vram.publish("~0/model", X)
-        assert [entry.name for entry in vram.list("~")] == ["~0/model", "~root/model"]
+        assert [entry.name for entry in vram.list_entries("~")] == ["~0/model", "~root/model"]
 
 
 class Pwd:

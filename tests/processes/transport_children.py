@@ -92,7 +92,7 @@ def sender(pipe: Connection) -> None:
                 arenas[kind, src] = arena_of(kind, src)
             try:
                 transport = KINDS[kind](src, dst, WAYS[way].connect(path, SOON), timeout=SOON)
-            except vram.PeerGoneError:  # a test that needed no sender is over already
+            except vram.errors.PeerGoneError:  # a test that needed no sender is over already
                 pipe.recv()
                 continue
             with transport:
@@ -106,7 +106,7 @@ def _serve(pipe: Connection, transport: Any, arena: Array) -> None:
             return
         try:
             pipe.send(_done(transport, arena, word, *rest))
-        except vram.VramError as error:
+        except vram.errors.VramError as error:
             pipe.send((type(error).__name__, str(error)))
 
 
@@ -153,7 +153,7 @@ def holder(pipe: Connection, kind: str, path: str, place: str) -> None:
 
 def talker(pipe: Connection, way: str, path: str) -> None:
     """Bring every message back, twice as long."""
-    with WAYS[way].connect(path, SOON) as exchange, contextlib.suppress(vram.PeerGoneError):
+    with WAYS[way].connect(path, SOON) as exchange, contextlib.suppress(vram.errors.PeerGoneError):
         while True:
             payload, fds = exchange.recv(timeout=SOON)
             for fd in fds:
@@ -172,7 +172,7 @@ def owner(pipe: Connection, nbytes: int, device: int) -> None:
         while True:
             word, *rest = pipe.recv()
             if word == "handle":
-                handle = vram.IpcMemHandle.of(address + rest[0])
+                handle = vram.sharing.IpcMemHandle.of(address + rest[0])
                 pipe.send((handle.to_bytes(), handle.offset, handle.nbytes, handle.allocation_nbytes))
             elif word == "look":
                 pipe.send(array.to_host().tobytes())
@@ -184,11 +184,11 @@ def owner(pipe: Connection, nbytes: int, device: int) -> None:
 
 def in_the_same_process(pipe: Connection) -> None:
     """Open a handle where it was made; say what came of it."""
-    handle = vram.IpcMemHandle.of(cuda_malloc(4096))
+    handle = vram.sharing.IpcMemHandle.of(cuda_malloc(4096))
     try:
-        with vram.IpcMemHandle.from_bytes(handle.to_bytes()).open(4096):
+        with vram.sharing.IpcMemHandle.from_bytes(handle.to_bytes()).open(4096):
             pipe.send("opened")
-    except vram.VramError as error:
+    except vram.errors.VramError as error:
         pipe.send((type(error).__name__, str(error)))
 
 
@@ -203,7 +203,7 @@ def without_peers(pipe: Connection) -> None:
     refused = ""
     try:
         PeerTransport("cuda:0", "cuda:1").close()
-    except vram.UnsupportedError as error:
+    except vram.errors.UnsupportedError as error:
         refused = str(error)
     chosen = select("cuda:0", "cuda:1", nbytes="1MiB")
     with chosen.transport() as transport, vram.zeros(70_000, "uint8", device="cuda:0") as array:
@@ -225,7 +225,7 @@ def without_a_driver(pipe: Connection) -> None:
     try:
         select("cuda:0", "host").transport().close()
         said = "chosen"
-    except vram.UnsupportedError as error:
+    except vram.errors.UnsupportedError as error:
         said = str(error)
     pipe.send((answers, select("host", "host").best.kind, said))
 

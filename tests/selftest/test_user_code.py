@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 @pytest.mark.parametrize(
     ("line", "instead", "name"),
     [
-        ("    list = _list_entries", "    _unused = _list_entries", "list"),
+        ("    from .entries.administration import entry as entry\n", "", "entry"),
         (
             "    from .entries.publish import publish as publish",
             "    from .entries.publish import publish",

@@ -294,7 +294,7 @@ def main() -> int:
     wrong: list[str] = []
     try:
         soak.run()
-    except (AssertionError, vram.VramError) as error:
+    except (AssertionError, vram.errors.VramError) as error:
         wrong.append(str(error))
     finally:
         wrong += soak.close()

@@ -40,7 +40,7 @@ def test_s7_what_is_no_message_is_a_protocol_error(payload: bytes) -> None:
     raw, end = Channel.pair()
     with raw, vram.ArrayChannel(end) as channel:
         raw.send(payload)
-        with pytest.raises(vram.ProtocolError):
+        with pytest.raises(vram.errors.ProtocolError):
             channel.recv(timeout=120.0)
 
 
@@ -71,7 +71,7 @@ def test_what_is_sent_again_is_the_same_object_while_it_is_in_use(
 
 def test_a_frozen_array_is_sent_anew_and_read_only(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
     sender, receiver = ends
-    with vram.keeper(), vram.zeros(8, device="host") as array:
+    with vram.private_keeper(), vram.zeros(8, device="host") as array:
         sender.send(array)
         assert not receiver.recv(timeout=120.0).readonly
         vram.publish("frozen", {"a": array})
@@ -168,7 +168,7 @@ def test_what_was_dropped_here_is_held_no_longer_than_the_other_end_is_there() -
         home = one.recv(timeout=5.0)
         assert home.to_host().tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert len(one._exports.remembered) == 1
-        with pytest.raises(vram.PeerGoneError):
+        with pytest.raises(vram.errors.PeerGoneError):
             one.recv(timeout=5.0)
         assert len(one._exports.remembered) == 0, "memory is held for an end that is gone"
         assert (home.to_host() == there.to_host()).all()
@@ -209,7 +209,7 @@ def test_s8_what_was_frozen_and_dropped_comes_back_read_only(
 ) -> None:
     sender, receiver = ends
     array, there = lent(ends)
-    with vram.keeper():
+    with vram.private_keeper():
         vram.publish("frozen", {"a": array})
     array.close()
     receiver.send(there)
@@ -233,11 +233,11 @@ def test_s7_what_was_never_sent_does_not_come_back() -> None:
     with raw, vram.ArrayChannel(end) as channel, vram.zeros(4, device="host") as array:
         channel.send(array)
         raw.send(encode(Returned(Reference(99, 1, 0, "float32", (4,)))))
-        with pytest.raises(vram.ClosedError, match="came back after it was closed"):
+        with pytest.raises(vram.errors.ClosedError, match="came back after it was closed"):
             channel.recv(timeout=5.0)
         array.close()
         raw.send(encode(Returned(Reference(1, 1, 0, "float32", (1 << 40,)))))
-        with pytest.raises(vram.ProtocolError, match="does not lie in its memory"):
+        with pytest.raises(vram.errors.ProtocolError, match="does not lie in its memory"):
             channel.recv(timeout=5.0)
 
 
@@ -268,7 +268,7 @@ def test_what_is_sent_while_it_is_forgotten_is_not_sent_under_its_old_number(
 
 def test_an_end_that_was_used_is_not_handed_on(ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
     ends[0].send(1)
-    with pytest.raises(vram.UsageError, match="used already"):
+    with pytest.raises(vram.errors.UsageError, match="used already"):
         ends[0].give_away()
     assert ends[1].recv(timeout=120.0) == 1
 
@@ -281,7 +281,7 @@ def test_an_end_that_was_given_away_closes_without_ending_the_connection() -> No
         with taken:
             other.send("still there")
             assert taken.recv(timeout=120.0) == "still there"
-        with pytest.raises(vram.PeerGoneError):
+        with pytest.raises(vram.errors.PeerGoneError):
             other.recv(timeout=120.0)
 
 
@@ -290,7 +290,7 @@ def test_what_belongs_to_this_process_refuses_to_be_pickled(
 ) -> None:
     with vram.zeros(3, device="host") as array:
         for owned in (ends[0], array.region, array):
-            with pytest.raises(vram.UsageError, match="pickle"):
+            with pytest.raises(vram.errors.UsageError, match="pickle"):
                 pickle.dumps(owned)
 
 
@@ -299,12 +299,12 @@ def test_s3_what_cannot_leave_the_process_is_refused_and_the_channel_goes_on(
 ) -> None:
     sender, receiver = ends
     for value in (np.zeros(4), np.zeros((4, 4))[::2]):
-        with pytest.raises(vram.VramError, match="copy_in"):
+        with pytest.raises(vram.errors.VramError, match=r"vram\.copy"):
             sender.send(value)
     for value in (object(), {1: object()}, "\ud800", 1 << 80):
-        with pytest.raises(vram.UsageError):
+        with pytest.raises(vram.errors.UsageError):
             sender.send(value)
-    with vram.copy_in(np.arange(4)) as copied:
+    with vram.copy(np.arange(4)) as copied:
         sender.send(copied)
         assert receiver.recv(timeout=120.0).to_host().tolist() == [0, 1, 2, 3]
 
@@ -327,7 +327,7 @@ def pooled() -> Iterator[vram.Array]:
     """An array on memory of a pool, with an owner; all of it is gone at the end."""
     if (why := standin.missing()) is not None:
         pytest.skip(why)
-    with vram.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(1 << 20) as region:
+    with vram.memory.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(1 << 20) as region:
         array = vram.Array(region, "int32", 100, offset=64, keeps=Owner())
         yield array
         array.close()
@@ -389,7 +389,7 @@ class TestKept:
         number = refs.keep(pooled, 7)
         assert refs.incref(number)
         for wrong in ((number, times), (number + 1, 1), (0, 1)):
-            with pytest.raises(vram.ProtocolError):
+            with pytest.raises(vram.errors.ProtocolError):
                 refs.decref(*wrong)
         assert len(refs) == 1
         refs.decref(number, 2)
@@ -436,7 +436,7 @@ class TestKept:
             assert len(channel._remote_refs) == 1
             raw.send(encode(Unref(((1, 5),))))
             raw.send(encode(Value("after")))
-            with pytest.raises(vram.ProtocolError, match="given back"):
+            with pytest.raises(vram.errors.ProtocolError, match="given back"):
                 channel.recv(timeout=120.0)
             assert channel.recv(timeout=120.0) == "after"
             assert len(channel._remote_refs) == 1
@@ -452,13 +452,13 @@ class TestKept:
         """Nobody would ever give it back."""
         sender, receiver = ends
         sent = 0
-        with contextlib.suppress(vram.WaitTimeoutError):
+        with contextlib.suppress(vram.errors.WaitTimeoutError):
             while True:
                 sender.send(pooled, timeout=0)
                 sent += 1
         assert list(sender._remote_refs._counts.values()) == [sent]
         receiver.close()
-        with pytest.raises(vram.PeerGoneError):
+        with pytest.raises(vram.errors.PeerGoneError):
             sender.send(pooled)
         assert not sender._remote_refs, "nor kept for an end that is gone"
 
@@ -467,14 +467,14 @@ class TestKept:
         raw, end = Channel.pair()
         with raw, vram.ArrayChannel(end) as channel:
             count = 0
-            with contextlib.suppress(vram.WaitTimeoutError):
+            with contextlib.suppress(vram.errors.WaitTimeoutError):
                 while True:
                     channel.send(0, timeout=0)
                     count += 1
             channel._note_unref(7, 2)  # as the last view of a received array does
             for _ in range(count):
                 raw.recv(timeout=120.0)
-            with pytest.raises(vram.WaitTimeoutError):
+            with pytest.raises(vram.errors.WaitTimeoutError):
                 channel.recv(timeout=0)
             assert raw.recv(timeout=0) == (encode(Unref(((7, 2),))), [])
 
@@ -486,12 +486,12 @@ class TestKept:
         stream = driver.stream_create(Location("cuda", 0))
         count = 0
         with vram.zeros(10, device="cuda:0") as array:
-            with contextlib.suppress(vram.WaitTimeoutError):
+            with contextlib.suppress(vram.errors.WaitTimeoutError):
                 while True:
                     sender.send(0, timeout=0)
                     count += 1
             for _ in range(2):
-                with pytest.raises(vram.WaitTimeoutError):
+                with pytest.raises(vram.errors.WaitTimeoutError):
                     sender.send(array, stream=stream, timeout=0)
             for _ in range(count):
                 receiver.recv(timeout=120.0)
@@ -526,7 +526,7 @@ class TestKept:
 
     def test_timeouts_that_are_none(self, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]) -> None:
         for wrong in ("x", -1, float("nan")):
-            with pytest.raises(vram.UsageError, match="timeout"):
+            with pytest.raises(vram.errors.UsageError, match="timeout"):
                 ends[0].recv(timeout=wrong)  # type: ignore[arg-type]
 
     def test_what_the_other_end_cannot_open_is_not_kept_for_it(
@@ -538,9 +538,9 @@ class TestKept:
             base = stranger.legacy(4096)
             with vram.share((base, 4096, "cuda:0")) as array:
                 sender.send(array)
-                with pytest.raises(vram.UnsupportedError, match="process that made it"):
+                with pytest.raises(vram.errors.UnsupportedError, match="process that made it"):
                     receiver.recv(timeout=120.0)
-                with pytest.raises(vram.ProtocolError):
+                with pytest.raises(vram.errors.ProtocolError):
                     receiver.recv(timeout=120.0)
                 gc.collect()
                 sender.send("next")
@@ -553,11 +553,11 @@ def test_i2_a_failure_keeps_nothing_that_its_callers_held(
 ) -> None:
     """An error that its own frame keeps is a cycle: the locals of all callers stayed until some collection."""
     channel = ends[0]
-    channel._inbox.append(_Failure(vram.ProtocolError("what a thread that sends has found")))
+    channel._inbox.append(_Failure(vram.errors.ProtocolError("what a thread that sends has found")))
 
     def fail() -> weakref.ref[Owner]:
         held = Owner()
-        with pytest.raises(vram.ProtocolError):
+        with pytest.raises(vram.errors.ProtocolError):
             channel.recv(timeout=0)
         return weakref.ref(held)
 

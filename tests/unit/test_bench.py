@@ -84,7 +84,7 @@ def test_everything_runs_and_leaves_nothing_behind(open_place: Path, monkeypatch
         "queues": 2,
         "attach": 6,
         "grow": 3,
-        "put": 2,
+        "publish-file": 2,
         "share": 2,
         "workers": 1,
         "start": 3,
@@ -163,9 +163,9 @@ def test_the_command_measures_the_device_that_it_is_told() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("vram stand-in 1 (cuda:1), ")
     assert "import: vram.driver, above it" in done.stdout
-    done = subprocess.run([*command, "put"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "publish-file"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert "benchmark of cuda:1 is called 'put'" in done.stderr
+    assert "benchmark of cuda:1 is called 'publish-file'" in done.stderr
     help_ = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, timeout=300).stdout
     assert all(what in help_ for what in (*NAMES.values(), *GPU_NAMES.values()))
 
@@ -199,7 +199,7 @@ def test_the_command_prints_json_for_programs_and_a_table_for_people() -> None:
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"'pot'.*handover.*scale"):
-        run_benchmarks(["put", "pot"], quick=True, progress=False)
+        run_benchmarks(["publish-file", "pot"], quick=True, progress=False)
 
 
 def test_what_needs_other_users_says_so_where_it_cannot_be_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +303,8 @@ def test_files_of_weights_are_what_the_library_reads(tmp_path: Path) -> None:
     assert tensors == {"a": (0, 100), "b": (100, 128)}
     assert len(data) == start + 128
     arrays = vram.asarray(list(data[start : start + 100]), "uint8", device="host")
-    with vram.keeper() as keeper:
-        vram.put("w", path, device="host", keeper=keeper)
+    with vram.private_keeper() as keeper:
+        vram.publish_file("w", path, device="host", keeper=keeper)
         with vram.attach("w", keeper=keeper) as lease:
             assert lease["a"].numpy().tobytes() == arrays.numpy().tobytes()
     arrays.close()

@@ -86,7 +86,7 @@ def test_copies_between_gpus_leave_the_rights_as_they_were() -> None:
             control = standin.Standin()
             with control.failing(failing or "cuCtxCreate", 1, 2):
                 if failing:
-                    with pytest.raises(vram.OutOfMemoryError):
+                    with pytest.raises(vram.errors.OutOfMemoryError):
                         vram.asarray(a, device=OTHER)
                 else:
                     with vram.asarray(a, device=OTHER) as b:

@@ -327,7 +327,8 @@ def test_regions_are_made_for_what_they_are_meant_for(cuda: CudaDriver) -> None:
 
 def test_compression_that_the_driver_declines_is_no_error() -> None:
     then = """
-        from vram import AllocationFlags, AllocationSpec, PhysicalAllocation
+        from vram import AllocationFlags, AllocationSpec
+        from vram.memory import PhysicalAllocation
         both = AllocationFlags.COMPRESSIBLE | AllocationFlags.GPU_DIRECT_RDMA
         with PhysicalAllocation.create(cuda, AllocationSpec(2 << 20, Location("cuda", 0), flags=both)) as memory:
             print(repr(memory.flags), memory.properties().flags == memory.flags)"""

@@ -182,7 +182,7 @@ def test_i1_an_event_is_given_back_once_and_after_what_needs_it(driver: Any) -> 
     before = len(driver._events)
     event = Event.create(driver, HERE)
     claim = event.handle.claim("somebody")
-    with pytest.raises(vram.BusyError, match="somebody"):
+    with pytest.raises(vram.errors.BusyError, match="somebody"):
         event.close(strict=True)
     event.close()
     assert len(driver._events) == before + 1

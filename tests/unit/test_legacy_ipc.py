@@ -9,8 +9,8 @@ import pytest
 from tests.standin.calls import ok, shareable_pool
 
 import vram
-from vram import IpcMemHandle
 from vram.errors import ProtocolError, RangeError, UnsupportedError, UsageError
+from vram.sharing import IpcMemHandle
 from vram.sharing.legacy_ipc import open as open_handle
 
 DATA = bytes(range(64))

@@ -157,13 +157,13 @@ def test_words_of_a_lender_are_not_those_of_a_keeper(tmp_path: Path) -> None:
     with vram.asarray(b"abc", device="host") as array:
         lending = vram.lend(array, at=path)
         with vram.borrow(path) as lease:
-            with pytest.raises(vram.AccessDeniedError, match="may only be read: borrow it with"):
+            with pytest.raises(vram.errors.AccessDeniedError, match="may only be read: borrow it with"):
                 vram.borrow(path, access="rw")
-            with pytest.raises(vram.AccessDeniedError, match=r"is a lender, not a keeper.*Lending.revoke"):
+            with pytest.raises(vram.errors.AccessDeniedError, match=r"is a lender, not a keeper.*Lending.revoke"):
                 vram.revoke("lent", keeper=path)
             lending.close()
             for use in (lambda: lease.is_stale(), lambda: lease.is_revoked(), lease.upgrade, lease.fileno):
-                with pytest.raises(vram.PeerGoneError, match=r"the lender at .* is gone.*Borrow again") as gone:
+                with pytest.raises(vram.errors.PeerGoneError, match=r"the lender at .* is gone.*Borrow again") as gone:
                     use()
                 assert "vram keep" not in str(gone.value)
             with vram.lend(array, at=path):

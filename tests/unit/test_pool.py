@@ -450,5 +450,5 @@ def test_i2_forgotten_regions_give_everything_back(driver: Any, theirs: Theirs, 
 
 
 def test_the_names_people_type() -> None:
-    assert vram.Pool is Pool
-    assert vram.Event is vram.memory.Event
+    assert vram.memory.Pool is Pool
+    assert vram.memory.Event is vram.memory.Event

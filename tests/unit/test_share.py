@@ -1,4 +1,4 @@
-"""share, explain and copy_in: each kind of memory is looked at, and shared or refused with the reason (S2, S3, I6)."""
+"""share, explain and copy: each kind of memory is looked at, and shared or refused with the reason (S2, S3, I6)."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_what_does_not_lie_one_behind_the_other_is_a_mistake_that_names_the_copy
     with vram.zeros((4, 4), "int32", device="host") as a:
         a.numpy()[...] = np.arange(16).reshape(4, 4)
         view = flip(a.numpy())
-        with pytest.raises(UsageError, match=r"one behind the other.*copy_in"):
+        with pytest.raises(UsageError, match=r"one behind the other.*vram.copy"):
             vram.share(view)
-        with vram.copy_in(view) as copied:
+        with vram.copy(view) as copied:
             assert (copied.to_host() == view).all()
             assert copied.region is not a.region
         del view
@@ -108,13 +108,13 @@ def test_what_does_not_lie_one_behind_the_other_is_a_mistake_that_names_the_copy
 
 def test_s3_memory_of_this_process_alone_is_refused_and_can_be_copied() -> None:
     plain = np.arange(6.0)
-    refuses(plain, "this process alone", "copy_in")
+    refuses(plain, "this process alone", "vram.copy")
     refuses(memoryview(bytearray(16)), "this process alone")
     with pytest.raises(UsageError, match="no array"):
         vram.share("text")
     with pytest.raises(UsageError, match="no array"):
         vram.explain(object())
-    with vram.copy_in(plain) as copied:
+    with vram.copy(plain) as copied:
         assert str(copied.device) == "host"
         assert copied.to_host().tolist() == plain.tolist()
         assert vram.explain(copied)
@@ -125,13 +125,13 @@ def test_s3_a_mapping_of_a_file_is_refused_with_the_file(tmp_path: Path) -> None
     path.write_bytes(bytes(8192))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 8192) as mapped:
         view = np.frombuffer(mapped, "u1")
-        refuses(view[100:], str(path), "copy_in")
+        refuses(view[100:], str(path), "vram.copy")
         del view
     shared = shared_memory.SharedMemory(create=True, size=4096)
     try:
         view = np.frombuffer(shared.buf, "i4")
-        refuses(view, shared.name, "copy_in")
-        with vram.copy_in(view) as copied:
+        refuses(view, shared.name, "vram.copy")
+        with vram.copy(view) as copied:
             assert copied.nbytes == view.nbytes
         del view
     finally:
@@ -150,7 +150,7 @@ def test_zero_bytes_are_shared_as_nothing() -> None:
 
 
 def test_a_private_copy_says_that_nobody_else_could_see_it() -> None:
-    with vram.keeper(), vram.zeros(4, device="host") as a:
+    with vram.private_keeper(), vram.zeros(4, device="host") as a:
         vram.publish("n", {"a": a})
         with vram.attach("n", access="cow") as lease:
             route = vram.explain(lease["a"])
@@ -177,7 +177,7 @@ def test_memory_that_was_made_not_to_leave_says_so() -> None:
     ],
 )  # fmt: skip
 def test_i10_a_span_that_cannot_be_is_a_typed_error(span: tuple[Any, ...]) -> None:
-    for call in (vram.share, vram.explain, vram.copy_in):
+    for call in (vram.share, vram.explain, vram.copy):
         with pytest.raises((UsageError, UnsupportedError)):
             call(span)
 
@@ -192,7 +192,7 @@ def test_s3_a_span_of_the_host_must_be_ours() -> None:
 
 def test_a_read_only_source_is_shared_read_only_or_not_at_all() -> None:
     """numpy's flag is about one view; what was frozen stays so through every array on it."""
-    with vram.keeper(), vram.zeros(8, "int32", device="host") as a:
+    with vram.private_keeper(), vram.zeros(8, "int32", device="host") as a:
         vram.publish("n", {"a": a})
         with vram.share(a.numpy()) as shared:
             assert shared.readonly
@@ -200,15 +200,15 @@ def test_a_read_only_source_is_shared_read_only_or_not_at_all() -> None:
                 shared[...] = 1
 
 
-def test_copy_in_makes_another_array_even_of_one_of_ours() -> None:
-    with vram.zeros(4, "int32", device="host") as a, vram.copy_in(a) as b:
+def test_copy_makes_another_array_even_of_one_of_ours() -> None:
+    with vram.zeros(4, "int32", device="host") as a, vram.copy(a) as b:
         assert b is not a
         b[...] = 5
         assert a.to_host().tolist() == [0] * 4
-    with vram.copy_in([[1, 2], [3, 4]]) as listed, vram.copy_in(7) as scalar:
+    with vram.copy([[1, 2], [3, 4]]) as listed, vram.copy(7) as scalar:
         assert listed.to_host().tolist() == [[1, 2], [3, 4]]
         assert scalar.to_host().tolist() == 7
-    with vram.zeros(16, "uint8", device="host") as a, vram.copy_in((a.address + 4, 8, "host")) as part:
+    with vram.zeros(16, "uint8", device="host") as a, vram.copy((a.address + 4, 8, "host")) as part:
         assert part.nbytes == 8
 
 
@@ -302,7 +302,7 @@ class TestOfAnotherLibrary:
         """A float was cut to an integer, and infinity an OverflowError."""
         x = Interface(0, 4)
         x.__cuda_array_interface__["data"] = data
-        for verb in (vram.share, vram.copy_in, vram.explain):
+        for verb in (vram.share, vram.copy, vram.explain):
             with pytest.raises(UsageError, match="CUDA array interface"):
                 verb(x)
 
@@ -321,7 +321,7 @@ class TestOfAnotherLibrary:
             with pytest.raises(UsageError, match="one behind the other"):
                 vram.share(x)
             with pytest.raises(UsageError):
-                vram.copy_in(x)
+                vram.copy(x)
         with vram.share(Interface(base, (4, 4), strides=(16, 4))) as dense:
             assert dense.shape == (4, 4)
 
@@ -388,17 +388,17 @@ class TestOfAnotherLibrary:
         assert gone() is None
         assert drivers.get(GPU).live().mappings == 0
 
-    def test_copy_in_outlives_its_source(self, stranger: CudaStranger) -> None:
+    def test_copy_outlives_its_source(self, stranger: CudaStranger) -> None:
         base = stranger.legacy(4096)
         with vram.share(Interface(base, 100, "<i4")) as a:
             a[...] = np.arange(100)
-        with vram.copy_in(Interface(base + 40, 10, "<i4")) as b, vram.copy_in((base, 8, "cuda:0")) as c:
+        with vram.copy(Interface(base + 40, 10, "<i4")) as b, vram.copy((base, 8, "cuda:0")) as c:
             stranger.free(base)
             assert str(b.device) == "cuda:0"
             assert b.to_host().tolist() == list(range(10, 20))
             assert c.to_host().view("i4").tolist() == [0, 1]
             assert vram.explain(b).outlives_maker
-            with vram.copy_in(b, device="host") as home:
+            with vram.copy(b, device="host") as home:
                 assert str(home.device) == "host"
                 assert home.to_host().tolist() == list(range(10, 20))
 
@@ -444,12 +444,12 @@ class TestOfAnotherLibrary:
 
     def test_s3_one_chunk_of_handle_type_0_spoils_the_span(self, stranger: CudaStranger) -> None:
         base = stranger.mapped((GRANULE, GRANULE), NONE)
-        refuses((base, GRANULE + 1, "cuda:0"), "handle type 0", "copy_in")
+        refuses((base, GRANULE + 1, "cuda:0"), "handle type 0", "vram.copy")
         mixed = stranger.mapped((GRANULE, GRANULE), FD)
         remap(stranger, mixed + GRANULE, NONE)
         assert vram.explain((mixed, GRANULE, "cuda:0"))
-        refuses((mixed, GRANULE + 1, "cuda:0"), "handle type 0", "copy_in")
-        with vram.copy_in((mixed, GRANULE + 1, "cuda:0")) as copied:
+        refuses((mixed, GRANULE + 1, "cuda:0"), "handle type 0", "vram.copy")
+        with vram.copy((mixed, GRANULE + 1, "cuda:0")) as copied:
             assert copied.nbytes == GRANULE + 1
 
     def test_memory_that_its_gpu_may_only_read(self, stranger: CudaStranger) -> None:
@@ -470,18 +470,18 @@ class TestOfAnotherLibrary:
 
     def test_s3_a_pool_that_cannot_says_so(self, stranger: CudaStranger) -> None:
         _, base = stranger.pooled(MIB, shareable=False)
-        refuses(Interface(base, 10), "without a handle type", "copy_in")
+        refuses(Interface(base, 10), "without a handle type", "vram.copy")
         address = int(stranger.ok("cuMemAllocAsync", MIB, 1))
         try:
-            refuses(Interface(address, 10), "default pool", "copy_in")
-            with vram.copy_in(Interface(address, 10)) as copied:
+            refuses(Interface(address, 10), "default pool", "vram.copy")
+            with vram.copy(Interface(address, 10)) as copied:
                 assert vram.explain(copied)
         finally:
             stranger.ok("cuMemFreeAsync", address, 1)
             stranger.ok("cuStreamSynchronize", 1)
 
     def test_a_pool_of_ours(self, stranger: CudaStranger, control: standin.Standin) -> None:
-        with vram.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(MIB) as region:
+        with vram.memory.Pool.create(drivers.get(GPU), GPU) as pool, pool.allocate(MIB) as region:
             array = vram.Array(region, "int32", 100, offset=256)
             assert vram.explain(array).kind is POOL
             assert vram.share(array) is array
@@ -502,8 +502,8 @@ class TestOfAnotherLibrary:
             driver: Any = drivers.get(GPU)
             address = driver.ipc_open(handle, MIB, GPU)
             try:
-                refuses(Interface(address + 64, 10), "another process", "copy_in")
-                with vram.copy_in(Interface(address, 10)) as copied:
+                refuses(Interface(address + 64, 10), "another process", "vram.copy")
+                with vram.copy(Interface(address, 10)) as copied:
                     assert copied.nbytes == 40
             finally:
                 driver.ipc_close(address)
@@ -514,7 +514,7 @@ class TestOfAnotherLibrary:
         """Memory that lives only as long as its maker is never kept by a keeper: it is copied, and that is said."""
         vmm, legacy = stranger.mapped((GRANULE, GRANULE), FD), stranger.legacy(MIB)
         _, pool = stranger.pooled(MIB, shareable=True)
-        with vram.keeper():
+        with vram.private_keeper():
             arrays = {
                 "vmm": vram.share((vmm + 64, GRANULE, "cuda:0")),
                 "legacy": vram.share(Interface(legacy + 64, 10)),
@@ -542,18 +542,22 @@ class TestOfAnotherLibrary:
                 assert lease["legacy"].to_host().tolist() == [2] * 10
                 assert lease["pool"].to_host().tolist() == [3] * 10
                 assert not isinstance(lease["vmm"].region, ForeignRegion)
-            assert vram.list()[0].name == "n"
+            assert vram.list_entries()[0].name == "n"
 
     def test_publish_of_a_whole_allocation_shares_it(self, stranger: CudaStranger) -> None:
         vmm = stranger.mapped((GRANULE,), FD)
-        with vram.keeper(), vram.share((vmm, GRANULE, "cuda:0")) as a, vram.share((vmm, GRANULE // 2, "cuda:0")) as b:
+        with (
+            vram.private_keeper(),
+            vram.share((vmm, GRANULE, "cuda:0")) as a,
+            vram.share((vmm, GRANULE // 2, "cuda:0")) as b,
+        ):
             assert vram.publish("n", {"a": a}).zero_copy
             assert vram.publish("n", {"a": a, "b": b}).zero_copy
             assert set(vram.publish("n", {"b": b}).copied) == {"b"}
 
     def test_publish_without_share_copies(self, stranger: CudaStranger) -> None:
         vmm = stranger.mapped((GRANULE,), FD)
-        with vram.keeper():
+        with vram.private_keeper():
             assert set(vram.publish("n", {"x": Interface(vmm, 10)}).copied) == {"x"}
 
     # -- mistakes leave nothing -----------------------------------------------------------------------------------
@@ -573,7 +577,7 @@ class TestOfAnotherLibrary:
     def test_a_span_names_the_gpu_that_it_is_on(self, stranger: CudaStranger) -> None:
         base = stranger.legacy(4096)
         wrong = (base, 16, "cuda:1")
-        for call in (vram.share, vram.copy_in):
+        for call in (vram.share, vram.copy):
             with pytest.raises(UsageError, match="on cuda:0, not on cuda:1"):
                 call(wrong)
         route = vram.explain(wrong)

@@ -180,7 +180,7 @@ def test_i4_a_failure_leaves_nothing_behind(call: str) -> None:
     for nth in (1, 2):
         if (call, nth) == ("cuMemHostRegister", 2):
             continue
-        with control.failing(call, nth=nth, code=2), pytest.raises(vram.OutOfMemoryError):
+        with control.failing(call, nth=nth, code=2), pytest.raises(vram.errors.OutOfMemoryError):
             StagedTransport(GPU, OTHER)
 
 
@@ -193,10 +193,10 @@ def test_i4_a_failing_copy_leaves_the_message(kind: str) -> None:
         array.fill(3)
         for sender, receiver in ends_of(kind):
             sender.send(array)
-            with control.failing(call, nth=1, code=2), pytest.raises(vram.DriverError):
+            with control.failing(call, nth=1, code=2), pytest.raises(vram.errors.DriverError):
                 receiver.recv(target, timeout=SOON)
             if kind != "vmm":  # which gives the memory itself
-                with control.failing(call, nth=1, code=2), pytest.raises(vram.DriverError):
+                with control.failing(call, nth=1, code=2), pytest.raises(vram.errors.DriverError):
                     receiver.recv(timeout=SOON)
             assert set(receiver.recv(target, timeout=SOON).to_host()) == {3}
 
@@ -310,7 +310,7 @@ def test_closing_wakes_who_waits() -> None:
             def wait(transport: transports.Transport = transport, ended: list[type[BaseException]] = ended) -> None:
                 try:
                     transport.recv(timeout=SOON)
-                except vram.VramError as error:
+                except vram.errors.VramError as error:
                     ended.append(type(error))
 
             waiting = threading.Thread(target=wait)
@@ -342,7 +342,7 @@ def test_i7_a_forked_child_has_none_of_it() -> None:
 
 def test_a_transport_that_nobody_closed_warns() -> None:
     """I2."""
-    with pytest.warns(vram.LeakWarning, match="staged transport"):  # noqa: PT031
+    with pytest.warns(vram.errors.LeakWarning, match="staged transport"):  # noqa: PT031
         StagedTransport("host", "host")
         gc.collect()
 
@@ -508,7 +508,7 @@ import asyncio, multiprocessing, numpy, typer
 sys.platform = 'win32'
 sys.modules['fcntl'] = None
 del select.PIPE_BUF
-from vram import UnsupportedError
+from vram.errors import UnsupportedError
 from vram.transports import PipeExchange, SharedMemoryExchange, SocketExchange, StagedTransport
 for exchange in (PipeExchange, SharedMemoryExchange, SocketExchange):
     for meet in (exchange.listen, exchange.connect):

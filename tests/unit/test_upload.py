@@ -304,11 +304,11 @@ def test_a_file_that_changes_under_the_ring_leaves_no_arrays(
         weights.load(plan, driver, GPU)
 
 
-def test_put_to_a_gpu_is_attached_byte_for_byte(tmp_path: Path) -> None:
+def test_publish_file_to_a_gpu_is_attached_byte_for_byte(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write_weights(path, {"a": 2 * MIB + 3, "b": 12345})
     data = path.read_bytes()[-(2 * MIB + 3 + 12345) :]
-    with vram.keeper() as keeper:
-        vram.put("w", path, device="cuda:0", keeper=keeper)
+    with vram.private_keeper() as keeper:
+        vram.publish_file("w", path, device="cuda:0", keeper=keeper)
         with vram.attach("w", keeper=keeper) as lease:
             assert lease["a"].to_host().tobytes() + lease["b"].to_host().tobytes() == data

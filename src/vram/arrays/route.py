@@ -14,13 +14,13 @@ from ..spec import HOST, HandleKind, Location, format_size
 from . import Array
 from .sources import CudaSource, Source, find
 
-__all__ = ["COPY", "Route", "check_place", "foreign_route", "place_of", "refusal", "route_of"]
+__all__ = ["COPY", "ShareRoute", "check_place", "foreign_route", "place_of", "refusal", "route_of"]
 
-COPY = "Copy it into memory of vram: vram.copy_in(...)"
+COPY = "Copy it into memory of vram: vram.copy(...)"
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ShareRoute:
     """How memory can reach another process. False where it cannot.
 
     Attributes
@@ -88,14 +88,14 @@ _GOES = {
 }
 
 
-def route_of(source: Source | CudaSource, obj: object = None) -> Route:
+def route_of(source: Source | CudaSource, obj: object = None) -> ShareRoute:
     """Return the route of what was looked at already; `obj` is what it was found in."""
     place = place_of(source)
     if not source.contiguous:
-        return Route(
+        return ShareRoute(
             HandleKind.NONE, "other", str(place), source.nbytes, 0, 0, False,
             "elements that do not lie one behind the other",
-            "Share what it is a view of, or copy it: vram.copy_in(...) (on a GPU, after .contiguous())",
+            "Share what it is a view of, or copy it: vram.copy(...) (on a GPU, after .contiguous())",
         )  # fmt: skip
     region = find(source.address, source.nbytes) if source.nbytes else None
     if region is not None:
@@ -103,18 +103,18 @@ def route_of(source: Source | CudaSource, obj: object = None) -> Route:
     if isinstance(obj, Array) and not isinstance(obj.region, ForeignRegion):
         return _own_route(obj.region, obj.offset, obj.nbytes, str(place))
     if not source.nbytes:
-        return Route(HandleKind.POSIX_FD, "vram", str(place), 0, 0, 0, True)
+        return ShareRoute(HandleKind.POSIX_FD, "vram", str(place), 0, 0, 0, True)
     if isinstance(source, Source):
         return _host_route(source, str(place))
     try:
         infos = look_up(drivers.get(place), source.address, source.nbytes)
         check_place(infos, source)
     except UsageError as error:
-        return Route(HandleKind.NONE, "unknown", str(place), source.nbytes, 0, 0, False, f"unknown: {error}")
+        return ShareRoute(HandleKind.NONE, "unknown", str(place), source.nbytes, 0, 0, False, f"unknown: {error}")
     return foreign_route(infos, source, obj)
 
 
-def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: object) -> Route:
+def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: object) -> ShareRoute:
     """Return the route of memory that another library made."""
     first = infos[0]
     kinds = first.kinds
@@ -130,7 +130,7 @@ def foreign_route(infos: tuple[PointerInfo, ...], source: CudaSource, obj: objec
         )
     elif kind is HandleKind.NONE:
         reason, remedy = _why_none(first, kinds, obj)
-    return Route(
+    return ShareRoute(
         kind, first.made_by, str(first.location), source.nbytes, len(infos), source.address - first.base,
         kind is HandleKind.POSIX_FD, reason, remedy,
     )  # fmt: skip
@@ -148,25 +148,25 @@ def _why_none(info: PointerInfo, kinds: HandleKind, obj: object) -> tuple[str, s
             return (
                 "memory made with handle type 0 by PyTorch's expandable segments",
                 "Set TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 before the process starts (in releases that know it), or "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or copy with vram.copy_in()",
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or copy with vram.copy()",
             )
         return (
             "memory made with handle type 0, or imported from another process, which alone can share it",
-            "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
+            "Ask for POSIX_FD when it is made, or copy with vram.copy()",
         )
     if info.made_by == "pool":
         return (
             "memory of a pool made without a handle type, as the default pool of cudaMallocAsync is",
-            "Allocate from a pool made to be shared (vram.Pool), or copy with vram.copy_in()",
+            "Allocate from a pool made to be shared (vram.memory.Pool), or copy with vram.copy()",
         )
     if info.made_by == "opened":
         return "memory of another process, which alone can share it", COPY
     return f"{'page-locked' if info.made_by == 'host' else info.made_by} memory, which the driver does not share", COPY
 
 
-def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
+def _own_route(region: Any, offset: int, nbytes: int, device: str) -> ShareRoute:
     if isinstance(region, ForeignRegion):
-        return Route(
+        return ShareRoute(
             HandleKind.NONE,
             region.made_by,
             device,
@@ -178,15 +178,15 @@ def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
             COPY,
         )
     if region.is_private:
-        return Route(
+        return ShareRoute(
             HandleKind.NONE, "vram", device, nbytes, 0, offset, False,
             "a private copy: what was written to it is in no memory that another process could map", COPY,
         )  # fmt: skip
     if region.location != HOST and not isinstance(region.location.id, int):
-        return Route(
+        return ShareRoute(
             HandleKind.NONE, "vram", device, nbytes, 0, 0, False,
             "memory of the host that NVIDIA's driver made, at no place that other processes know by name",
-            'Use device="host" for what is shared, or copy with vram.copy_in(..., device="host")',
+            'Use device="host" for what is shared, or copy with vram.copy(..., device="host")',
         )  # fmt: skip
     allocations, start = region.segments(offset, offset + nbytes)
     lacking = {
@@ -196,21 +196,21 @@ def _own_route(region: Any, offset: int, nbytes: int, device: str) -> Route:
         allocation.close()
     if lacking:
         made = " and ".join(sorted(f"handle_kinds=HandleKind.{kinds.name}" for kinds in lacking))
-        return Route(
+        return ShareRoute(
             HandleKind.NONE, "vram", device, nbytes, len(allocations), start, False, f"memory made with {made}",
-            "Ask for POSIX_FD when it is made, or copy with vram.copy_in()",
+            "Ask for POSIX_FD when it is made, or copy with vram.copy()",
         )  # fmt: skip
-    return Route(HandleKind.POSIX_FD, "vram", device, nbytes, len(allocations), start, True)
+    return ShareRoute(HandleKind.POSIX_FD, "vram", device, nbytes, len(allocations), start, True)
 
 
-def _host_route(source: Source, device: str) -> Route:
+def _host_route(source: Source, device: str) -> ShareRoute:
     what = _mapped_file(source.address)
     reason = (
         f"a mapping of {what}, whose size others may change under a reader"
         if what
         else "memory of this process alone, which no descriptor stands for"
     )
-    return Route(HandleKind.NONE, "other", device, source.nbytes, 0, 0, False, reason, COPY)
+    return ShareRoute(HandleKind.NONE, "other", device, source.nbytes, 0, 0, False, reason, COPY)
 
 
 def _mapped_file(address: int) -> str:
@@ -229,7 +229,7 @@ def _mapped_file(address: int) -> str:
     return ""
 
 
-def refusal(route: Route) -> VramError:
+def refusal(route: ShareRoute) -> VramError:
     """Return the error for memory that has no way out of its process."""
     return UnsupportedError(
         f"sharing {format_size(route.nbytes)} on {route.device}", "memory that can leave its process", route.reason,

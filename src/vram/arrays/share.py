@@ -17,13 +17,13 @@ from . import Array
 from .create import asarray, empty
 from .dtypes import as_dtype
 from .numpy_on_use import np
-from .route import COPY, Route, check_place, foreign_route, place_of, refusal, route_of
+from .route import COPY, ShareRoute, check_place, foreign_route, place_of, refusal, route_of
 from .sources import CudaSource, Source, as_source, find
 
 if TYPE_CHECKING:
     from .hints import ArrayLike
 
-__all__ = ["Finder", "copy_in", "explain", "over", "share"]
+__all__ = ["Finder", "copy", "explain", "over", "share"]
 
 
 def share(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Array:
@@ -131,7 +131,7 @@ class Finder:
         return obj, source, (region, offset)
 
 
-def explain(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Route:
+def explain(obj: ArrayLike | tuple[int, int | str, str | Location]) -> ShareRoute:
     """Say how memory would reach another process, or why it cannot. Changes nothing.
 
     Parameters
@@ -147,7 +147,7 @@ def explain(obj: ArrayLike | tuple[int, int | str, str | Location]) -> Route:
     return route_of(_look(obj), obj)
 
 
-def copy_in(
+def copy(
     obj: ArrayLike | complex | Sequence[Any] | tuple[int, int | str, str | Location],
     *,
     device: str | Location | None = None,
@@ -210,7 +210,7 @@ def _check_dense(source: Source | CudaSource, obj: object) -> None:
     if not source.contiguous:
         raise UsageError(
             f"the elements of this {type(obj).__name__} do not lie one behind the other; share what it is a view of, "
-            f"or copy it: vram.copy_in(...) (on a GPU, after .contiguous())"
+            f"or copy it: vram.copy(...) (on a GPU, after .contiguous())"
         )
     as_dtype(source.dtype)
 
@@ -234,7 +234,9 @@ def _span(obj: Any) -> Source | CudaSource:
             raise UsageError(f"{place} is memory of the host that a GPU works on; name the GPU")
         return CudaSource(address, nbytes, np.dtype(np.uint8), (nbytes,), True, place.id, obj)
     if nbytes and find(address, nbytes) is None:
-        raise refusal(Route(HandleKind.NONE, "other", "host", nbytes, 0, 0, False, "no vram memory is there", COPY))
+        raise refusal(
+            ShareRoute(HandleKind.NONE, "other", "host", nbytes, 0, 0, False, "no vram memory is there", COPY)
+        )
     return Source(np.asarray(_At(address, nbytes)) if nbytes else np.empty(0, np.uint8))
 
 

@@ -31,7 +31,7 @@ NAMES = {
     "queues": "the same through multiprocessing.Queue and Pool; against a number, and torch's tensors",
     "attach": "attach by name, touch, give back; against raw descriptors, shared_memory, a mapped file",
     "grow": "an array grown in place; against raw mmap calls, and numpy that copies or doubles",
-    "put": "a file of weights into shared memory; against sendfile",
+    "publish-file": "a file of weights into shared memory; against sendfile",
     "share": "memory of the host lent to another process; against a descriptor over a raw socket",
     "workers": "the memory that 8 workers on one model take; against a mapped file, and loading it",
     "start": "import vram, start a keeper, and the keeper's memory; against a bare interpreter",

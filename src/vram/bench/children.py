@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import InternalError
 from ..keeper.client import close_client
-from ..keeper.private import private_keeper
+from ..keeper.private import private_socket
 
 __all__ = ["Child", "child", "own_keeper", "rss", "socket_pair", "workplace"]
 
@@ -132,7 +132,7 @@ def socket_pair(kind: int) -> Iterator[tuple[socket.socket, socket.socket]]:
 @contextlib.contextmanager
 def own_keeper() -> Iterator[str]:
     """Run a keeper for the length of a block; yields the path of its socket."""
-    with private_keeper() as path:
+    with private_socket() as path:
         try:
             yield path
         finally:

@@ -156,7 +156,7 @@ def _memory(route: str, nbytes: int, bare: Bare, location: Location) -> Iterator
             ok(api.cuMemFree(address))
     else:
         driver = drivers.get(location)
-        with vram.Pool.create(driver, location) as pool, pool.allocate(nbytes) as region:
+        with vram.memory.Pool.create(driver, location) as pool, pool.allocate(nbytes) as region:
             number = region.infos[0].pool
 
             def export() -> tuple[bytes, list[int]]:

@@ -35,7 +35,7 @@ _REACHED = 0.85
 
 
 def measure(quick: bool, location: Location) -> Result:
-    """Measure the copy alone, reading alone, and both as ``vram put`` does them."""
+    """Measure the copy alone, reading alone, and both as ``vram publish-file`` does them."""
     notes: list[str] = []
     with contextlib.ExitStack() as stage:
         directory = stage.enter_context(_place())
@@ -53,7 +53,7 @@ def measure(quick: bool, location: Location) -> Result:
         with _buffers(bare, path.stat().st_size) as (host, target):
             cases: dict[str, Callable[[], float]] = {"copy": lambda: _copy(bare, target, host)}
             cases |= {f"read {count}": _reading(path, host, count) for count in _READERS}
-            cases |= {"fill": lambda: _fill(plan, location), "put": lambda: _put(path, location, keeper)}
+            cases |= {"fill": lambda: _fill(plan, location), "publish_file": lambda: _publish(path, location, keeper)}
             values = in_turns(cases, 2 if quick else 9, warm=1)
         size = path.stat().st_size
     figures = {name: Figure.of([size / 1e9 / s for s in seconds], "GB/s") for name, seconds in values.items()}
@@ -69,7 +69,7 @@ def measure(quick: bool, location: Location) -> Result:
         copy,
         *reads,
         Row.held("into a region that is there (weights.fill)", figures["fill"], lower, at_least=_REACHED),
-        Row.held("vram.put", figures["put"], lower, at_least=_REACHED),
+        Row.held("vram.publish_file", figures["publish_file"], lower, at_least=_REACHED),
         Row("pinning the ring, once in a process", pinned),
     ]
     return Result("weights", f"Weights of {format_size(size)} from the page cache to the GPU", rows, notes)
@@ -160,9 +160,9 @@ def _fill(plan: weights.WeightsPlan, location: Location) -> float:
         return time.perf_counter() - begin
 
 
-def _put(path: Path, location: Location, keeper: str) -> float:
+def _publish(path: Path, location: Location, keeper: str) -> float:
     begin = time.perf_counter()
-    vram.put("file", path, device=location, keeper=keeper)
+    vram.publish_file("file", path, device=location, keeper=keeper)
     spent = time.perf_counter() - begin
     vram.remove("file", keeper=keeper)
     return spent

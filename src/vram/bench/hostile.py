@@ -20,7 +20,7 @@ from .. import driver as drivers
 from ..errors import QuotaError
 from ..keeper import messages as m
 from ..keeper.client import KeeperClient, Segment, close_client
-from ..keeper.private import private_keeper
+from ..keeper.private import private_socket
 from ..memory import PhysicalAllocation
 from ..sharing.channel import Channel, close_fds
 from ..spec import HOST, HandleKind
@@ -114,7 +114,7 @@ def _beside(
 @contextlib.contextmanager
 def _open_keeper() -> Iterator[str]:
     """A keeper that everybody may talk to, with the entry to attach."""
-    with private_keeper(options=("--mode", "0666")) as path:
+    with private_socket(options=("--mode", "0666")) as path:
         try:
             Path(path).parent.chmod(0o711)
             with vram.zeros(2 << 20, "uint8", device="host") as array:

@@ -60,7 +60,7 @@ def _numa(device: str, stage: contextlib.ExitStack) -> Any:
 
 def _pool(device: str, stage: contextlib.ExitStack) -> Any:
     location = Location.parse(device)
-    pool = stage.enter_context(vram.Pool.create(drivers.get(location), location))
+    pool = stage.enter_context(vram.memory.Pool.create(drivers.get(location), location))
     region = stage.enter_context(pool.allocate(4 * _COUNT))
     region.driver.copy_in(region.address, memoryview(_expected().tobytes()))
     return region.address, 4 * _COUNT, device
@@ -150,7 +150,7 @@ class Source(NamedTuple):
 
 SOURCES = tuple(Source(*row) for row in (
     ("vram array on a GPU", _vram, "", {}),
-    ("memory of vram.Pool", _pool, "", {}),
+    ("memory of vram.memory.Pool", _pool, "", {}),
     ("PyTorch, default allocator", _torch, "torch", {}),
     ("PyTorch, expandable segments", _torch, "torch", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
     (
@@ -218,7 +218,7 @@ def _another_gpu(array: vram.Array) -> str | None:
 
 def _by_handle(source: Any, other: Child) -> Any:
     array = vram.share(source)
-    handle = vram.IpcMemHandle.of(array.address)
+    handle = vram.sharing.IpcMemHandle.of(array.address)
     array.region.synchronize()
     found: Any = other.ask("64-byte handle", handle.to_bytes(), handle.offset, array.nbytes, str(array.device))
     return found
@@ -241,7 +241,7 @@ def _bytes_of(source: Any) -> bytes:
         return source.to_host().tobytes()
     if isinstance(source, tuple):
         return vram.share(source).to_host().tobytes()
-    with vram.copy_in(source) as copy:
+    with vram.copy(source) as copy:
         return copy.to_host().tobytes()
 
 
@@ -268,7 +268,7 @@ def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: 
                     if not gpu:
                         found = lease.array.to_host().tobytes()
                     else:  # that GPU reads it
-                        with vram.copy_in(lease.array, device=gpu) as copy:
+                        with vram.copy(lease.array, device=gpu) as copy:
                             found = copy.to_host().tobytes()
             elif what == "channel":
                 found = channel.recv(timeout=DEADLINE).to_host().tobytes()
@@ -279,7 +279,7 @@ def _receiver(pipe: Connection, channel: vram.ArrayChannel, queue: Any, keeper: 
                 found = queue.get(timeout=DEADLINE).to_host().tobytes()
             else:
                 data, offset, nbytes, device = rest
-                with vram.IpcMemHandle.from_bytes(data, offset=offset).open(nbytes, device=device) as memory:
+                with vram.sharing.IpcMemHandle.from_bytes(data, offset=offset).open(nbytes, device=device) as memory:
                     out = bytearray(nbytes)
                     drivers.get(Location.parse(device)).copy_out(memoryview(out), memory.address)
                     found = bytes(out)
@@ -295,7 +295,7 @@ def _stage() -> Iterator[tuple[Path, Child, vram.ArrayChannel, Any]]:
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stage:
         folder = Path(stage.enter_context(tempfile.TemporaryDirectory(prefix="vram-", dir="/tmp")))
-        keeper = stage.enter_context(vram.keeper())
+        keeper = stage.enter_context(vram.private_keeper())
         near, far = vram.ArrayChannel.pair()
         queue = context.SimpleQueue()
         other = stage.enter_context(child(_receiver, far, _Reads(queue), keeper.path))

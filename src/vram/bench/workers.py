@@ -37,7 +37,7 @@ def measure(quick: bool) -> Result:
     with own_keeper() as keeper, workplace() as directory, contextlib.ExitStack() as stage:
         path = directory / "model.safetensors"
         write_weights(path, {f"layer.{number}.weight": nbytes for number in range(tensors)})
-        vram.put("model", path, device="host", keeper=keeper)
+        vram.publish_file("model", path, device="host", keeper=keeper)
         crew = [stage.enter_context(child(_reader, str(path), keeper)) for _ in range(workers)]
         for worker in crew:
             worker.hear()

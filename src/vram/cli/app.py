@@ -122,7 +122,7 @@ def keep(
 
 
 @app.command()
-def put(
+def publish_file(
     name: Annotated[str, typer.Argument(help="What readers will attach.")],
     file: Annotated[Path, typer.Argument(help="A safetensors file.")],
     device: Annotated[str, typer.Option(help='Where to keep it: "host", or a GPU, such as "cuda:0".')] = "host",
@@ -133,9 +133,11 @@ def put(
     as_json: AsJson = False,
 ) -> None:
     """Publish a safetensors file's tensors under a name."""
-    from ..entries import put
+    from ..entries import publish_file as files
 
-    published = put.put(name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket)
+    published = files.publish_file(
+        name, file, device=device, meta=_pairs(meta or []), writable=writable, ttl=ttl, keeper=socket
+    )
     _print(
         published,
         as_json,
@@ -179,7 +181,7 @@ def show(
     """Show an entry: its versions, what was said about it, who holds it, and the arrays in it."""
     from ..entries import administration
 
-    details = administration.show(name, keeper=socket)
+    details = administration.entry(name, keeper=socket)
     if as_json:
         _print(details, True, "")
         return
@@ -255,7 +257,7 @@ def _benchmarks() -> str:
     """List the benchmarks. \\b: the lines of a paragraph stay as they are."""
     parts = (("The benchmarks:", NAMES), ("With --device cuda:0:", GPU_NAMES))
     return "\n\n".join(
-        "\n".join(["\b", title, *(f"  {name:<9} {what}" for name, what in names.items())]) for title, names in parts
+        "\n".join(["\b", title, *(f"  {name:<12} {what}" for name, what in names.items())]) for title, names in parts
     )
 
 

@@ -130,7 +130,7 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
     with contextlib.ExitStack() as stage:
         file = weights or stage.enter_context(_find_weights(story))
         started = time.perf_counter()
-        keeper = stage.enter_context(vram.keeper())
+        keeper = stage.enter_context(vram.private_keeper())
         pid = vram.statistics().pid
         story.tell(
             f"a private keeper runs: pid {pid}, {_rss(pid)} resident, ready after {_ms(started)}",
@@ -295,7 +295,7 @@ def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None
 # -- the children -----------------------------------------------------------------------------------------------
 def _publisher(pipe: Connection, file: str, device: str) -> None:
     started = time.perf_counter()
-    published = vram.put("minilm", file, device=device)
+    published = vram.publish_file("minilm", file, device=device)
     seconds = time.perf_counter() - started
     pipe.send((published.version, published.arrays, published.nbytes, seconds))
     pipe.recv()  # the parent kills this process while it waits here

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.measure import Result
-from ..entries.put import FILE_META
+from ..entries.publish_file import FILE_META
 from ..keeper.reports import EntryInfo, HolderInfo
 from ..spec import format_size
 

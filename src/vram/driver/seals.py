@@ -79,7 +79,7 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
                         f"was sent to, a mapping made from its descriptor without vram, or pages that are pinned for a "
                         f"device (cudaHostRegister, RDMA, io_uring). End those (what was sent over a channel stays "
                         f"mapped until that end of it is closed, over a queue until that process ends), or share a "
-                        f"copy of it (vram.copy_in), or share it with writable=True; nothing has changed"
+                        f"copy of it (vram.copy), or share it with writable=True; nothing has changed"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
 __all__ = [
+    "entry",
     "holders",
     "list_entries",
     "remove",
     "revoke",
-    "show",
     "statistics",
 ]
 
@@ -54,7 +54,7 @@ def list_entries(
     return connect(keeper).list(prefix, most_meta=most_meta)
 
 
-def show(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> EntryInfo:
+def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -> EntryInfo:
     """Describe one entry: its versions with their sizes, its `meta`, owner, holders, and the arrays in it.
 
     The keeper does not know the arrays: for those the current version is leased for a moment, which maps nothing of

@@ -335,7 +335,7 @@ class Placement:
                 self._release()
                 raise UnsupportedError(
                     f"lending array {item.name!r:.80}", "memory that can be shared as it is", item.reason,
-                    "Copy it into memory of its own: vram.copy_in(...)",
+                    "Copy it into memory of its own: vram.copy(...)",
                 )  # fmt: skip
 
     def _share(self, region: Region, item: PlannedArray, offset: int) -> None:

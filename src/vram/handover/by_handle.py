@@ -198,7 +198,7 @@ class Imports:
                     raise UnsupportedError(
                         f"memory of another process's pool for {where}", f"{home}, which it is on",
                         f"{where}, where memory of a pool on {home} is not opened",
-                        f'Leave device= out, or copy it: vram.copy_in(..., device="{where}")',
+                        f'Leave device= out, or copy it: vram.copy(..., device="{where}")',
                     )  # fmt: skip
                 imported, claim = self._imported(driver, *pool, home)
                 try:
@@ -352,7 +352,7 @@ def open_leased(
     if access == "cow":
         raise UnsupportedError(
             "a private mapping", "memory that is copied on write", f"memory of {memory.device}, which is not",
-            'Borrow it with access="r" and copy: vram.copy_in(...)',
+            'Borrow it with access="r" and copy: vram.copy(...)',
         )  # fmt: skip
     pool = None if pool_fd is None else ((*key, "pool", entry.pool), pool_fd)
     return imports_of(connection).open(

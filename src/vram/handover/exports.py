@@ -280,7 +280,7 @@ class ExportTable:
             raise UnsupportedError(
                 "queueing memory that lives only as long as its maker", "memory that a descriptor stands for",
                 f"memory that its owner may free, {region.handle.label}",
-                "Copy it into memory of vram: vram.copy_in(...); or hand it over directly, with vram.lend or a channel",
+                "Copy it into memory of vram: vram.copy(...); or hand it over directly, with vram.lend or a channel",
             )  # fmt: skip
         handle = region.handle
         export = self._by_region.get(handle)

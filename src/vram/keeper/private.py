@@ -21,7 +21,7 @@ from ..spec import parse_size
 from .paths import check_platform, make_directory
 from .rules import check_entries
 
-__all__ = ["KeeperProcess", "PrivateKeeper", "private_keeper", "short_directory"]
+__all__ = ["KeeperProcess", "PrivateKeeper", "private_socket", "short_directory"]
 
 _START = 20.0  # seconds
 _STOP = 10.0
@@ -231,7 +231,7 @@ class PrivateKeeper:
 
 
 @contextlib.contextmanager
-def private_keeper(
+def private_socket(
     *,
     max_bytes: int | str | None = None,
     max_entries: int | None = None,

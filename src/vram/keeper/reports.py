@@ -120,7 +120,7 @@ class ArrayInfo:
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """One name. From ``list`` without its versions, from ``show`` with them, oldest first.
+    """One name. From ``list_entries`` without its versions, from ``entry`` with them, oldest first.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ class EntryInfo:
     retired : int
         Older versions that readers still hold.
     arrays : tuple of ArrayInfo, or None
-        What the current version holds. Only :func:`vram.show` reads it; None if it did not, if no version is current,
+        What the current version holds. Only :func:`vram.entry` reads it; None if it did not, if no version is current,
         or if what the publisher wrote cannot be read.
     leases : int
         Leases on all its versions together; `readers` are those on the version that is shown.

@@ -19,7 +19,7 @@ from .private import PrivateKeeper
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Keeper", "start"]
+__all__ = ["Keeper", "private_keeper"]
 
 # What the environment named before each private keeper that is open became the default. Both change together, by
 # whoever has the lock; a finalizer leaves a note for them instead (I3).
@@ -31,9 +31,10 @@ _ended: deque[str] = deque()
 class Keeper:
     """A keeper to talk to; every verb takes it, or its path, as ``keeper=``.
 
-    ``vram.keeper()`` starts a private one. It ends with :meth:`close`, at the end of a ``with`` block or with this
-    process; one that is dropped without that ends too, with a LeakWarning. ``Keeper(path)`` stands for one that runs
-    already; closing that ends nothing. In a child process, forked or pickled to, a Keeper is one that runs already.
+    ``vram.private_keeper()`` starts a private one. It ends with :meth:`close`, at the end of a ``with`` block or with
+    this process; one that is dropped without that ends too, with a LeakWarning. ``Keeper(path)`` stands for one that
+    runs already; closing that ends nothing. In a child process, forked or pickled to, a Keeper is one that runs
+    already.
 
     Parameters
     ----------
@@ -103,8 +104,39 @@ class _Process(Owned):
         self._claim = own(f"the private keeper at {private.path}", partial(_end, private), at_exit=True)
 
 
-def start(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
-    """Start a private keeper and make it the default; see :func:`vram.keeper`."""
+def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
+    """Start a private keeper, for notebooks and tests: a child process, which serves when this returns.
+
+    It is this process's default and, through ``VRAM_KEEPER``, that of the children it starts, until it is closed: by
+    ``close()``, at the end of a ``with`` block, or at the end of the program. If this process is killed, the keeper
+    ends too.
+
+    Parameters
+    ----------
+    max_bytes : int or str, optional
+        Ceiling for the memory that it keeps, in bytes or as a size such as ``"4GiB"``; none by default.
+    max_entries : int, optional
+        Ceiling for the names that it keeps; none by default.
+
+    Returns
+    -------
+    Keeper
+
+    Raises
+    ------
+    UsageError
+        For a ceiling that is negative or is no number.
+    PeerGoneError, WaitTimeoutError
+        If it does not start.
+
+    Examples
+    --------
+    >>> with vram.private_keeper():
+    ...     published = vram.publish("numbers", {"x": numpy.arange(3)})
+
+    >>> kept = vram.private_keeper()  # in a notebook: it lives on from cell to cell
+    >>> kept.close()
+    """
     private = PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries)
     try:
         keeper = Keeper(private.path)

@@ -49,7 +49,7 @@ def interprocess(driver: Driver) -> InterprocessEvents:
     return cast("InterprocessEvents", _able(driver, InterprocessEvents, "events between processes", remedy))
 
 
-def _able(driver: Driver, capability: Any, what: str, remedy: str = "Copy it: vram.copy_in()") -> Driver:
+def _able(driver: Driver, capability: Any, what: str, remedy: str = "Copy it: vram.copy()") -> Driver:
     if not _has(type(driver), capability):
         name = getattr(driver, "name", None) or f"{driver!r:.40} for a"
         raise UnsupportedError(what, "a driver of GPUs", f"the {name} driver, which has none", remedy)

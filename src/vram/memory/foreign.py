@@ -113,7 +113,7 @@ class ForeignRegion(Region):
         self.handle  # noqa: B018  (the check)
 
     def _alone(self) -> NoReturn:
-        raise UsageError(f"{self.handle.label} belongs to others, who alone can change it; copy it: vram.copy_in()")
+        raise UsageError(f"{self.handle.label} belongs to others, who alone can change it; copy it: vram.copy()")
 
 
 class Opened(NamedTuple):
@@ -275,9 +275,7 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
             if not one.handle.is_open:
                 del _known.memories[old]
         if info.made_by != "vmm":
-            raise UsageError(
-                f"memory made by {info.made_by} at {info.base:#x} has no descriptor; copy it: vram.copy_in()"
-            )
+            raise UsageError(f"memory made by {info.made_by} at {info.base:#x} has no descriptor; copy it: vram.copy()")
         memory, claim = adopt_memory(driver, info.base, info.nbytes, info.location)
         _known.memories[key] = memory
         return memory, claim

@@ -66,11 +66,11 @@ class IpcMemHandle:
     --------
     In the process that made the memory, and in another one:
 
-    >>> handle = vram.IpcMemHandle.of(tensor.data_ptr())  # doctest: +SKIP
+    >>> handle = vram.sharing.IpcMemHandle.of(tensor.data_ptr())  # doctest: +SKIP
     >>> channel.send((handle.to_bytes(), handle.offset, tensor.nbytes))  # doctest: +SKIP
 
     >>> data, offset, nbytes = channel.recv()  # doctest: +SKIP
-    >>> handle = vram.IpcMemHandle.from_bytes(data, offset=offset)  # doctest: +SKIP
+    >>> handle = vram.sharing.IpcMemHandle.from_bytes(data, offset=offset)  # doctest: +SKIP
     >>> with handle.open(nbytes, device="cuda:0") as memory:  # doctest: +SKIP
     ...     use(memory.address, memory.nbytes)
     """

@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ..arrays import Array
+from ..arrays.hints import StreamLike
 from ..errors import UsageError
 from ..spec import Location
 
@@ -231,7 +232,7 @@ class Transport(Protocol):
             If it is not what such a handle is.
         """
 
-    def send(self, buffer: Array, stream: object = None) -> None:
+    def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
         """Hand a buffer at the source over. It returns when the message is gone; see above for streams.
 
         Parameters
@@ -249,7 +250,9 @@ class Transport(Protocol):
             If the other process is gone.
         """
 
-    def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
+    def recv(
+        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
+    ) -> Array:
         """Return what was sent, in the order of sending. The bytes are there when it returns, or for `stream`.
 
         Parameters

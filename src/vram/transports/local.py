@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 
 from ..arrays import Array
+from ..arrays.hints import StreamLike
 from ..arrays.numpy_on_use import np
 from ..driver.protocol import Driver
 from ..errors import ClosedError, UsageError, WaitTimeoutError
@@ -103,7 +104,7 @@ class LocalTransport(Endpoint):
         finally:
             message.release()
 
-    def send(self, buffer: Array, stream: object = None) -> None:
+    def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
         """Hand a buffer at the source over; see the contract. It is read when it is received."""
         started = time.perf_counter()
         self.handle  # noqa: B018  (the check)
@@ -119,7 +120,9 @@ class LocalTransport(Endpoint):
         self._wake_all()
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
-    def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
+    def recv(
+        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
+    ) -> Array:
         """Return what was sent, copied; see the contract."""
         self.handle  # noqa: B018  (the check)
         wanted = None if buffer is None else as_array(buffer, copies=True)

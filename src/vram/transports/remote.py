@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from ..arrays import Array
+from ..arrays.hints import StreamLike
 from ..arrays.streams import as_stream
 from ..errors import (
     PeerGoneError,
@@ -213,7 +214,7 @@ class RemoteTransport(Endpoint):
         self._learn(said.part, list(handle.fds))
         return self._array(said.reference, None)
 
-    def send(self, buffer: Array, stream: object = None) -> None:
+    def send(self, buffer: Array, stream: StreamLike | None = None) -> None:
         """Hand a buffer at the source over; see the contract. With a stream its event goes along, and nobody waits."""
         started = time.perf_counter()
         array = self._of_ours(buffer)
@@ -229,7 +230,9 @@ class RemoteTransport(Endpoint):
             self._sent_count += 1
         self._count_sent(array.nbytes, time.perf_counter() - started)
 
-    def recv(self, buffer: Array | None = None, stream: object = None, *, timeout: float | None = None) -> Array:
+    def recv(
+        self, buffer: Array | None = None, stream: StreamLike | None = None, *, timeout: float | None = None
+    ) -> Array:
         """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
         self.handle  # noqa: B018  (the check)
         wanted = None if buffer is None else as_array(buffer, copies=True)

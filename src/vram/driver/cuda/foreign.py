@@ -113,7 +113,7 @@ class ForeignCalls(WorkCalls):
         return (
             f"is of {self._devices.location(*memory.place)}, memory of the host that NVIDIA's driver made, and no GPU "
             f'may access it: it goes to no other process. Use device="host" for what is shared, or copy it: '
-            f"vram.copy_in()"
+            f"vram.copy()"
         )
 
     def pointer_identity(self, address: int) -> int:

@@ -233,7 +233,7 @@ def _check_openable(call: str, nbytes: int) -> None:
     if nbytes > MAX_POOL_ALLOCATION:
         raise UnsupportedError(
             f"{call} of {nbytes} bytes in one allocation of a pool", f"at most {MAX_POOL_ALLOCATION}",
-            "a driver in which a larger one crashes whoever opens it", "Copy it: vram.copy_in()",
+            "a driver in which a larger one crashes whoever opens it", "Copy it: vram.copy()",
         )  # fmt: skip
 
 

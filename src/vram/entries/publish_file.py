@@ -20,13 +20,13 @@ from .publish import Published, publish_loaded
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
 
-__all__ = ["FILE_META", "put"]
+__all__ = ["FILE_META", "publish_file"]
 
 FILE_META = "__metadata__"  # what the format itself calls it
 MAX_FILE_META = 1024  # bytes
 
 
-def put(
+def publish_file(
     name: str,
     path: str | os.PathLike[str],
     *,

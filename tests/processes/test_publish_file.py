@@ -22,8 +22,8 @@ def put(directory: Path, metadata: dict[str, str] | None, meta: dict[str, str] |
     """Put a small file that says this of itself; return what readers are told."""
     path = directory / "m.safetensors"
     save_file({"x": np.arange(4), "y": np.ones((2, 3), "float16")}, path, metadata=metadata)
-    vram.put("n", path, device="host", meta=meta)
-    return vram.show("n").meta
+    vram.publish_file("n", path, device="host", meta=meta)
+    return vram.entry("n").meta
 
 
 def test_what_the_file_says_of_itself_goes_along(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_what_is_added_never_takes_the_users_room(tmp_path: Path, mine: dict[str
 
 def test_tensors_without_a_byte_are_an_entry(tmp_path: Path) -> None:
     save_file({"x": np.zeros((0, 4), "float32")}, tmp_path / "m")
-    assert vram.put("n", tmp_path / "m", device="host").nbytes == 0
+    assert vram.publish_file("n", tmp_path / "m", device="host").nbytes == 0
     with vram.attach("n") as lease:
         assert lease["x"].shape == (0, 4)
 
@@ -69,9 +69,9 @@ def test_tensors_without_a_byte_are_an_entry(tmp_path: Path) -> None:
 def test_thousands_of_tensors_are_put_and_shown(tmp_path: Path, writable: bool) -> None:
     tensors = {f"layer.{number}.weight": np.full(number % 7, number, "int32") for number in range(3000)}
     save_file(tensors, tmp_path / "m")
-    published = vram.put("n", tmp_path / "m", device="host", writable=writable)
+    published = vram.publish_file("n", tmp_path / "m", device="host", writable=writable)
     assert (published.arrays, published.zero_copy) == (3000, True)
-    shown = vram.show("n").arrays
+    shown = vram.entry("n").arrays
     assert shown is not None
     assert {a.name: (a.dtype, a.shape, a.nbytes) for a in shown} == {
         name: ("int32", tensor.shape, tensor.nbytes) for name, tensor in tensors.items()
@@ -85,12 +85,12 @@ def test_thousands_of_tensors_are_put_and_shown(tmp_path: Path, writable: bool) 
 def test_showing_leaves_no_lease_and_maps_nothing_of_the_entry() -> None:
     vram.publish("n", {"x": np.arange(3), "y": np.zeros((2, 0))})
     for _ in range(3):
-        assert vram.show("n").arrays == (
-            vram.ArrayInfo("x", "int64", (3,), 24),
-            vram.ArrayInfo("y", "float64", (2, 0), 0),
+        assert vram.entry("n").arrays == (
+            vram.info.ArrayInfo("x", "int64", (3,), 24),
+            vram.info.ArrayInfo("y", "float64", (2, 0), 0),
         )
     assert vram.statistics().leases == 0
-    (listed,) = vram.list()
+    (listed,) = vram.list_entries()
     assert listed.arrays is None
 
 
@@ -102,7 +102,7 @@ def test_s7_an_entry_that_nobody_can_read_is_shown_all_the_same(kept: vram.Keepe
     finally:
         os.close(fd)
     for name in ("n", "long"):
-        shown = vram.show(name)
+        shown = vram.entry(name)
         assert shown.version > 0
         assert shown.arrays is None
     assert vram.statistics().leases == 0
@@ -112,5 +112,5 @@ def test_what_is_only_left_to_its_readers_has_no_arrays_to_show() -> None:
     vram.publish("n", {"x": np.arange(3)})
     with vram.attach("n"):
         vram.remove("n")
-        shown = vram.show("n")
+        shown = vram.entry("n")
         assert (shown.version, shown.retired, shown.arrays) == (0, 1, None)

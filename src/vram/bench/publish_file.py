@@ -1,4 +1,4 @@
-"""``vram.put`` of a file in the page cache: against sendfile into a fresh memfd, the fastest way known."""
+"""``vram.publish_file`` of a file in the page cache: against sendfile into a fresh memfd, the fastest way known."""
 
 from __future__ import annotations
 
@@ -32,23 +32,28 @@ def measure(quick: bool) -> Result:
             rows += _compare(path, count, keeper, 2 if quick else 9)
             path.unlink()
     sizes = ", ".join(f"{count} tensors of {format_size(total // count)}" for count in (_FEW, _MANY))
-    return Result("put", f"vram put of a file of {format_size(total)}, in the page cache", rows, [f"files of {sizes}"])
+    return Result(
+        "publish-file",
+        f"vram publish-file of a file of {format_size(total)}, in the page cache",
+        rows,
+        [f"files of {sizes}"],
+    )
 
 
 def _compare(path: Path, count: int, keeper: str, rounds: int) -> list[Row]:
     nbytes = path.stat().st_size
-    cases = {"sendfile": lambda: _sendfile(path), "put": lambda: _put(path, keeper)}
+    cases = {"sendfile": lambda: _sendfile(path), "publish_file": lambda: _publish(path, keeper)}
     values = in_turns(cases, rounds, warm=1)
     figures = {name: Figure.of([nbytes / 1e9 / s for s in seconds], "GB/s") for name, seconds in values.items()}
     raw = Row(f"sendfile into a fresh memfd, {count} tensors", figures["sendfile"])
-    return [raw, Row.held(f"vram.put, {count} tensors", figures["put"], raw, at_least=0.9)]
+    return [raw, Row.held(f"vram.publish_file, {count} tensors", figures["publish_file"], raw, at_least=0.9)]
 
 
-def _put(path: Path, keeper: str) -> float:
+def _publish(path: Path, keeper: str) -> float:
     before = _shared()
     warm_memory(path.stat().st_size)
     begin = time.perf_counter()
-    vram.put("file", path, device="host", keeper=keeper)
+    vram.publish_file("file", path, device="host", keeper=keeper)
     seconds = time.perf_counter() - begin
     vram.remove("file", keeper=keeper)
     _wait_until_freed(before + path.stat().st_size // 2)
