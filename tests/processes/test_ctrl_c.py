@@ -208,11 +208,14 @@ def lend_and_borrow():
 
 act = {"lend": lend, "lend and borrow": lend_and_borrow}[what]
 
-def settled(what, count, before):
+def settled(what, count, before, which=lambda: None):
     end = time.monotonic() + 60
     while count() > before + len(lifetime.stuck()):
-        assert time.monotonic() < end, f"{what}: {count()}, where there were {before}; {lifetime.stuck()}"
+        assert time.monotonic() < end, f"{what}: {count()}, where there were {before}; {lifetime.stuck()}; {which()}"
         time.sleep(0.01)
+
+def descriptors():
+    return [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
 
 a = vram.zeros(1000, device="host")
 act()
@@ -246,7 +249,7 @@ close_client(at)
 gc.collect()
 assert hits >= 300, hits
 settled("threads that nobody knows of", lambda: sum(one.name == "lender" for one in threading.enumerate()), 0)
-settled("descriptors", lambda: len(os.listdir("/proc/self/fd")), files)
+settled("descriptors", lambda: len(os.listdir("/proc/self/fd")), files, descriptors)
 settled("sockets that can be borrowed from", lambda: len(os.listdir(directory)), 0)
 with vram.lend({"a": a}, at=at), vram.borrow(at) as lease:
     assert lease["a"].shape == (1000,)

@@ -587,6 +587,29 @@ def test_s5_a_path_that_is_lent_at_again_leads_to_the_new_lender(
         hand.call("close", "old")
 
 
+def test_a_lender_that_ends_once_it_was_found_leads_to_the_next_one(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who borrowed there before still has its connection, and looks whether it is one before asking over it."""
+    lendings = [vram.lend(vram.copy(np.full(8, 1), device="host"), at=path)]
+    vram.borrow(path).close()
+    lease = KeeperClient.lease
+
+    def lease_later(self: KeeperClient, *arguments: Any, **options: Any) -> Any:
+        if len(lendings) == 1:
+            lendings[0].close()
+            lendings.append(vram.lend(vram.copy(np.full(8, 2), device="host"), at=path))
+        return lease(self, *arguments, **options)
+
+    monkeypatch.setattr(KeeperClient, "lease", lease_later)
+    try:
+        with vram.borrow(path, timeout=SOON) as borrowed:
+            assert borrowed.array.numpy().tolist() == [2] * 8
+    finally:
+        lendings[-1].close()
+    assert len(lendings) == 2
+
+
 @pytest.mark.standin
 @pytest.mark.parametrize("kind", ["cuda:0", *BY_HANDLE])
 def test_what_was_borrowed_can_be_pickled_by_name(kind: str, path: str, hand: OtherProcess, sources: Sources) -> None:

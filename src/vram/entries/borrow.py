@@ -83,7 +83,7 @@ def borrow(
     pause = _FIRST_LOOK
     while True:
         try:
-            connection = _connect(path, for_greeting(seconds, begin))
+            connection, is_new = _connect(path, for_greeting(seconds, begin))
         except PeerGoneError as error:
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(f"nobody lent anything at {path} for {seconds:g} s") from error
@@ -96,6 +96,11 @@ def borrow(
                 leave_client(connection)  # somebody else may lend at this path by now
                 if deadline is not None and time.monotonic() >= deadline:
                     raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
+            except PeerGoneError:
+                # Who lent here before has gone since it was looked at; somebody else may lend at this path by now.
+                if is_new:
+                    raise
+                continue
             except WaitTimeoutError as error:
                 raise WaitTimeoutError(f"who lends at {path} handed nothing over in {seconds:g} s: {error}") from None
             except AccessDeniedError:
@@ -112,16 +117,17 @@ def borrow(
         raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
 
 
-def _connect(path: str, timeout: float) -> KeeperClient:
-    """Return the connection to a lender: one for each path, as long as anybody lends there."""
+def _connect(path: str, timeout: float) -> tuple[KeeperClient, bool]:
+    """Return the connection to a lender, one for each path as long as anybody lends there, and whether it is new."""
     connection = client(path, timeout=timeout)
-    if connection not in _connections:
+    is_new = connection not in _connections
+    if is_new:
         for other in list(_connections):
             if not other.is_usable:  # each lender has a path of its own: nobody would ever look at it again
                 other._fail()
                 _connections.discard(other)
         _connections.add(connection)
-    return connection
+    return connection, is_new
 
 
 def as_path(at: object) -> str:
