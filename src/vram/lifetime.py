@@ -489,6 +489,7 @@ def stuck() -> tuple[Handle, ...]:
 
     Besides, one for each object whose finalizer was to close something, and was kept from it (:data:`unclosed`).
     """
+    _settle()  # what goes only now may fail as well
     while _unclosed:
         with contextlib.suppress(IndexError):  # another thread was quicker
             _unclosed.popleft()

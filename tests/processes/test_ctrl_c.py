@@ -215,7 +215,7 @@ def settled(what, count, before, which=lambda: None):
         time.sleep(0.01)
 
 def descriptors():
-    return [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    return [os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.lexists(fd.path)]
 
 a = vram.zeros(1000, device="host")
 act()

@@ -837,8 +837,16 @@ def test_i9_stays_open_for_what_depends_on_it(log):
     assert not is_open(fd)
 
 
+RELEASED_WITH = {
+    "the next": lambda: own("something else", None).release(),
+    "who asks what is live": lifetime.live,
+    "who asks what is stuck": lifetime.stuck,
+}
+
+
+@pytest.mark.parametrize("asks", RELEASED_WITH)
 @pytest.mark.parametrize("kept", ["own", "claim"])
-def test_a_claim_whose_finalizer_an_interrupt_kept_from_running_is_released_with_the_next_i12(kept: str) -> None:
+def test_a_claim_whose_finalizer_an_interrupt_kept_from_running_is_released_later_i12(kept: str, asks: str) -> None:
     """An interrupt where a finalizer begins: Python prints it, and drops the finalizer."""
     undone: list[str] = []
     first = own("it", lambda: undone.append("it"))
@@ -849,6 +857,6 @@ def test_a_claim_whose_finalizer_an_interrupt_kept_from_running_is_released_with
     del first
     assert interrupt_finalizers(1, held.clear, room("lifetime.py"))
     assert undone == []
-    own("something else", None).release()
+    RELEASED_WITH[asks]()
     assert undone == ["it"]
     assert not lifetime._guards.keys() - {serial for each in lifetime._live.values() for serial in each._claims}
