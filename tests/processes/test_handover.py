@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -487,6 +488,32 @@ def test_s4_a_peer_that_does_not_read_costs_one_part(pair: tuple[ArrayChannel, A
         thread.join(SOON)
         assert (received[0].numpy()[:, 0] == a.numpy()[:, 0]).all()
         received.pop().close()
+
+
+def test_s4_a_peer_that_does_not_read_costs_two_parts_of_any_number_of_memories(
+    pair: tuple[ArrayChannel, ArrayChannel],
+) -> None:
+    """Each is sent whole, by one message, and would need no acknowledgement."""
+    one, other = pair
+    count = 100
+    with contextlib.ExitStack() as stage:
+        arrays = [stage.enter_context(chunked(count)) for _ in range(7)]
+        with sent() as counts:
+            for a in arrays[:3]:
+                one.send(a, timeout=0.1)
+            with pytest.raises(WaitTimeoutError, match="took no part of the memory"):
+                one.send(arrays[3], timeout=0.1)
+        assert sum(counts) == 3 * count <= 2 * MAX_FDS
+        # It reads after all: all that were sent are there, and the rest follows.
+        received: list[Any] = []
+        thread = threading.Thread(target=lambda: received.extend(other.recv(timeout=SOON) for _ in arrays))
+        thread.start()
+        for a in arrays[3:]:
+            one.send(a, timeout=SOON)
+        thread.join(SOON)
+        assert [int(b.numpy()[:, 0].sum()) for b in received] == [sum(range(count))] * len(arrays)
+        while received:
+            received.pop().close()
 
 
 def test_what_arrives_while_sending_is_not_lost(pair: tuple[ArrayChannel, ArrayChannel]) -> None:

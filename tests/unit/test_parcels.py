@@ -101,6 +101,23 @@ def test_s4_a_part_is_acknowledged_once_and_not_long_before_it_is_sent(steps: li
         assert unread.is_awaited is (unread.sent - unread.taken == 1)
 
 
+@given(st.lists(st.tuples(st.integers(0, MAX_FDS), st.booleans())))
+def test_s4_few_descriptors_are_sent_without_an_acknowledgement(parts: list[tuple[int, bool]]) -> None:
+    """Of parts that are the last of theirs, too: no more than one message has, and one message besides."""
+    unread, on_the_way = Unread(), 0
+    for count, is_last in parts:
+        if unread.is_awaited:
+            unread.taken += 1
+            on_the_way = 0
+        on_the_way += count
+        if unread.asks(count, is_last=is_last):
+            unread.sent, unread.unasked = unread.sent + 1, 0
+        else:
+            assert is_last, "another part follows"
+            unread.unasked += count
+        assert on_the_way <= 2 * MAX_FDS
+
+
 # -- collecting -----------------------------------------------------------------------------------------------------
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(-1, 41), st.integers(0, 12)), max_size=30))
 def test_s7_a_part_that_is_not_the_next_is_refused_and_changes_nothing(

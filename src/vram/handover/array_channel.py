@@ -173,7 +173,7 @@ class ArrayChannel(Owned):
         self._last_keep = 0
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
-        self._unread = Unread()  # parts of memory after which more comes
+        self._unread = Unread()  # parts of memory
         # One message at most, taken off the socket and not dealt with yet.
         self._came: list[_Came | tuple[bytes, list[int]]] = []
         channel.handle  # noqa: B018  (the check)
@@ -482,13 +482,17 @@ class ArrayChannel(Owned):
             kept = export.keep()
             try:
                 for part, fds in export.parts(max(export.sent, 0)):
-                    # A peer that does not read must not cost more than one part of descriptors (S4).
+                    # A peer that does not read must not cost more descriptors than two messages have (S4).
                     self._wait_until_taken(timeout)
                     sent = part.first + len(part.descriptor.segments)
-                    waits = 0 if part.last else 1
-                    self._channel.send(encode(Part(part)), fds, timeout=timeout)
-                    export.sent = sent  # in the steps after the return, with no call between: an interrupt comes
-                    self._unread.sent += waits  # before it was sent, or after it was noted (I12)
+                    asks = self._unread.asks(len(fds), is_last=part.last)
+                    waits, unasked = (1, 0) if asks else (0, self._unread.unasked + len(fds))
+                    self._channel.send(encode(Part(part, asks)), fds, timeout=timeout)
+                    # In the steps after the return, with no call between: an interrupt comes before it was sent, or
+                    # after it was noted (I12).
+                    export.sent = sent
+                    self._unread.sent += waits
+                    self._unread.unasked = unasked
             finally:
                 kept.release()
         keep = 0
@@ -676,7 +680,7 @@ class ArrayChannel(Owned):
         self._came.clear()
 
     def _learn(self, came: _Came, message: Part, timeout: float | None) -> None:
-        """Map a part of memory, once, and ask for the next."""
+        """Map a part of memory, once, and acknowledge it if its sender waits for that."""
         wrong: VramError | None = None
         try:
             if not came.is_learned:
@@ -684,7 +688,7 @@ class ArrayChannel(Owned):
                 came.is_learned = True
         except VramError as error:
             wrong = error
-        if not message.part.last:  # whoever sent it waits for this, and reads meanwhile
+        if message.is_awaited or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
             patience = None if timeout is None else max(timeout, _PATIENCE)
             self._channel.send(encode(NextPart()), timeout=patience)
             self._came.clear()

@@ -68,9 +68,10 @@ class MemoryPart(Struct, frozen=True, array_like=True):
 
 
 class Part(Struct, frozen=True, array_like=True, tag="m"):
-    """A message with descriptors: memory, or what it has grown by."""
+    """A message with descriptors: memory, or what it has grown by. With `is_awaited` it is to be acknowledged."""
 
     part: MemoryPart
+    is_awaited: bool = False
 
 
 class Unmap(Struct, frozen=True, array_like=True, tag="f"):

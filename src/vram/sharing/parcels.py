@@ -83,16 +83,27 @@ class Sender:
 class Unread:
     """Counts the parts that one connection has sent, where whoever takes one says so without a number.
 
+    Not every part is acknowledged: many are all that there is to send, and whoever sends one would wait for nothing.
+    So a part asks for it if another follows, or if those before it that asked for nothing are as many descriptors as
+    one message has: on their way unread are then two messages' at most.
+
     Attributes
     ----------
     sent : int
         Parts that wait for an acknowledgement, or have it. Who sends one adds 1 in the step after it (I12).
+    unasked : int
+        Descriptors in parts that asked for none, since one that did. Whoever sends one adds its own there.
     taken : int
         How many were acknowledged. Who hears of one calls :meth:`check`, and adds 1 in the step that drops the message.
     """
 
     sent: int = 0
     taken: int = 0
+    unasked: int = 0
+
+    def asks(self, count: int, *, is_last: bool) -> bool:
+        """Whether a part of so many descriptors is to ask for an acknowledgement."""
+        return not is_last or self.unasked + count > MAX_FDS
 
     @property
     def is_awaited(self) -> bool:
