@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,12 @@ def measure(quick: bool) -> Result:
         copied = {name: np.zeros(_BYTES, "uint8") for name in parts}
         shared, one = "rows of a vram array, shared", "one array of their size, shared"
         theirs = f"{count} arrays of {format_size(_BYTES)}"
-        publish = {
+        publish: dict[str, Callable[[], float]] = {
             one: partial(_publish, "one", {"w": memory}, keeper),
             shared: partial(_publish, "parts", parts, keeper),
             "numpy's, copied": partial(_publish, "copied", copied, keeper),
         }
-        look = {
+        look: dict[str, Callable[[], float]] = {
             one: partial(_look, "one", keeper),
             shared: partial(_look, "parts", keeper),
             "safetensors: the file opened": partial(_look_at_file, file),
@@ -78,8 +78,7 @@ def _look(name: str, keeper: str) -> float:
     begin = time.perf_counter()
     with vram.attach(name, keeper=keeper) as lease:
         _touch(lease)
-        spent = time.perf_counter() - begin
-    return spent
+        return time.perf_counter() - begin
 
 
 def _look_at_file(path: Path) -> float:
