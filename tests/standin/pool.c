@@ -332,6 +332,7 @@ static CUresult f_cuMemPoolExportPointer(CUmemPoolPtrExportData *out, CUdevicept
     NEED(span->range.base == address && span->pool->exported, CUDA_ERROR_INVALID_VALUE);
     Token token;
     token_make(&token, 'q', span->pool->own.fd, span->offset, span->range.size, devices[span->device].number);
+    token.serial = ~token.size; // it is opaque: one whose bytes were changed names no larger allocation, but none
     memset(out, 0, sizeof *out);
     memcpy(out, &token, sizeof token);
     return CUDA_SUCCESS;
@@ -347,6 +348,7 @@ static CUresult f_cuMemPoolImportPointer(CUdeviceptr *out, CUmemoryPool handle, 
     memcpy(&token, data, sizeof token);
     NEED(token_valid(&token, 'q') && !fstat(pool->own.fd, &about) && about.st_ino == token.inode,
             CUDA_ERROR_INVALID_VALUE);
+    NEED(token.serial == ~token.size, CUDA_ERROR_INVALID_VALUE);
     NEED(token.size && token.offset < pool->own.size && token.size <= pool->own.size - token.offset,
             CUDA_ERROR_INVALID_VALUE);
     if (token.size > OPENED_AT_MOST) {
