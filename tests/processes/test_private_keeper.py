@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 
 import vram
+from interrupts import chosen, interrupt, points, room
+from vram import lifetime
 from vram.errors import ClosedError, ForkedError, LeakWarning, PeerGoneError, UsageError
 from vram.keeper import directory as directories
 from vram.keeper.client import KeeperClient, Segment, close_client
@@ -98,6 +101,26 @@ def test_as_a_context_manager_it_ends_with_the_block_also_after_an_error(place: 
     assert kept.is_closed
     assert not alive(pid)
     assert os.listdir(place) == []
+
+
+def test_an_interrupt_leaves_no_keeper_that_nobody_knows_of_i12(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it comes before the start, while that is waited for, or once it serves."""
+    monkeypatch.setenv("VRAM_KEEPER", "/nowhere/k")
+    rooms = room("keeper/session.py", "keeper/client.py", "lifetime.py")
+    vram.private_keeper().close()
+    found = points(lambda: vram.private_keeper().close(), rooms)
+    assert {call for name, _, _, call in found if name == "session.py"} >= {"result", "_put_back", "_end", "_forget"}
+    before = len(os.listdir("/proc/self/fd"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LeakWarning)  # what was made and never handed out is dropped
+        came = 0
+        for nth in chosen(found, 40, 11):
+            came += interrupt(nth, lambda: vram.private_keeper().close(), rooms)
+            gc.collect()
+            until(lambda: not lifetime.stuck() and os.listdir(place) == [], what=f"no directory, after point {nth}")
+            until(lambda: len(os.listdir("/proc/self/fd")) == before, what=f"no descriptor, after point {nth}")
+            assert os.environ["VRAM_KEEPER"] == "/nowhere/k", f"after point {nth}"
+    assert came >= 30  # how many points there are depends on how long it takes
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])

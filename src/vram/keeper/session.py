@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -11,12 +10,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..errors import ClosedError
-from ..lifetime import Owned, own
+from ..lifetime import Gate, Owned, begin, own, uninterrupted
 from .client import close_client
 from .paths import ENVIRONMENT
 from .private import PrivateKeeper
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
 __all__ = ["Keeper", "private_keeper"]
@@ -97,11 +97,55 @@ class Keeper:
 class _Process(Owned):
     """The claim on a private keeper's process."""
 
-    __slots__ = ()
+    __slots__ = ("path",)
 
     def __init__(self, private: PrivateKeeper) -> None:
+        self.path = private.path
         # At exit too: its process would end by itself, but a connection to it is better closed than cut.
         self._claim = own(f"the private keeper at {private.path}", partial(_end, private), at_exit=True)
+
+
+class _Start:
+    """The start of a private keeper, in a thread of its own, where no interrupt comes.
+
+    One that ends the call which waits for it only has to have it ended (I12).
+    """
+
+    def __init__(self, make: Callable[[], PrivateKeeper]) -> None:
+        self._make = make
+        self._over = Gate()
+        self._is_wanted = True
+        self._process: _Process | None = None
+        self._error: BaseException | None = None
+
+    def _run(self) -> None:
+        try:
+            self._process = _Process(self._make())
+        except BaseException as error:  # noqa: BLE001  (raised by who waits)
+            self._error = error
+        finally:
+            self._over.open()
+        if not self._is_wanted:  # a look after it is known, as abandon() looks for it after this is said
+            self.abandon()
+
+    def result(self) -> _Process:
+        """Do it, and return the process that serves."""
+        begin(threading.Thread(target=self._run, name="vram: starting a keeper", daemon=True))
+        self._over.wait()
+        if self._process is not None:
+            return self._process
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # or it, which keeps this frame, would keep itself
+
+    def abandon(self) -> None:
+        """End it, now or as soon as it serves. Idempotent."""
+        self._is_wanted = False
+        if self._process is not None:
+            self._process.close()
 
 
 def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | None = None) -> Keeper:
@@ -137,17 +181,18 @@ def private_keeper(*, max_bytes: int | str | None = None, max_entries: int | Non
     >>> kept = vram.private_keeper()  # in a notebook: it lives on from cell to cell
     >>> kept.close()
     """
-    private = PrivateKeeper(max_bytes=max_bytes, max_entries=max_entries)
+    start = _Start(partial(PrivateKeeper, max_bytes=max_bytes, max_entries=max_entries))
     try:
-        keeper = Keeper(private.path)
-        keeper._process = _Process(private)
+        process = start.result()
+        keeper = Keeper(process.path)
+        keeper._process = process
+        with _choosing:
+            _before[keeper.path] = os.environ.get(ENVIRONMENT)
+            os.environ[ENVIRONMENT] = keeper.path
+        _put_back()
     except BaseException:
-        private.stop()
+        start.abandon()
         raise
-    with _choosing:
-        _before[keeper.path] = os.environ.get(ENVIRONMENT)
-        os.environ[ENVIRONMENT] = keeper.path
-    _put_back()
     return keeper
 
 
@@ -163,17 +208,24 @@ def _end(private: PrivateKeeper) -> None:
 
 def _put_back() -> None:
     """Make the default again what it was before those keepers that ended, unless somebody is at it: they do it then."""
-    while _ended and _choosing.acquire(blocking=False):
+    while _ended:
+        held = False
         try:
-            with contextlib.suppress(IndexError):
-                while True:
-                    _forget(_ended.popleft())
+            held = uninterrupted(_choosing.acquire, False)
+            if not held:
+                return
+            while _ended:
+                _forget(_ended[0])  # again, if an interrupt comes here
+                _ended.popleft()
         finally:
-            _choosing.release()
+            if held:
+                _choosing.release()
 
 
 def _forget(path: str) -> None:
-    before = _before.pop(path, None)
+    if path not in _before:
+        return
+    before = _before[path]
     if os.environ.get(ENVIRONMENT) == path:
         if before is None:
             os.environ.pop(ENVIRONMENT, None)
@@ -183,6 +235,7 @@ def _forget(path: str) -> None:
         for other, named in tuple(_before.items()):
             if named == path:
                 _before[other] = before
+    del _before[path]  # last: an interrupt before it has all of it done again, which changes nothing
 
 
 def _after_fork_in_child() -> None:
