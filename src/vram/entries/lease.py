@@ -295,7 +295,7 @@ class Lease(Owned, Mapping[str, Array]):
         try:
             return wait_for_keeper(self._client.path, timeout)
         except PeerGoneError as error:
-            raise PeerGoneError(self._client.lost_message.format(path=self._client.path)) from error
+            raise PeerGoneError(self._client.lost()) from error
 
     def fileno(self) -> int:
         """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
