@@ -92,7 +92,7 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
     def __getattr__(name: str) -> object:
         home = _EXPORTS.get(name)
         if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_renamed(name)}")
         from importlib import import_module
 
         if home[0].startswith("arrays"):  # which see no hand-over: this teaches multiprocessing to pass arrays
@@ -101,6 +101,28 @@ if not TYPE_CHECKING:  # with it a name that is not there would be an `object` t
         value = getattr(module, home[1]) if home[1] else module
         globals()[name] = value  # found without this function from now on
         return value
+
+
+def _renamed(name: str) -> str:
+    """Return what to say of a name of 0.1 that is called something else since; nothing of others."""
+    from . import errors
+
+    moved = "AddressReservation Event MemoryMapping MulticastObject PhysicalAllocation Pool"
+    said = "EntryInfo ArrayInfo HolderInfo RevokeInfo StatisticsInfo VersionInfo"
+    renamed = {
+        **dict.fromkeys(errors.__all__, "errors."),
+        **dict.fromkeys(moved.split(), "memory."),
+        **dict.fromkeys(said.split(), "info."),
+        "IpcMemHandle": "sharing.",
+        "Route": "ShareRoute",
+        "copy_in": "copy",
+        "keeper": "private_keeper",
+        "list": "list_entries",
+        "put": "publish_file",
+        "show": "entry",
+    }
+    new = renamed.get(name)
+    return f": it is {__name__}.{new}{name if new.endswith('.') else ''} since 0.2" if new else ""
 
 
 def __dir__() -> list[str]:

@@ -229,6 +229,30 @@ def broken_links(root: Path) -> list[str]:
     return found
 
 
+def unmapped(root: Path) -> list[str]:
+    """Name the paths in the map of the rooms that do not exist, and those said to come that are there.
+
+    The map is the table of CONTRIBUTING.md that begins with "the line...". A path begins in ``src/vram``, or beside the
+    one before it in its cell.
+    """
+    text = (root / "CONTRIBUTING.md").read_text()
+    table = re.search(r"^\| the line\.\.\. \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    if table is None:
+        return ["CONTRIBUTING.md: no table that says where a line belongs"]
+    found = []
+    for row in table[1].splitlines():
+        beside = root / "src/vram"
+        for name, to_come in re.findall(r"`([\w/]+(?:\.py|/))`( \(to come\))?", row.strip("|").rpartition("|")[2]):
+            place = next((at for at in (root / "src/vram" / name, beside / name) if at.exists()), None)
+            if place is not None:
+                beside = place if place.is_dir() else place.parent
+            if to_come and place is not None:
+                found.append(f"CONTRIBUTING.md: {name} is said to come, and is there")
+            elif not to_come and place is None:
+                found.append(f"CONTRIBUTING.md: {name} is on the map and does not exist")
+    return found
+
+
 def unknown_verbs(root: Path) -> list[str]:
     """Name the ``make`` verbs that the documents promise and the Makefile lacks."""
     verbs = set(re.findall(r"^([a-z][a-z-]*):", (root / "Makefile").read_text(), re.MULTILINE))

@@ -46,6 +46,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "vram"
 SECONDS = 120  # for a hang
 _WARM = 2  # walks that are not looked at
 _WALKS = 5
+_QUEUE_WALKS = 20  # of two processes and their threads: on a busy machine most have somebody wait who need not
 _INLINED = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>"})
 
 
@@ -284,7 +285,7 @@ def _by_queue(steps: Steps) -> dict[str, Counted]:
 
     first, again = [], []
     try:
-        for number in range(_WARM + _WALKS):
+        for number in range(_WARM + _QUEUE_WALKS):
             array = _array()
             new, known = put(array), put(array)
             if number >= _WARM:

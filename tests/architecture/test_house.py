@@ -59,3 +59,7 @@ def test_every_invariant_is_written_down_kept_and_cited() -> None:
 def test_documents_point_to_what_is_there() -> None:
     assert house.broken_links(ROOT) == []
     assert house.unknown_verbs(ROOT) == []
+
+
+def test_the_map_names_places_that_exist() -> None:
+    assert house.unmapped(ROOT) == []

@@ -29,7 +29,18 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES = Path(__file__).resolve().parent
 DEADLINE = 180.0  # seconds for the tests of one bug; they take under ten on a quiet machine
 PATIENCE = 30  # seconds after which a test gives up what a bug keeps from coming; all of them pass within it
-COPIED = ("src", "tests", "docs", ".ci", "pyproject.toml", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE")
+COPIED = (
+    "src",
+    "tests",
+    "docs",
+    ".ci",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+)
 COMPILED = "build/standin"  # the stand-in's, found by the hash of its sources, so that it is not compiled again
 
 

@@ -134,7 +134,7 @@ MADE: list[tuple[Callable[[], Any], type[VramError], str]] = [
     (lambda: vram.empty((2**40, 2**40), device="host"), RangeError, "bytes"),
     (lambda: vram.empty(10, device="host", capacity=5), CapacityError, "capacity of 5 rows"),
     (lambda: vram.empty((0, 3), device="host", capacity=(10, 4)), UsageError, r"write \(10, 3\)"),
-    (lambda: vram.empty(10, device="host", capacity="much"), UsageError, "ints"),
+    (lambda: vram.empty(10, device="host", capacity="much"), UsageError, "number of rows"),
     (lambda: vram.empty(10, device="host", chunk="64 bananas"), UsageError, "64MiB"),
     (lambda: vram.empty(10, device="host", chunk=0), UsageError, "granule"),
     (lambda: vram.empty(10, device="host", chunk=-1), UsageError, "0 to 2"),

@@ -57,6 +57,24 @@ def test_the_python_of_the_readme_works(environment: dict[str, str], tmp_path: P
     assert done.stdout.splitlines() == ["1 False (4096, 384) 1.5", "True 1.5"]
 
 
+def test_the_python_of_the_readme_can_be_pasted(environment: dict[str, str], tmp_path: Path) -> None:
+    """Where an empty line ends a block, as it does at the prompt of Python 3.11 and 3.12."""
+    (code,) = blocks("python")
+    done = subprocess.run(
+        [sys.executable, "-q", "-i", "-W", "error"],
+        input=code + "\n",
+        cwd=tmp_path,
+        env={**environment, "PYTHON_BASIC_REPL": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    prompts = re.sub(r"(>>>|\.\.\.) ", "", done.stderr).strip()
+    assert (done.returncode, prompts) == (0, "")
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("Published(")]
+    assert printed == ["1 False (4096, 384) 1.5", "True 1.5"]
+
+
 @pytest.mark.usefixtures("keeper")
 def test_the_commands_of_the_readme_work(environment: dict[str, str], tmp_path: Path) -> None:
     (commands,) = blocks("sh")

@@ -20,6 +20,8 @@ def tree(tmp_path: Path) -> Path:
     section = "### {n}. A rule\n\nText.\n\nKept by: `memory/region.py`\n\nCited by: `tests/unit/test_all.py`\n"
     write(tmp_path, "docs/invariants.md", "\n".join(section.format(n=n) for n in NUMBERS))
     write(tmp_path, "Makefile", "demo: weights\n\ttrue\nweights:\n\ttrue\n")
+    rows = "| is one | `memory/region.py`; `__init__.py` |\n| is another | `memory/`; `later/` (to come), one day |\n"
+    write(tmp_path, "CONTRIBUTING.md", f"# Work\n\n| the line... | belongs in |\n|---|---|\n{rows}\nText.\n")
     write(tmp_path, "README.md", "[the rules](docs/invariants.md), [away](https://example.org), `make demo`\n")
     return tmp_path
 
@@ -44,6 +46,7 @@ def test_the_clean_tree_passes(tree: Path) -> None:
         house.unkept,
         house.broken_links,
         house.unknown_verbs,
+        house.unmapped,
         house.circles,
     )
     assert [check(tree) for check in checks] == [[]] * len(checks)
@@ -190,3 +193,25 @@ def test_an_error_of_a_driver_that_is_made_elsewhere_is_caught(tree: Path) -> No
     assert len(house.driver_errors(tree, {})) == 1
     assert house.driver_errors(tree, {"vram/keeper/paths.py": "a directory"}) == []
     assert len(house.driver_errors(tree, {"vram/keeper/paths.py": "x", "vram/memory/region.py": "y"})) == 1
+
+
+def test_a_place_of_the_map_that_is_gone_is_caught(tree: Path) -> None:
+    (tree / "src/vram/memory/region.py").rename(tree / "src/vram/memory/regions.py")
+    assert house.unmapped(tree) == ["CONTRIBUTING.md: memory/region.py is on the map and does not exist"]
+
+
+def test_a_place_of_the_map_beside_another_is_looked_for_there(tree: Path) -> None:
+    change(tree, "CONTRIBUTING.md", "`__init__.py`", "`chunks.py`")
+    assert house.unmapped(tree) == ["CONTRIBUTING.md: chunks.py is on the map and does not exist"]
+    write(tree, "src/vram/memory/chunks.py", CLEAN)
+    assert house.unmapped(tree) == []
+
+
+def test_a_room_to_come_that_has_come_is_caught(tree: Path) -> None:
+    write(tree, "src/vram/later/__init__.py", CLEAN)
+    assert house.unmapped(tree) == ["CONTRIBUTING.md: later/ is said to come, and is there"]
+
+
+def test_a_map_that_is_gone_is_caught(tree: Path) -> None:
+    change(tree, "CONTRIBUTING.md", "the line...", "a line")
+    assert house.unmapped(tree) == ["CONTRIBUTING.md: no table that says where a line belongs"]

@@ -114,7 +114,7 @@ def test_a_foreign_byte_order_works_in_this_process(host: Driver) -> None:
         (-1, UsageError, "not negative"),
         ((3, -2), UsageError, "not negative"),
         (True, UsageError, "not negative"),
-        ("33", UsageError, "made of ints"),
+        ("33", UsageError, "sequence of ints"),
         (2.5, UsageError, "made of ints"),
         ((2, 2.5), UsageError, "made of ints"),
         (None, UsageError, "made of ints"),
@@ -136,7 +136,7 @@ def test_shapes_that_cannot_be(host: Driver, shape: object, error: type[Exceptio
         ((), UsageError, "first dimension"),
         ((2, 4), CapacityError, "less than the 3"),
         (2, CapacityError, "less than the 3"),
-        ("10", UsageError, "made of ints"),
+        ("10", UsageError, "number of rows"),
         ((2**60, 4), RangeError, "addresses end"),
     ],
 )

@@ -127,7 +127,8 @@ def test_labels_say_what_and_how_much(region: Region) -> None:
     assert repr(pin) == "<Pin rows 0:2 [5:7], released>"
     assert str(caught.value) == (
         f"cannot shrink region of 64 MiB on host at {region.address:#x} from {3 * G} to 6 bytes: something looks at "
-        f"what is beyond (held by: rows 0:2 [5:7])"
+        f"what is beyond; let go of it (drop views and tensors with their slices, close leases and lendings), or keep "
+        f"at least 7 bytes (held by: rows 0:2 [5:7])"
     )
     labels = {handle.label for handle in lifetime.live()}
     assert f"reservation of 64 MiB at {region.address:#x}" in labels

@@ -16,7 +16,7 @@ _MAX_NDIM = 32  # numpy 1's; version 2 allows 64
 _MAX_BYTES = 2**63 - 1
 
 
-def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+def as_shape(shape: int | Sequence[int], what: str = "shape") -> tuple[int, ...]:
     """Return a shape as a tuple of lengths.
 
     Raises
@@ -30,13 +30,15 @@ def as_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
                 break
         else:
             return shape  # as nearly always
+    if isinstance(shape, (str, bytes)):  # a sequence as well
+        raise UsageError(f"{what} must be an int or a sequence of ints, not {shape!r:.80}")
     try:
         lengths: tuple[Any, ...] = tuple(shape)  # type: ignore[arg-type]
     except TypeError:
         lengths = (shape,)
     if len(lengths) > _MAX_NDIM:
-        raise UsageError(f"shape has {len(lengths)} dimensions; at most {_MAX_NDIM} are possible")
-    return tuple(as_length(length, "shape") for length in lengths)
+        raise UsageError(f"{what} has {len(lengths)} dimensions; at most {_MAX_NDIM} are possible")
+    return tuple(as_length(length, what) for length in lengths)
 
 
 def as_length(value: object, what: str) -> int:
@@ -57,7 +59,12 @@ def capacity_rows(capacity: int | Sequence[int], shape: tuple[int, ...]) -> int:
     if not shape:
         raise UsageError("an array without dimensions cannot grow: leave capacity out")
     rows = shape[0]
-    asked = as_shape(capacity)
+    if isinstance(capacity, (str, bytes)):
+        raise UsageError(
+            f"capacity is a number of rows, or the largest shape, such as {(max(2 * rows, 1), *shape[1:])}, not "
+            f"{capacity!r:.80}: bytes are for chunk=, and for vram.Region"
+        )
+    asked = as_shape(capacity, "capacity")
     if hasattr(capacity, "__len__") and (len(asked) != len(shape) or asked[1:] != shape[1:]):
         raise UsageError(
             f"capacity {asked} differs from shape {shape} in more than the first dimension; only that one grows: "

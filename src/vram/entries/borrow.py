@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..arrays.streams import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client, leave_client
+from ..keeper.failures import no_lender
 from ..keeper.rules import LENT
 from ..sharing.channel import check_timeout
 from ..spec import Location
@@ -61,8 +62,8 @@ def borrow(
     WaitTimeoutError
         If nobody lends there in time.
     AccessDeniedError
-        If the socket's permissions keep this user out, it is of a user that this one has no reason to trust, or
-        writing was asked for and is not allowed.
+        If the socket's permissions keep this user out, it is of a user that this one has no reason to trust, it is a
+        keeper's, or writing was asked for and is not allowed.
     PeerGoneError
         If the lender went away meanwhile.
     UnsupportedError
@@ -120,6 +121,8 @@ def borrow(
 def _connect(path: str, timeout: float) -> tuple[KeeperClient, bool]:
     """Return the connection to a lender, one for each path as long as anybody lends there, and whether it is new."""
     connection = client(path, timeout=timeout)
+    if not connection.lends:
+        raise no_lender(path)
     is_new = connection not in _connections
     if is_new:
         for other in list(_connections):

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
@@ -31,7 +31,32 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["Lease", "Provenance", "array_on", "attach_array", "wire_access"]
+__all__ = ["Lease", "Provenance", "array_on", "asked", "attach_array", "wire_access"]
+
+_F = TypeVar("_F", bound=Callable[..., bool])
+
+
+class _Question(functools.partial[bool]):
+    """A bound method that is neither true nor false by itself: to forget its parentheses is no answer."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        name = self.func.__name__
+        raise UsageError(f"{name} is asked by a call: write {name}()")
+
+
+class _Asked:
+    def __init__(self, function: Callable[..., bool]) -> None:
+        self._function = function
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., bool]:
+        return self._function if instance is None else _Question(self._function, instance)
+
+
+def asked(function: _F) -> _F:
+    """Make a method a question: who tests it without calling it gets a UsageError, where any method would be true."""
+    return cast("_F", _Asked(function))
 
 
 class Provenance(NamedTuple):  # made for every array that is attached: a dataclass takes five times as long
@@ -247,6 +272,7 @@ class Lease(Owned, Mapping[str, Array]):
         return found
 
     # -- newer versions -----------------------------------------------------------------------------------------
+    @asked
     def is_stale(self) -> bool:
         """Ask whether the entry was published again, or removed, since: :meth:`upgrade` attaches what there is now.
 
@@ -269,7 +295,7 @@ class Lease(Owned, Mapping[str, Array]):
         try:
             return wait_for_keeper(self._client.path, timeout)
         except PeerGoneError as error:
-            raise PeerGoneError(self._client.lost_message.format(path=self._client.path)) from error
+            raise PeerGoneError(self._client.lost()) from error
 
     def fileno(self) -> int:
         """Return a descriptor to wait on: readable once this version is stale or revoked, or the keeper is gone.
@@ -314,6 +340,7 @@ class Lease(Owned, Mapping[str, Array]):
         )
 
     # -- when it is wanted back ---------------------------------------------------------------------------------
+    @asked
     def is_revoked(self) -> bool:
         """Ask whether the owner asked the readers of this version to let go (:func:`revoke`).
 

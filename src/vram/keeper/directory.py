@@ -16,19 +16,18 @@ import stat
 
 from ..errors import VramError
 from .bind import clear_path, lock_directory
-from .paths import make_directory
+from .paths import PRIVATE, make_directory
 
 __all__ = ["SOCKET", "make_locked", "sweep"]
 
 SOCKET = "keeper.sock"
-_PREFIX = "vram-private-"
-_OURS = re.compile(_PREFIX + r"[a-z0-9_]{8}")  # what mkdtemp makes of the prefix
+_OURS = re.compile(PRIVATE + r"[a-z0-9_]{8}")  # what mkdtemp makes of the prefix
 
 
 def make_locked(place: str) -> tuple[str, int]:
     """Make a directory, 0700, and return its path and a descriptor that holds its lock."""
     while True:
-        directory = make_directory(_PREFIX, place)
+        directory = make_directory(PRIVATE, place)
         fd = -1
         try:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import errors
 from .messages import Error
 
-__all__ = ["failure", "no_keeper", "raised"]
+__all__ = ["failure", "no_keeper", "no_lender", "raised"]
 
 _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
@@ -67,4 +67,12 @@ def no_keeper(path: str, pid: int) -> errors.AccessDeniedError:
     return errors.AccessDeniedError(
         f"{path} is a lender, not a keeper: what it lends is its process's own. Borrow it, or look at it with "
         f"`vram ls` and `vram show`; only pid {pid} can ask for it back (Lending.revoke)"
+    )
+
+
+def no_lender(path: str) -> errors.AccessDeniedError:
+    """Return the error for a client that would borrow from a keeper."""
+    return errors.AccessDeniedError(
+        f"{path} is a keeper, not a lender: what it keeps has names, which `vram ls --socket {path}` shows. "
+        f"vram.attach(name, keeper={path!r}) maps one"
     )

@@ -112,6 +112,12 @@ class LenderService(Service):
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
         if request.claim:
             self._refuse(connection, session, request, fds)
+        if request.name != LENT:  # it never comes either
+            path = self.server.path
+            raise NotFoundError(
+                f"{path} is a lender, not a keeper, and has no {request.name!r}: "
+                f"vram.borrow({path!r}) maps what it lends"
+            )
         if self._lender.was_asked_back:  # it never comes back: nobody is to wait for it
             raise NotFoundError(f"what was lent at {self.server.path} is not lent any more: it was asked back")
         super()._attach(connection, session, request, fds)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import shlex
 import stat
 import sys
 
 from ..errors import AccessDeniedError, DriverError, PeerGoneError, UnsupportedError, UsageError
 from ..sharing.channel import Credentials, check_path
 
-__all__ = ["check_platform", "check_server", "default_path", "find_path", "make_directory", "prepare_directory"]
+__all__ = [
+    "PRIVATE",
+    "check_platform",
+    "check_server",
+    "default_path",
+    "find_path",
+    "how_to_start",
+    "make_directory",
+    "prepare_directory",
+]
 
 ENVIRONMENT = "VRAM_KEEPER"
+PRIVATE = "vram-private-"  # how the name of a private keeper's directory begins
 
 
 def default_path() -> str:
@@ -55,6 +66,20 @@ def _checked(path: str) -> str:
     found = os.path.abspath(path)
     check_path(found)
     return found
+
+
+def how_to_start(path: str) -> str:
+    """Say how to have a keeper where there is none at a path."""
+    directory = os.path.dirname(path)
+    if os.path.basename(directory).startswith(PRIVATE):
+        return (
+            "that was a private keeper, which ends with the program that started it: vram.private_keeper() starts "
+            "another, and `vram keep` one that stays"
+        )
+    command = f"vram keep --socket {shlex.quote(path)}"
+    if not os.path.isdir(directory):
+        command = f"mkdir -p {shlex.quote(directory)} && {command}"
+    return f"start one with `{command}`"
 
 
 def make_directory(prefix: str, place: str) -> str:
@@ -102,7 +127,10 @@ def check_directory(directory: str) -> None:
     try:
         found = os.lstat(directory)
     except FileNotFoundError:
-        raise PeerGoneError(f"no keeper: {directory} does not exist; start one with `vram keep`") from None
+        raise PeerGoneError(
+            f"no keeper: {directory} does not exist; start one with `vram keep`, or one for this program alone with "
+            f"vram.private_keeper()"
+        ) from None
     if not stat.S_ISDIR(found.st_mode):
         raise AccessDeniedError(f"{directory} is not a directory; set {ENVIRONMENT} to a socket path you trust")
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -36,7 +36,7 @@ from ..errors import BusyError, ClosedError, DriverError, PeerGoneError, Protoco
 from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
 from . import messages as m
 from .failures import raised
-from .paths import check_directory, check_server, find_path
+from .paths import check_directory, check_server, find_path, how_to_start
 from .rules import clip_host, clip_label
 
 if TYPE_CHECKING:
@@ -100,15 +100,15 @@ class RpcConnection:
     grace : float
         Seconds within which it has to answer what it need not wait for.
     lost_message : str
-        What is said once the other side is gone; ``{path}`` is where it was.
+        What is said once the other side is gone: see :meth:`lost`.
     """
 
     lends = ""
     grace = GRACE
 
     lost_message = (
-        "the keeper at {path} is gone; what is mapped stays, its leases are over. Start one with "
-        "`vram keep --socket {path}` and publish again"
+        "the keeper at {path} is gone; what is mapped stays, its leases are over, and what it kept has to be "
+        "published again; {advice}"
     )
 
     def __init__(self, channel: Channel, path: str, label: str, server_pid: int) -> None:
@@ -171,7 +171,7 @@ class RpcConnection:
         try:
             welcome = greet(channel, found, label, deadline - time.monotonic())
             if like is not None and like.lends != welcome.lends:
-                raise PeerGoneError(like.lost_message.format(path=found))
+                raise PeerGoneError(like.lost())
         except BaseException:
             channel.close()
             raise
@@ -179,6 +179,10 @@ class RpcConnection:
         if welcome.lends:
             made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
         return made
+
+    def lost(self) -> str:
+        """Say that the other side is gone, and what to do."""
+        return self.lost_message.format(path=self.path, advice=how_to_start(self.path))
 
     @property
     def is_usable(self) -> bool:
@@ -492,7 +496,7 @@ class RpcConnection:
         if self._failure is None and gone:
             self._hear_goodbye()
         if self._failure is None:
-            self._failure = PeerGoneError(self.lost_message.format(path=self.path)) if error is None or gone else error
+            self._failure = PeerGoneError(self.lost()) if error is None or gone else error
         self._wake_waiters()
         self._channel.close()
         return self._failure_again()
@@ -559,7 +563,7 @@ def open_channel(path: str, chosen: bool, timeout: float, *, through: str | None
     try:
         return Channel.connect(through or path, timeout, lambda server: check_server(path, chosen, server))
     except PeerGoneError as error:
-        raise PeerGoneError(f"no keeper: {error}; start one with `vram keep --socket {path}`") from None
+        raise PeerGoneError(f"no keeper: {error}; {how_to_start(path)}") from None
 
 
 def own_host() -> str:

@@ -58,6 +58,11 @@ def place(driver: Driver, location: Location | str) -> Location:
 
 def served(location: Location | str) -> tuple[Location, Driver]:
     """Return a location as this process calls it, and the driver that serves it, loaded at its first use."""
+    if hasattr(location, "mem_create"):
+        raise UsageError(
+            f'a region is made at a place, such as "host" or "cuda:0", not with <{type(location).__name__}>: write '
+            f'Region.create("host", ...), and driver= besides for one that is not registered'
+        )
     found = drivers.visible(location if type(location) is Location else Location.parse(location))
     return found, drivers.get(found)
 

@@ -687,7 +687,10 @@ class Region(Owned):
             busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.is_live and tag.stop > nbytes]
             if busy:
                 self._nbytes = before
+                least = max(span.stop for span in busy)
+                keep = f", or keep at least {least} bytes" if least < before else ""
                 raise BusyError(
-                    f"cannot shrink {handle.label} from {before} to {nbytes} bytes: something looks at what is beyond",
+                    f"cannot shrink {handle.label} from {before} to {nbytes} bytes: something looks at what is beyond; "
+                    f"let go of it (drop views and tensors with their slices, close leases and lendings){keep}",
                     tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in busy),
                 )

@@ -1,0 +1,201 @@
+"""The examples of docs/guide.md, each run with what the words around it suppose, on the host or on the stand-in."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import standin
+import vram
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/guide.md").read_text(), re.MULTILINE | re.DOTALL)
+MAKES_EMB = 'a = array = vram.zeros((4, 384), "float32", device="host")\n'
+KEPT = "kept = vram.private_keeper()\n"
+
+
+class Around(NamedTuple):
+    """What an example supposes, what is left to do after it, and whether it takes a GPU."""
+
+    before: str = ""
+    after: str = ""
+    gpu: bool = False
+    fabric: bool = False
+
+
+# What a framework has is what these examples say of it: the bytes. Its own tests have the rest.
+FRAMEWORK = """
+import types
+def _seen(self, *, full=False):
+    return self.to_host() if full is False else None
+vram.Array.torch = _seen
+vram.Lease.torch = lambda self: {name: array.to_host() for name, array in self.items()}
+torch = types.SimpleNamespace(zeros=lambda n, device: vram.zeros(n, device=device))
+"""
+A_FILE = """
+import numpy, safetensors.numpy
+safetensors.numpy.save_file({"w": numpy.ones((4, 4), "float32")}, "model.safetensors")
+"""
+WORKER = """
+def work(channel):
+    with channel:
+        channel.send(channel.recv(timeout=100.0))
+        assert channel.recv(timeout=100.0)[0] == 3
+        channel.send("done")
+"""
+FOREIGN = """
+import types
+from strangers import CudaStranger
+stranger = CudaStranger()
+address = stranger.legacy(2 << 20)
+tensor = types.SimpleNamespace(data_ptr=lambda: address, nbytes=1 << 20)
+"""
+PLACE = "from vram import driver, Location, Region\nplace = Location.parse('cuda:0')\n"
+
+# By how each begins: a new example of the guide is a line here.
+AROUND = {
+    "with vram.private_keeper():": Around(after="assert kept.is_closed"),
+    'published = vram.publish("vectors"': Around(KEPT + MAKES_EMB, "assert published.version == 1\nkept.close()"),
+    'vram.publish_file("minilm", "model.safetensors", device="host"': Around(
+        A_FILE + KEPT, "assert vram.entry('minilm').meta['config'] == 'v1'\nkept.close()"
+    ),
+    'with vram.attach("vectors", access="r"': Around(
+        KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a}, meta={"config": "v1"})\na.close()',
+        "newer.close()\nkept.close()",
+    ),
+    "lease.on_revoke(": Around(
+        KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a})\na.close()\nlease = vram.attach("vectors")',
+        'assert not vram.revoke("vectors", timeout=100.0).holders\nkept.close()',
+    ),
+    "def load():": Around(KEPT + 'import numpy\nread_the_checkpoint = lambda: [("w", numpy.ones(4))]', "kept.close()"),
+    "ours, theirs = vram.ArrayChannel.pair()": Around(
+        "import multiprocessing\nfrom worker_of_the_guide import work\nstep = 3\n" + MAKES_EMB,
+        "assert ours.recv(timeout=100.0) == 'done'\nprocess.join(100)\nassert process.exitcode == 0\nours.close()",
+    ),
+    'tensor = torch.zeros(1 << 20, device="cuda:0")': Around(FRAMEWORK, gpu=True),
+    'with vram.lend({"weights": tensor}': Around(
+        "import subprocess, sys\ntensor = vram.zeros(4, device='host')\n"
+        "def serve():\n    subprocess.run([sys.executable, 'borrows.py'], check=True, timeout=200)\n"
+    ),
+    'with vram.borrow("/run/app/weights.sock"': Around(
+        FRAMEWORK + "lending = vram.lend({'weights': vram.zeros(4, device='host')}, at='weights.sock')",
+        "lending.close()",
+    ),
+    "handle = vram.sharing.IpcMemHandle.of(": Around(FOREIGN, "stranger.free(address)", gpu=True),
+    'with vram.transports.select("host", "cuda:0")': Around(MAKES_EMB, "there.close()", gpu=True),
+    'a = vram.empty((0, 384), "bfloat16", device="cuda:0"': Around(FRAMEWORK, "a.close()\nb.close()", gpu=True),
+    'vram.publish_file("minilm", "model.safetensors", device="cuda:0")': Around(
+        A_FILE + FRAMEWORK + KEPT + 'a = vram.zeros((4, 384), "float32", device="cuda:0")', "kept.close()", gpu=True
+    ),
+    "from vram import driver\n": Around(gpu=True),
+    "from vram import AllocationFlags": Around(PLACE, "region.close()", gpu=True),
+    "memory = PhysicalAllocation.create(": Around(
+        PLACE + "from vram import HandleKind\nfrom vram.memory import PhysicalAllocation\n"
+        "def send(*what):\n    global data, nbytes\n    data, nbytes = what",
+        "there.close()\nmemory.close()",
+        gpu=True,
+        fabric=True,
+    ),
+    "region = vram.Region.create(": Around("", "array.close()\nregion.close()", gpu=True),
+    "import pytest\n": Around("MyDriver = object", "assert issubclass(TestMyDriver, DriverContract)"),
+    "import vram\n": Around("from test_registered import MyDriver", "region.close()"),
+}
+
+
+def beginning(example: str) -> str:
+    """Return the line of the table that an example has, or how the example begins, if it has none."""
+    found = [begin for begin in AROUND if example.startswith(begin)]
+    return found[0] if len(found) == 1 else example.splitlines()[0]
+
+
+def test_every_example_of_the_guide_is_run() -> None:
+    assert sorted(map(beginning, EXAMPLES)) == sorted(AROUND)
+
+
+def script(example: str, around: Around) -> str:
+    """Return a program: the example, in what is around it, with paths of its own."""
+    parts = ["import vram", around.before, example, around.after]
+    return "\n".join(parts).replace("/run/app/weights.sock", "weights.sock")
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(name, marks=[pytest.mark.standin] if around.gpu else [], id=name.split("(")[0].strip()[:40])
+        for name, around in AROUND.items()
+    ],
+)
+def test_an_example_of_the_guide_works(begin: str, tmp_path: Path) -> None:
+    (example,) = (one for one in EXAMPLES if beginning(one) == begin)
+    (borrows,) = (one for one in EXAMPLES if one.startswith("with vram.borrow("))
+    (tmp_path / "worker_of_the_guide.py").write_text(WORKER)
+    (tmp_path / "borrows.py").write_text(script(borrows, Around(FRAMEWORK)))
+    around = AROUND[begin]
+    settings = {"fabric": True} if around.fabric else {}
+    environment = standin.child_environment(**settings) if around.gpu else dict(os.environ)
+    # What sends a handle is one process, what opens it is another.
+    if "# in the other process" in example:
+        example = halves(example, tmp_path)
+    path = [str(tmp_path), str(ROOT / "tests"), str(ROOT / "tests/unit"), *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script(example, around)],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr[-3000:]
+
+
+def halves(example: str, place: Path) -> str:
+    """Return an example whose second half, that of another process, is run as one when the first sends."""
+    first, second = example.split("\n\n")
+    got = "import sys\nimport vram\nuse = print\n"
+    got += "data, offset, nbytes = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])\n"
+    (place / "opens.py").write_text(got + second)
+    sends = "import subprocess, sys\ndef send(data, offset, nbytes):\n"
+    sends += "    command = [sys.executable, '-W', 'error', 'opens.py', data.hex(), str(offset), str(nbytes)]\n"
+    sends += "    subprocess.run(command, check=True, timeout=200)\n"
+    return sends + first
+
+
+# What they say of other versions is not checked: CHANGELOG.md, the decisions.
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_names_in_a_document_exist(document: Path) -> None:
+    """Each ``vram.x.y`` between backticks, or in an example."""
+    missing = []
+    for name in sorted(set(re.findall(r"(?<![\w/.])vram((?:\.[A-Za-z]\w*)+)", document.read_text()))):
+        try:
+            reduce(getattr, name[1:].split("."), vram)
+        except AttributeError:
+            try:
+                importlib.import_module(f"vram{name}")
+            except ImportError:
+                if not is_a_name_in_a_module(name[1:]):
+                    missing.append(f"vram{name}")
+    assert missing == []
+
+
+def is_a_name_in_a_module(name: str) -> bool:
+    """Tell whether a dotted name is that of something in a module which is no attribute of the package by itself."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(f"vram.{'.'.join(parts[:cut])}")
+            reduce(getattr, parts[cut:], module)
+        except (ImportError, AttributeError):
+            continue
+        return True
+    return False

@@ -1,0 +1,192 @@
+"""What newcomers stumble over: each mistake is answered by what to do instead, and what it says to do works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram.errors import AccessDeniedError, BusyError, NotFoundError, PeerGoneError, UsageError
+from vram.keeper.client import close_client
+
+ROOT = Path(__file__).resolve().parents[2]
+ANY_VRAM: Any = vram
+ANY_SHAPE: Any = "1MiB"
+
+
+def renamed() -> list[tuple[str, str]]:
+    """Return the names of 0.1 that the changelog says are called something else, and what."""
+    table = (ROOT / "CHANGELOG.md").read_text().partition("### New names\n")[2].partition("\n###")[0]
+    found: list[tuple[str, str]] = []
+    for row in table.splitlines():
+        cells = row.split("|")[1:3]
+        if len(cells) < 2 or "`vram." not in cells[0]:
+            continue
+        old, new = (
+            re.findall(r"`(?:vram\.)?([A-Za-z]\w*)(?:\(.*?\))?`", cells[0]),
+            re.findall(r"`(vram\.[\w.]+)", cells[1]),
+        )
+        if new[0].count(".") == 2:  # moved into a module
+            old = [*vram.errors.__all__] if "errors" in new[0] else old
+            found += [(name, f"{new[0].rpartition('.')[0]}.{name}") for name in old]
+        else:
+            found.append((old[0], new[0]))
+    return found
+
+
+@pytest.mark.parametrize(("old", "new"), renamed())
+def test_a_name_of_0_1_says_what_it_is_called_now(old: str, new: str) -> None:
+    if old == "keeper":  # the room of that name is an attribute once something has loaded it, as here
+        with pytest.raises(TypeError, match="module"):
+            ANY_VRAM.keeper()
+        return
+    with pytest.raises(AttributeError) as caught:
+        getattr(vram, old)
+    assert str(caught.value) == f"module 'vram' has no attribute {old!r}: it is {new} since 0.2"
+    assert found_at(new) is not None
+
+
+def found_at(name: str) -> object:
+    """Return what a dotted name of the package is called now."""
+    found: object = vram
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    return found
+
+
+def test_all_renamed_names_are_looked_at() -> None:
+    assert {"put", "copy_in", "list", "show", "Route", "NotFoundError", "LeakWarning", "EntryInfo", "Pool"} <= dict(
+        renamed()
+    ).keys()
+
+
+def test_a_keeper_of_0_1_is_named_where_no_keeper_was_loaded() -> None:
+    code = "import vram\ntry: vram.keeper\nexcept AttributeError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "module 'vram' has no attribute 'keeper': it is vram.private_keeper since 0.2\n"
+
+
+def test_what_was_never_there_says_no_more_than_that() -> None:
+    for name in ("no_such_name", "_private", "__wrapped__"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(vram, name)
+        assert str(caught.value) == f"module 'vram' has no attribute {name!r}"
+
+
+# -- no keeper --------------------------------------------------------------------------------------------------------
+def advice(call: Callable[[], object]) -> str:
+    """Return what a call without a keeper says."""
+    with pytest.raises(PeerGoneError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_without_any_keeper_a_private_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VRAM_KEEPER", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    said = advice(lambda: vram.attach("x"))
+    assert said.endswith("start one with `vram keep`, or one for this program alone with vram.private_keeper()")
+
+
+def test_a_directory_that_is_not_there_is_to_be_made_first(tmp_path: Path) -> None:
+    path = tmp_path / "there is" / "none" / "k.sock"
+    said = advice(lambda: vram.attach("x", keeper=path))
+    command = re.search(r"start one with `(mkdir -p .*) && vram keep --socket (.*)`$", said)
+    assert command, said
+    subprocess.run(shlex.split(command[1]), check=True, timeout=300)
+    assert shlex.split(command[2]) == [str(path)]
+    assert advice(lambda: vram.attach("x", keeper=path)).endswith(f"start one with `vram keep --socket {command[2]}`")
+
+
+def test_a_private_keeper_that_is_gone_is_not_to_be_started_at_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VRAM_KEEPER", raising=False)
+    with vram.private_keeper() as kept, vram.zeros(4, device="host") as array:
+        path = kept.path
+        vram.publish("x", {"a": array})
+        lease = vram.attach("x")
+        kept.close()
+        with lease:
+            for said in (advice(lease.is_stale), advice(lease.upgrade), advice(lambda: vram.attach("x", keeper=path))):
+                assert "a private keeper, which ends with the program that started it" in said
+                assert "vram.private_keeper()" in said
+                assert f"--socket {path}" not in said
+
+
+# -- keepers and lenders ----------------------------------------------------------------------------------------------
+def test_a_lender_says_that_it_is_to_be_borrowed_from(tmp_path: Path) -> None:
+    path = tmp_path / "lent.sock"
+    with vram.zeros(4, device="host") as array, vram.lend({"a": array}, at=path):
+        for timeout in (0.0, 20.0):  # a name that never comes is not waited for
+            with pytest.raises(NotFoundError) as caught:
+                vram.attach("x", keeper=path, timeout=timeout)
+            assert str(caught.value) == (
+                f"{path} is a lender, not a keeper, and has no 'x': vram.borrow({str(path)!r}) maps what it lends"
+            )
+        with vram.borrow(path) as lease:
+            assert list(lease) == ["a"]
+        close_client(str(path))
+
+
+def test_a_keeper_says_that_it_is_to_be_attached_from(kept: vram.Keeper) -> None:
+    with pytest.raises(AccessDeniedError) as caught:
+        vram.borrow(kept.path, timeout=100.0)
+    assert str(caught.value) == (
+        f"{kept.path} is a keeper, not a lender: what it keeps has names, which `vram ls --socket {kept.path}` shows. "
+        f"vram.attach(name, keeper={kept.path!r}) maps one"
+    )
+
+
+# -- sizes and places -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [vram.empty, vram.zeros])
+def test_a_capacity_in_bytes_is_told_to_be_rows(make: Callable[..., object]) -> None:
+    with pytest.raises(UsageError) as caught:
+        make((2, 384), device="host", capacity="1MiB")
+    assert str(caught.value) == (
+        "capacity is a number of rows, or the largest shape, such as (4, 384), not '1MiB': bytes are for chunk=, and "
+        "for vram.Region"
+    )
+    with vram.empty((2, 384), device="host", capacity=(4, 384)) as array:
+        array.resize(4)
+
+
+def test_a_shape_in_words_is_named_whole() -> None:
+    with pytest.raises(UsageError, match=r"^shape must be an int or a sequence of ints, not '1MiB'$"):
+        vram.empty(ANY_SHAPE, device="host")
+
+
+def test_a_place_that_other_libraries_name_so_is_translated() -> None:
+    with pytest.raises(UsageError, match=r"device 'gpu' is not one of .*; for 'gpu' write \"cuda:0\"$"):
+        vram.Region.create("gpu", capacity="1GiB")
+
+
+def test_a_driver_is_no_place() -> None:
+    driver: Any = drivers.get(vram.Location("host"))
+    with pytest.raises(UsageError) as caught:
+        vram.Region.create(driver, capacity="4MiB")
+    assert str(caught.value) == (
+        'a region is made at a place, such as "host" or "cuda:0", not with <HostDriver>: write '
+        'Region.create("host", ...), and driver= besides for one that is not registered'
+    )
+    vram.Region.create("host", capacity="4MiB").close()
+    vram.Region.create("host", capacity="4MiB", driver=driver).close()
+
+
+def test_what_keeps_memory_from_being_given_back_is_said_with_the_way_out() -> None:
+    with vram.empty((1 << 20, 4), device="host", capacity=(1 << 21, 4)) as array:
+        view = array[: 1 << 19].numpy()
+        with pytest.raises(BusyError) as caught:
+            array.resize(1)
+        least = re.search(r"let go of it \(.*\), or keep at least (\d+) bytes", str(caught.value))
+        assert least, str(caught.value)
+        array.resize(int(least[1]) // 16)  # as it says
+        del view
+        array.resize(1)
