@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import ClosedError
+from ..errors import ClosedError, InternalError
 from ..lifetime import Gate, Owned, begin, own, uninterrupted
 from .client import close_client
 from .paths import ENVIRONMENT
@@ -132,12 +132,11 @@ class _Start:
         """Do it, and return the process that serves."""
         begin(threading.Thread(target=self._run, name="vram: starting a keeper", daemon=True))
         self._over.wait()
-        if self._process is not None:
-            return self._process
         error, self._error = self._error, None
-        assert error is not None
         try:
-            raise error
+            if self._process is None:
+                raise error or InternalError("a private keeper was neither started nor refused")
+            return self._process
         finally:
             del error  # or it, which keeps this frame, would keep itself
 
