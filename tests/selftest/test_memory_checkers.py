@@ -67,11 +67,7 @@ def writable(call, *args, **named):
 chunks.partial = writable
 """
 PIN_IGNORED = """
-right = pin.Span.__init__
-def init(self, *args):
-    right(self, *args)
-    self.is_live = False
-pin.Span.__init__ = init
+lifetime._is_held = lambda serial: False
 """
 CHUNK_TOO_MANY = """
 right = chunks.Chunks.beyond

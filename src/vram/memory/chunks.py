@@ -13,7 +13,7 @@ from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
-from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
+from .reservation import AddressRange, Unmap, map_at, put_memory
 
 __all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
 
@@ -232,13 +232,14 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
 
     That handle undoes nothing itself: it keeps the reservation, the mappings made later, and what they depend on.
     """
-    where, reserved = reserve_addresses(driver, nbytes)
+    where = AddressRange(driver, nbytes)
+    claim = own(partial(_label, where, location), None, depends=depends)
     try:
-        claim = own(partial(_label, where, location), None, depends=depends)
-        claim.handle.adopt(reserved)
+        where.handle = claim.handle.keep(where.describe, where)
+        where.reserve()
     except BaseException as error:
         with unwinding(error):
-            reserved.release()
+            claim.release()
         raise
     return where, claim
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..driver.protocol import Driver
@@ -156,7 +156,7 @@ class Region(Owned):
         """Whether this region may write behind its size, and no pin reaches there."""
         if self._imported or self.is_private or self._access is not Access.READ_WRITE:
             return False
-        return not any(isinstance(tag, Span) and tag.is_live and tag.stop > size for tag in self.handle.tags())
+        return not any(isinstance(tag, Span) and tag.stop > size for tag in self.handle.tags())
 
     def __repr__(self) -> str:
         size, ceiling = format_size(self._nbytes), format_size(self.capacity)
@@ -213,12 +213,14 @@ class Region(Owned):
                 )
             self._shown_full = self._shown_full or full
             span = Span(start, stop, holder)
-            return Pin(handle, handle.claim(holder, span), span, keeps)
+            pin = handle.claim(holder, span, Pin)
+            pin._span, pin.keeps = span, keeps
+            return pin
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""
         left_out = {id(pin._span) for pin in excluding if pin is not None}
-        spans = (tag for tag in self.handle.tags() if isinstance(tag, Span) and tag.is_live)
+        spans = (tag for tag in self.handle.tags() if isinstance(tag, Span))
         return tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in spans if id(span) not in left_out)
 
     def segments(self, start: int, stop: int) -> tuple[tuple[PhysicalAllocation, ...], int]:
@@ -325,24 +327,27 @@ class Region(Owned):
             chunks.touchable(driver, right)
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # an array has no truth
         where, claim = chunks.reserve(driver, ceiling, place, ())
+        mapped = Chunks(where, claim.handle, place, populate=populate, users=whose)
+        least, exact = round_up(share, granularity), chunk is not None
         region = cls(
             claim,
-            Chunks(where, claim.handle, place, populate=populate, users=whose),
+            mapped,
             right,
             granularity,
             kinds=kinds,
             flags=meant,
-            least=round_up(share, granularity),
-            exact=chunk is not None,
+            least=least,
+            exact=exact,
             managed=managed is True or checks.flag(managed, "managed"),
         )
         if first:
             try:
-                region._grow(first)
+                mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
             except BaseException as error:
                 with unwinding(error):
                     region.close()
                 raise
+            region._reached = region._nbytes = first
         return region
 
     @classmethod
@@ -400,8 +405,6 @@ class Region(Owned):
         """
         right = checks.access(access)
         given = checks.each(allocations, (PhysicalAllocation, Received), "allocations")
-        if private:
-            copy_on_write(driver)  # before anything is made
         total, place = chunks.measure(driver, given, None if location is None else checks.place(driver, location))
         size = total if nbytes is None else checks.size(nbytes, "nbytes")
         if size > total:
@@ -409,21 +412,41 @@ class Region(Owned):
         asked = total if capacity is None else checks.size(capacity, "capacity")
         if asked < total:
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
-        kinds = given[0].handle_kinds if given else HandleKind.NONE
-        granularity = driver.mem_granularity(place, kinds).minimum
         needed = checks.each(depends, (Handle,), "depends")
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
-        where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
-        region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
+        return cls.from_checked(driver, place, given, size, asked, right, private, needed, whose, managed=managed)
+
+    @classmethod
+    def from_checked(
+        cls,
+        driver: Driver,
+        place: Location,
+        given: Sequence[PhysicalAllocation | Received],
+        nbytes: int,
+        capacity: int,
+        access: Access,
+        private: bool,
+        depends: tuple[Handle, ...],
+        users: tuple[Location, ...],
+        *,
+        managed: bool,
+    ) -> Self:
+        """Do what :meth:`from_allocations` does, for the rooms above: with what was checked where it came from."""
+        if private:
+            copy_on_write(driver)  # before anything is made
+        kinds = given[0].handle_kinds if given else HandleKind.NONE
+        granularity = driver.mem_granularity(place, kinds).minimum
+        where, claim = chunks.reserve(driver, max(round_up(capacity, granularity), granularity), place, depends)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=depends, users=users)
+        region = cls(claim, mapped, access, granularity, imported=True, managed=managed)
         if given:
             try:
-                mapped.append(given, right)
+                mapped.append(given, access)
             except BaseException as error:
                 with unwinding(error):
                     region.close()
                 raise
-        region._nbytes = size
+        region._nbytes = nbytes
         return region
 
     # -- its size -----------------------------------------------------------------------------------------------
@@ -684,7 +707,7 @@ class Region(Owned):
     def _make_smaller(self, handle: Handle, nbytes: int) -> None:
         with self._size_lock:
             before, self._nbytes = self._nbytes, nbytes  # first: a signal handler may want to have a pin
-            busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.is_live and tag.stop > nbytes]
+            busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.stop > nbytes]
             if busy:
                 self._nbytes = before
                 raise BusyError(

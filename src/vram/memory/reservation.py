@@ -18,7 +18,7 @@ from .allocation import Memory, PhysicalAllocation
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory", "reserve_addresses"]
+__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory"]
 
 
 class AddressRange:
@@ -48,6 +48,11 @@ class AddressRange:
         """What the handle is called."""
         where = f" at {self.address:#x}" if self.address else ""
         return f"reservation of {format_size(self.nbytes)}{where}"
+
+    def reserve(self, alignment: int = 0, address: int = 0) -> None:
+        """Have the driver reserve it, once there is a handle that undoes this."""
+        self.address = self.driver.address_reserve(self.nbytes, alignment=alignment, address=address)
+        self.is_reserved = True
 
     def __call__(self) -> None:
         if self.is_reserved:
@@ -107,7 +112,16 @@ class AddressReservation(Owned):
         if type(address) is not int or not 0 <= address < 1 << 64:
             raise UsageError(f"address must be 0 or where to put the range, not {address!r}")
         checks.aligned(address, "address", granularity)
-        return cls(*reserve_addresses(driver, size, alignment, address))
+        where = AddressRange(driver, size)
+        claim = own(where.describe, where)
+        where.handle = claim.handle
+        try:
+            where.reserve(alignment, address)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
+        return cls(where, claim)
 
     @property
     def driver(self) -> Driver:
@@ -129,21 +143,6 @@ class AddressReservation(Owned):
         count = len(where.spans)
         state = ", closed" if self.is_closed else f", {count} mapping{'s' * (count != 1)}"
         return f"<AddressReservation {where.driver.name} {where.address:#x} {format_size(where.nbytes)}{state}>"
-
-
-def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: int = 0) -> tuple[AddressRange, Claim]:
-    """Reserve addresses, from arguments that were checked, and return them with the first claim on them."""
-    where = AddressRange(driver, nbytes)
-    claim = own(where.describe, where)
-    where.handle = claim.handle
-    try:
-        where.address = driver.address_reserve(nbytes, alignment=alignment, address=address)
-        where.is_reserved = True
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-    return where, claim
 
 
 class Unmap:
