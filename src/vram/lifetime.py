@@ -377,6 +377,12 @@ class Claim:
         finally:
             _settle()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def __del__(self) -> None:
         try:
             serial = self._serial

@@ -93,9 +93,10 @@ class RegionViews:
                 f"the {region.driver.name} driver's",
                 "Use .to_host() for a copy, or (on a GPU) .torch(), DLPack or __cuda_array_interface__ for a view",
             )  # fmt: skip
-        readonly = region.access is not Access.READ_WRITE
-        if readonly:
+        access = region.access
+        if access is Access.NONE:
             self._check_readable()
+        readonly = access is not Access.READ_WRITE
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
         if not readonly:
             self.numpy_views.add(_ViewRef(view, self.numpy_views.discard))

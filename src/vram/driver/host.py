@@ -25,6 +25,7 @@ from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
 from .addresses import (
+    PROTECTION,
     Ballast,
     await_late,
     catch_up,
@@ -47,7 +48,7 @@ from .arguments import (
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
-from .memfds import Memfds, look, place
+from .memfds import Memfds, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
@@ -380,7 +381,9 @@ class HostDriver:
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or is_read_only(fd)
             flags = _PRIVATE if private else _SHARED
-            placed = place(address, nbytes, access, flags, fd)
+            placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
+            if placed == -1 and ctypes.get_errno() == errno.EPERM:
+                placed = place_again(address, nbytes, access, flags, fd)
             if placed == -1:
                 raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             mapping.access = access

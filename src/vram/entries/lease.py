@@ -424,7 +424,7 @@ class Lease(Owned, Mapping[str, Array]):
         for array in tuple(self._arrays.values()):
             array.close()
         self._arrays.clear()
-        super().close()
+        self._claim.release()
 
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []

@@ -13,7 +13,7 @@ from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
-from .reservation import AddressRange, Unmap, map_at, put_memory
+from .reservation import AddressRange, Unmap, put_memory
 
 __all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
 
@@ -162,32 +162,34 @@ class Chunks:
             one.close()  # the mappings keep it now
 
     def _append(self, pieces: Sequence[Piece], access: Access) -> None:
-        """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""
+        """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped.
+
+        The region's handle keeps each mapping from before it is made: while this runs, the caller has a claim on it.
+        """
         handle, where = self.handle, self.where
         start = offset = self.row[-1].stop if self.row else 0
-        made: list[Claim] = []
+        made: list[Handle] = []
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
         is_accessible = not where.workers
         try:
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
-                claim, undo = map_at(where, offset, nbytes, put, needs if memory is None else (*needs, memory.handle))
-                made.append(claim)
-                row.append(Chunk(offset, offset + nbytes, self.location, claim.handle, undo, memory))
+                undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
+                made.append(handle.keep(undo.describe, undo, depends=depends))
+                undo.map(put)
+                row.append(Chunk(offset, offset + nbytes, self.location, made[-1], undo, memory))
                 offset += nbytes
                 is_accessible = is_accessible and memory is None
             if not is_accessible and access is not Access.NONE:
                 where.driver.mem_set_access(where.address + start, offset - start, access, self.users)
             if self.populate:
                 touchable(where.driver, access).populate(where.address + start, offset - start)
-            handle.adopt(*made)
             self.row = (*self.row, *row)
         except BaseException as error:
             with unwinding(error):
-                for claim in reversed(made):
-                    handle.drop_dependency(claim.handle)
-                    claim.release()
+                for mapping in reversed(made):
+                    handle.drop_dependency(mapping)
             raise
 
     def protect(self, access: Access) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import ClosedError, RangeError
 from ..lifetime import Claim
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["Pin", "Span"]
 
@@ -95,12 +92,6 @@ class Pin(Claim):
         """Give it up. Idempotent; never waits, and never raises unless `strict`: see :meth:`Claim.release`."""
         super().release(strict=strict)
         self.keeps = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def __repr__(self) -> str:
         span = self._span

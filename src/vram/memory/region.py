@@ -312,10 +312,9 @@ class Region(Owned):
         if driver is None:
             location, driver = checks.served(location)
         place = checks.place(driver, location)
-        kinds = checks.kinds(handle_kinds)
-        right = checks.access(access)
-        first = checks.size(nbytes, "nbytes")
-        meant = checks.flags(flags)
+        first, kinds, right, meant = checks.size(nbytes, "nbytes"), handle_kinds, access, flags
+        if type(kinds) is not HandleKind or type(right) is not Access or type(meant) is not AllocationFlags:
+            kinds, right, meant = checks.kinds(kinds), checks.access(right), checks.flags(meant)  # one of which raises
         granularity = driver.mem_granularity(place, kinds, meant).recommended
         ceiling = max(round_up(checks.size(capacity, "capacity"), granularity), granularity)
         share = -(-ceiling // _LEAST_SHARE) if chunk is None else checks.size(chunk, "chunk")
@@ -326,19 +325,12 @@ class Region(Owned):
         if populate is not False and checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # an array has no truth
+        silent = managed is True or checks.flag(managed, "managed")
+        least, exact = round_up(share, granularity), chunk is not None
         where, claim = chunks.reserve(driver, ceiling, place, ())
         mapped = Chunks(where, claim.handle, place, populate=populate, users=whose)
-        least, exact = round_up(share, granularity), chunk is not None
         region = cls(
-            claim,
-            mapped,
-            right,
-            granularity,
-            kinds=kinds,
-            flags=meant,
-            least=least,
-            exact=exact,
-            managed=managed is True or checks.flag(managed, "managed"),
+            claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
         if first:
             try:
@@ -418,19 +410,10 @@ class Region(Owned):
 
     @classmethod
     def from_checked(
-        cls,
-        driver: Driver,
-        place: Location,
-        given: Sequence[PhysicalAllocation | Received],
-        nbytes: int,
-        capacity: int,
-        access: Access,
-        private: bool,
-        depends: tuple[Handle, ...],
-        users: tuple[Location, ...],
-        *,
-        managed: bool,
-    ) -> Self:
+        cls, driver: Driver, place: Location, given: Sequence[PhysicalAllocation | Received], nbytes: int,
+        capacity: int, access: Access, private: bool, depends: tuple[Handle, ...], users: tuple[Location, ...],
+        *, managed: bool,
+    ) -> Self:  # fmt: skip
         """Do what :meth:`from_allocations` does, for the rooms above: with what was checked where it came from."""
         if private:
             copy_on_write(driver)  # before anything is made
@@ -546,9 +529,11 @@ class Region(Owned):
                 )
             if size > total:
                 raise RangeError(f"nbytes {size} is more than the allocations hold: {total} bytes in all")
-            if given:
-                mapped.append(given, self._access)
-            self._nbytes = size
+            with self.handle.claim("extend"):  # as in _grow, here and below
+                if given:
+                    mapped.append(given, self._access)
+                self._nbytes = size
+            self.handle  # noqa: B018
 
     def get_access(self, location: Location | str | None = None) -> Access:
         """Ask the driver what a location may do with this memory: the least of all chunks; NONE while there are none.
@@ -566,12 +551,9 @@ class Region(Owned):
         with self._alone():  # nothing is unmapped meanwhile
             driver = self.driver
             place = self.users[0] if location is None else checks.place(driver, location)
-            using = self.handle.claim("get_access")  # another thread may close this object meanwhile
-            try:
+            with self.handle.claim("get_access"):  # another thread may close this object meanwhile
                 rights = [driver.mem_get_access(self.address + chunk.start, place) for chunk in self._chunks.row]
                 return min(rights, default=Access.NONE)
-            finally:
-                using.release()
 
     def populate(self) -> None:
         """Touch all mapped pages ahead of use; their contents stay.
@@ -583,12 +565,9 @@ class Region(Owned):
         """
         with self._alone():
             driver = chunks.touchable(self.driver, self._access)
-            using = self.handle.claim("populate")  # another thread may close this object meanwhile
-            try:
+            with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
                     driver.populate(self.address, self.mapped)
-            finally:
-                using.release()
 
     def clear(self) -> bool:
         """Zero what an earlier, larger size left behind the present one: whoever gets the memory sees that, too.
@@ -601,8 +580,8 @@ class Region(Owned):
             Whether there is nothing now. Not if it is being looked at, or cannot be written; then nothing has changed.
         """
         with self._alone():
-            driver, using = self.driver, self.handle.claim("clear")  # another thread may close this object meanwhile
-            try:
+            driver = self.driver
+            with self.handle.claim("clear"):  # another thread may close this object meanwhile
                 start, stop = self.remains
                 if start == stop:
                     return True
@@ -614,8 +593,6 @@ class Region(Owned):
                 self._reached = start
                 self.synchronize()
                 return True
-            finally:
-                using.release()
 
     # -- read-only for good -------------------------------------------------------------------------------------
     def freeze(self) -> None:
@@ -635,8 +612,7 @@ class Region(Owned):
         with self._alone():
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
-            using = self.handle.claim("freeze")  # another thread may close this object meanwhile
-            try:
+            with self.handle.claim("freeze"):  # another thread may close this object meanwhile
                 right = min(self._access, Access.READ)
                 if can_seal(cast("Any", self.driver)):
                     for chunk in self._chunks.row:
@@ -645,8 +621,6 @@ class Region(Owned):
                 else:
                     self._chunks.protect(right)
                 self._frozen, self._access = True, right
-            finally:
-                using.release()
 
     # -- how ----------------------------------------------------------------------------------------------------
     def _alone(self) -> threading.RLock:
@@ -681,12 +655,17 @@ class Region(Owned):
             raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
         present = mapped.mapped
         reached = max(self._reached, nbytes)
-        if nbytes > present:
-            sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
+        if nbytes <= present:
+            self._reached = reached  # first: see clear
+            self._nbytes = nbytes
+            return
+        sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
+        with self.handle.claim("grow"):  # another thread may close this object meanwhile: it goes afterwards
             mapped.make(sizes, self._kinds, self._access, self._flags)
-        # Nothing is called from here on, so that no interrupt divides what is mapped from the size.
-        self._reached = reached  # first: see clear
-        self._nbytes = nbytes
+            # Nothing is called in between, so that no interrupt divides what is mapped from the size.
+            self._reached = reached
+            self._nbytes = nbytes
+        self.handle  # noqa: B018  (which says that it was closed)
 
     def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
         if nbytes == self._nbytes:

@@ -165,6 +165,20 @@ class Unmap:
         """What the handle is called."""
         return f"mapping of {format_size(self.nbytes)} at {self.where.address + self.offset:#x}"
 
+    def map(self, put: Callable[[int, int], object]) -> None:
+        """Map with one driver call, which takes the address and the size, once a handle has this for its undo."""
+        where = self.where
+        try:
+            where.book(self)
+            self.is_mapped = True
+            put(where.address + self.offset, self.nbytes)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.is_mapped = False  # a call that fails has done nothing
+            else:
+                self.is_sure = False
+            raise
+
     def __call__(self) -> None:
         where = self.where
         is_over = True
@@ -219,14 +233,8 @@ def map_at(
     undo = Unmap(where, offset, nbytes)
     claim = own(undo.describe, undo, depends=depends)
     try:
-        where.book(undo)
-        undo.is_mapped = True
-        put(where.address + offset, nbytes)
+        undo.map(put)
     except BaseException as error:
-        if isinstance(error, Exception):
-            undo.is_mapped = False  # a call that fails has done nothing
-        else:
-            undo.is_sure = False
         with unwinding(error):
             claim.release()
         raise

@@ -121,7 +121,7 @@ def map_memory(
     AccessDeniedError
         For "rw" on what its owner sealed.
     """
-    location = location_of(memory.device)
+    location = HOST if memory.device == "host" else location_of(memory.device)
     received = _received(memory.segments, fds)
     driver = drivers.get(location)
     try:
