@@ -189,10 +189,11 @@ class Handle:
         made._generation, made._state, made._id = _generation, _OPEN, serial
         try:
             with _lock:
-                for other in (self, *depends):
+                if self._state != _OPEN or self._generation != _generation:
+                    self.check()
+                for other in depends:
                     if other._state != _OPEN or other._generation != _generation:
                         other.check()
-                for other in depends:
                     number = next(_serials)
                     other._claims[number] = (made, None)
                     made._depends[number] = other
