@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..driver.protocol import DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import UnsupportedError, UsageError
@@ -86,7 +86,8 @@ class Chunks:
         self.handle = handle
         self.location = location
         self.users = users or (location,)  # who may access it
-        if _has_streams(cast("Any", where.driver)):
+        driver: Any = where.driver  # here and below what can be is asked for; typing.cast would be one more call
+        if _has_streams(driver):
             where.workers = self.users
         self.private = private
         self.populate = populate
@@ -112,9 +113,9 @@ class Chunks:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if _is_direct(type(driver)):
+            direct: Any = driver
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
-            new = cast("DirectMapping", driver).mem_map_new
-            put = partial(new, location=place, handle_kinds=kinds, access=right, flags=flags)
+            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
@@ -133,7 +134,7 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, opened = self.where.driver, []
-        direct = cast("DirectMapping", driver) if _is_direct(type(driver)) else None
+        direct: Any = driver if _is_direct(type(driver)) else None
         right = Access.NONE if self.where.workers else access  # as in make
         try:
             pieces = []
