@@ -637,7 +637,7 @@ class Region(Owned):
         return self._changing_lock
 
     def _grow(self, nbytes: int) -> None:
-        self.handle  # noqa: B018  (another thread may have closed it while this one waited for its turn)
+        handle = self.handle  # first: another thread may have closed it while this one waited for its turn
         if nbytes == self._nbytes:
             return
         if self._imported:
@@ -660,11 +660,14 @@ class Region(Owned):
             self._nbytes = nbytes
             return
         sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
-        with self.handle.claim("grow"):  # another thread may close this object meanwhile: it goes afterwards
+        using = handle.claim("grow")  # another thread may close this object meanwhile: it goes afterwards
+        try:
             mapped.make(sizes, self._kinds, self._access, self._flags)
             # Nothing is called in between, so that no interrupt divides what is mapped from the size.
             self._reached = reached
             self._nbytes = nbytes
+        finally:
+            using.release()
         self.handle  # noqa: B018  (which says that it was closed)
 
     def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
