@@ -284,6 +284,22 @@ def test_i2_close_is_idempotent(log):
         pass
 
 
+@pytest.mark.parametrize("way", ["released", "dropped"])
+def test_i6_a_claim_that_was_given_up_has_no_tag_while_its_release_waits(log, way):
+    """Who holds the lock works the queue off, later: what looks at tags meanwhile must not find it in its way."""
+    thing = Thing(log, "x")
+    handle = thing.handle
+    claims = [handle.claim("a view", tag="span")]
+    with lifetime._lock:
+        if way == "released":
+            claims[0].release()
+        claims.clear()
+        assert handle.holders() == ("owner", "a view")
+        assert handle.tags() == ()
+    thing.close()
+    assert log == ["x"]
+
+
 def test_i2_close_under_another_claim_defers(log):
     thing = Thing(log, "x")
     claim = thing.handle.claim("a view", tag="span")
