@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import BusyError, ClosedError, ForkedError, LeakWarning, ReleaseWarning, UsageError
 
@@ -64,6 +64,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound="Claim")
 
 _lock = threading.RLock()
 _released: deque[tuple[Handle, int]] = deque()
@@ -136,7 +137,11 @@ class Handle:
         if self._state != _OPEN:
             raise ClosedError(f"{self.label} is closed")
 
-    def claim(self, holder: object, tag: object = None) -> Claim:
+    @overload
+    def claim(self, holder: object, tag: object = None) -> Claim: ...
+    @overload
+    def claim(self, holder: object, tag: object, kind: type[_C]) -> _C: ...
+    def claim(self, holder: object, tag: object = None, kind: type[Claim] | None = None) -> Claim:
         """Take a claim.
 
         Parameters
@@ -145,6 +150,8 @@ class Handle:
             Who holds on, as :class:`BusyError` will name it: by what ``str()`` says of it at that time.
         tag : object
             Anything the owner of the handle wants to find again in :meth:`tags`.
+        kind : type of Claim, optional
+            What the claim is to be an object of: a class of the owner's, who fills in what it has besides.
 
         Raises
         ------
@@ -152,21 +159,56 @@ class Handle:
             If there is nothing left to hold on to.
         """
         serial = next(_serials)
-        claim = Claim.__new__(Claim)
+        claim = Claim.__new__(kind or Claim)
         claim.handle, claim._serial = self, _RELEASED
         try:
             with _lock:
                 if self._state != _OPEN or self._generation != _generation:
                     self.check()
-                # Two steps that no interrupt divides: there is somebody who gives it up.
-                self._claims[serial] = (holder, tag)
-                claim._serial = serial
-                _guards[serial] = guard = _Guard(claim, _lost.append)
+                guard = _Guard(claim, _lost.append)
                 guard.claimed = (self, serial)
+                # Steps that no interrupt divides: there is somebody who gives it up. Who looks for tags finds it last.
+                claim._serial = serial
+                _guards[serial] = guard
+                self._claims[serial] = (holder, tag)
         finally:
             if _released:
                 _settle()
         return claim
+
+    def keep(self, label: Label, undo: Callable[[], object] | None, *, depends: Iterable[Handle] = ()) -> Handle:
+        """Take ownership of something just made, as a dependency of this handle: :func:`own` and :meth:`adopt` in one.
+
+        It goes with this handle, also while the caller is still making it: for who has a claim on this one, or has
+        told nobody of it yet. See :func:`own` for the parameters and errors.
+        """
+        made = Handle.__new__(Handle)
+        serial = next(_serials)
+        made._label, made._undo, made._at_exit = label, undo, False
+        made._claims, made._depends = {serial: (self, None)}, {}
+        made._generation, made._state, made._id = _generation, _OPEN, serial
+        try:
+            with _lock:
+                if self._state != _OPEN or self._generation != _generation:
+                    self.check()
+                for other in depends:
+                    if other._state != _OPEN or other._generation != _generation:
+                        other.check()
+                    number = next(_serials)
+                    other._claims[number] = (made, None)
+                    made._depends[number] = other
+                self._depends[serial] = made
+            if _released:
+                _settle()
+        except BaseException:
+            self._depends.pop(serial, None)
+            made._undo = None
+            made._state = _CLOSED
+            _released.extend((other, s) for s, other in reversed(made._depends.items()))
+            _settle()
+            raise
+        _live[serial] = made
+        return made
 
     def depend(self, other: Handle) -> None:
         """Keep `other` until this handle's undo has returned (or :meth:`drop_dependency`)."""
@@ -219,8 +261,12 @@ class Handle:
         return tuple(_who(holder) for holder, _ in tuple(self._claims.values()))
 
     def tags(self) -> tuple[object, ...]:
-        """Return the tags of all claims that have one, oldest first."""
-        return tuple(tag for _, tag in tuple(self._claims.values()) if tag is not None)
+        """Return the tags of all claims that have one, oldest first.
+
+        A claim that was given up has none, also while its release waits in the queue for a moment.
+        """
+        tagged = [(serial, tag) for serial, (_, tag) in tuple(self._claims.items()) if tag is not None]
+        return tuple(tag for serial, tag in tagged if _is_held(serial))
 
     def __repr__(self) -> str:
         state = ("open", "closing", "closing", "closed", "stuck")[self._state]
@@ -331,6 +377,12 @@ class Claim:
             _released.append((self.handle, serial))
         finally:
             _settle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def __del__(self) -> None:
         try:
@@ -644,6 +696,13 @@ class FileDescriptor(Owned):
             self._fds.append(fd)
             raise
         return fd
+
+
+def _is_held(serial: int) -> bool:
+    """Whether somebody has the claim of this number, and has not given it up."""
+    guard = _guards.get(serial)
+    claim = None if guard is None else guard()
+    return claim is not None and claim._serial == serial
 
 
 def _who(holder: object) -> str:

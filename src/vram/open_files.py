@@ -12,9 +12,13 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
 
@@ -36,8 +40,6 @@ def is_memory(fd: int) -> bool:
     OSError
         ``EBADF``: it is not open.
     """
-    import fcntl  # not there on Windows
-
     try:
         fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError as error:
@@ -55,8 +57,6 @@ def is_read_only(fd: int) -> bool:
     OSError
         ``EBADF``, as :func:`is_memory`.
     """
-    import fcntl  # not there on Windows
-
     try:
         seals: int = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:
@@ -83,8 +83,6 @@ def attributes(fd: int) -> os.stat_result | None:
 
 def _is_special(fd: int) -> bool:
     """Whether it is neither a regular file nor a directory nor a pipe."""
-    import fcntl
-
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, _F_GETPIPE_SZ)
         return False

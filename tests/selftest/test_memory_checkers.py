@@ -67,11 +67,7 @@ def writable(call, *args, **named):
 chunks.partial = writable
 """
 PIN_IGNORED = """
-right = pin.Span.__init__
-def init(self, *args):
-    right(self, *args)
-    self.is_live = False
-pin.Span.__init__ = init
+lifetime._is_held = lambda serial: False
 """
 CHUNK_TOO_MANY = """
 right = chunks.Chunks.beyond
@@ -89,12 +85,13 @@ right = chunks.plan
 chunks.plan = lambda nbytes, mapped, capacity, *rest: right(nbytes, mapped, capacity + (8 << 20), *rest)
 """
 HALF_A_GROWTH = """
-right, kept = chunks.map_at, []
-def map_at(*args):
-    made = right(*args)
-    kept.append(made[0].handle.claim("half mapped"))
+right, kept = lifetime.Handle.keep, []
+def keep(self, label, undo, *, depends=()):
+    made = right(self, label, undo, depends=depends)
+    if isinstance(undo, reservation.Unmap):
+        kept.append(made.claim("half mapped"))
     return made
-chunks.map_at = map_at
+lifetime.Handle.keep = keep
 """
 ACCESS_FOR_EACH = """
 right = chunks.Chunks._append

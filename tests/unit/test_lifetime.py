@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.interrupts import interrupt_finalizers, room
+from tests.interrupts import interrupt, interrupt_finalizers, room
 
 from vram import lifetime
 from vram.errors import BusyError, ClosedError, LeakWarning, ReleaseWarning
@@ -104,6 +104,62 @@ def test_i1_dependencies_go_only_after_the_undo_has_returned():
     below.release()
     above.release()
     assert seen == [("above",), "below"]
+
+
+def test_i1_what_a_handle_keeps_goes_with_it_and_before_what_it_stands_on(log):
+    address = Thing(log, "address")
+    region = Thing(log, "region")
+    mapping = region.handle.keep("mapping", lambda: log.append("mapping"), depends=[address.handle])
+    assert mapping.holders() == ("region",)
+    address.close()
+    assert mapping.is_open
+    region.close()
+    assert log == ["region", "mapping", "address"]
+    assert not mapping.is_open
+
+
+def test_i1_what_a_handle_keeps_can_be_given_back_before_it(log):
+    region = Thing(log, "region")
+    mapping = region.handle.keep("mapping", lambda: log.append("mapping"))
+    region.handle.drop_dependency(mapping)
+    assert log == ["mapping"]
+    region.close()
+    assert log == ["mapping", "region"]
+
+
+@pytest.mark.parametrize("gone", ["keeper", "dependency"])
+def test_keeping_that_fails_owns_nothing(log, gone):
+    before = live()
+    keeper, below, other = (Thing(log, name) for name in ("keeper", "dependency", "other"))
+    keeping, needed = keeper.handle, [other.handle, below.handle]
+    (keeper if gone == "keeper" else below).close()
+    with pytest.raises(ClosedError, match=gone):
+        keeping.keep("new", lambda: log.append("new"), depends=needed)
+    assert other.handle.holders() == ("owner",)
+    for thing in (keeper, below, other):
+        thing.close()
+    assert sorted(log) == ["dependency", "keeper", "other"]
+    assert live() == before
+
+
+def test_i12_an_interrupt_while_something_is_kept_leaves_it_kept_or_not_there(log):
+    below = Thing(log, "below")
+    for nth in itertools.count(1):
+        keeper = Thing(log, "keeper")
+        before = len(live())
+
+        def keep(handle: Handle = keeper.handle) -> None:
+            handle.keep("new", None, depends=[below.handle])
+
+        was_interrupted = interrupt(nth, keep, room("lifetime.py"), returns=False)
+        assert len(live()) == before + (not was_interrupted)
+        assert len(below.handle.holders()) == 1 + (not was_interrupted)
+        keeper.close()
+        assert below.handle.holders() == ("owner",)
+        if not was_interrupted:
+            break
+    assert nth > 3
+    below.close()
 
 
 def test_i1_a_long_chain_needs_no_deep_stack(log):
@@ -226,6 +282,22 @@ def test_i2_close_is_idempotent(log):
         thing.handle
     with pytest.raises(ClosedError), thing:
         pass
+
+
+@pytest.mark.parametrize("way", ["released", "dropped"])
+def test_i6_a_claim_that_was_given_up_has_no_tag_while_its_release_waits(log, way):
+    """Who holds the lock works the queue off, later: what looks at tags meanwhile must not find it in its way."""
+    thing = Thing(log, "x")
+    handle = thing.handle
+    claims = [handle.claim("a view", tag="span")]
+    with lifetime._lock:
+        if way == "released":
+            claims[0].release()
+        claims.clear()
+        assert handle.holders() == ("owner", "a view")
+        assert handle.tags() == ()
+    thing.close()
+    assert log == ["x"]
 
 
 def test_i2_close_under_another_claim_defers(log):
@@ -548,6 +620,7 @@ GUARDED: dict[str, Callable[[Claim, Claim, Claim], object]] = {
     "the release of one of several": lambda one, two, spare: two.release(),
     "the release of the last": lambda one, two, spare: spare.release(),
     "something new": lambda one, two, spare: own("new", None, depends=[two.handle]),
+    "something new that another keeps": lambda one, two, spare: one.handle.keep("new", None, depends=[two.handle]),
 }
 
 

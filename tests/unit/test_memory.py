@@ -20,7 +20,7 @@ from vram import driver as drivers
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import BusyError, ClosedError, RangeError, UnsupportedError, UsageError
-from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Region
+from vram.memory import AddressReservation, MemoryMapping, PhysicalAllocation, Received, Region
 from vram.memory.chunks import plan
 from vram.spec import HOST, Access, HandleKind, Location, round_up
 
@@ -49,6 +49,10 @@ class HookedDriver(HostDriver):
     def mem_map_new(self, *args: Any, **named: Any) -> None:
         self._happen("mem_map_new")
         super().mem_map_new(*args, **named)
+
+    def mem_map_import(self, *args: Any, **named: Any) -> None:
+        self._happen("mem_map_import")
+        super().mem_map_import(*args, **named)
 
     def mem_set_access(self, *args: Any) -> None:
         self._happen("mem_set_access")
@@ -243,11 +247,23 @@ def test_a_region_closed_while_it_grows_leaves_nothing_i4(call: str) -> None:
     driver = HookedDriver() if call == "mem_map_new" else SteppingDriver()
     region = Region.create(HOST, driver=driver, capacity=8 * G, nbytes=G)
     driver.hooks[call] = region.close
-    with pytest.raises(ClosedError, match=r"of 16 MiB (on host )?at .* is closed"):
+    with pytest.raises(ClosedError, match=r"of 16 MiB on host at .* was closed"):
         region.grow(2 * G)
     assert driver.live() == HostDriver().live()
     with pytest.raises(ClosedError):
         region.grow(2 * G)
+
+
+def test_a_region_closed_while_it_is_extended_leaves_nothing_i4() -> None:
+    driver = HookedDriver()
+    with PhysicalAllocation.create(driver, G, HOST) as memory:
+        alone = driver.live()
+        received = Received(memory.export(), G)
+        region = Region.from_allocations(driver, [received], capacity=2 * G)
+        driver.hooks["mem_map_import"] = region.close
+        with pytest.raises(ClosedError, match=r"of 4 MiB on host at .* was closed"):
+            region.extend([received], 2 * G)
+        assert driver.live() == alone
 
 
 def test_a_region_closed_while_it_is_populated_goes_afterwards(driver: HookedDriver, region: Region) -> None:

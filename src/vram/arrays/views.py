@@ -53,7 +53,8 @@ class RegionViews:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.addressable = _is_addressable(cast("Any", region.driver))
+        driver: Any = region.driver
+        self.addressable = _is_addressable(driver)
         gpus = [place.id for place in region.users if place.kind == "cuda" and isinstance(place.id, int)]
         self.gpu = gpus[0] if gpus else None
         self.arrays: set[int] = set()
@@ -70,7 +71,12 @@ class RegionViews:
         with homes.lock:
             ref = homes.by_address.get(address)
             views = None if ref is None else ref()
-            return views if views is not None and views.region is region else homes.add(region)
+            if views is None or views.region is not region:
+                views = cls(region)
+                if ref is None:
+                    homes.make_room()
+                homes.by_address[address] = weakref.ref(views)
+            return views
 
     def leave(self, array: int) -> None:
         """An array was closed; the last one out closes a region that belongs to the arrays."""
@@ -93,9 +99,10 @@ class RegionViews:
                 f"the {region.driver.name} driver's",
                 "Use .to_host() for a copy, or (on a GPU) .torch(), DLPack or __cuda_array_interface__ for a view",
             )  # fmt: skip
-        readonly = region.access is not Access.READ_WRITE
-        if readonly:
+        access = region.access
+        if access is Access.NONE:
             self._check_readable()
+        readonly = access is not Access.READ_WRITE
         view = _show(Exporter(self, pin), region.address + offset, shape, dtype, readonly)
         if not readonly:
             self.numpy_views.add(_ViewRef(view, self.numpy_views.discard))
@@ -208,16 +215,12 @@ class _AllRegionViews:
         self._sorted: list[int] | None = None
         self._limit = self._foreign_limit = 64
 
-    def add(self, region: Region) -> RegionViews:
-        """Make the home of a region that has none. Called with the lock."""
+    def make_room(self) -> None:
+        """Make room for a region at an address where none was before. Called with the lock."""
         if len(self.by_address) >= self._limit:
             self.by_address = {at: ref for at, ref in self.by_address.items() if ref() is not None}
             self._limit = 2 * len(self.by_address) + 64
-        views = RegionViews(region)
-        if region.address not in self.by_address:
-            self._sorted = None
-        self.by_address[region.address] = weakref.ref(views)
-        return views
+        self._sorted = None
 
     def of_foreign(self, region: Region) -> RegionViews:
         # Its memory is not ours to find, and several regions may begin at one address: known by the object alone.

@@ -39,10 +39,7 @@ PATIENCE = 2.0  # seconds; a turn is one system call
 class Ticket:
     """A place in the lines of some mappings. Given up by one assignment, which no interrupt can cut in two."""
 
-    __slots__ = ("is_over",)
-
-    def __init__(self) -> None:
-        self.is_over = False
+    is_over = False  # of the class, so that making one, as every map and unmap does, calls nothing of ours
 
 
 class Memory:
@@ -427,10 +424,6 @@ class Books:
         In this order, so that after an interrupt it is found in the books, and can be withdrawn again.
         """
         mapping.memory.drop(mapping)
-        self.strike(mapping)
-
-    def strike(self, mapping: Mapping) -> None:
-        """Take `mapping` out of the books."""
         # In the opposite order, so that the base becomes free for a new mapping only when nothing of this one is left.
         # `ends` is a shortcut: an entry lost to a race costs a search.
         for index, key in ((self.mappings, mapping.address), (self.ends, mapping.end)):

@@ -25,6 +25,7 @@ from ..open_files import is_read_only
 from ..spec import HOST, Access, AllocationFlags, HandleKind, Location
 from . import libc
 from .addresses import (
+    PROTECTION,
     Ballast,
     await_late,
     catch_up,
@@ -47,7 +48,7 @@ from .arguments import (
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
-from .memfds import Memfds, look, place
+from .memfds import Memfds, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
@@ -115,7 +116,8 @@ class HostDriver:
 
     # -- addresses ----------------------------------------------------------------------------------------------
     def address_reserve(self, nbytes: int, *, alignment: int = 0, address: int = 0) -> int:
-        check_size("address_reserve", nbytes)
+        if nbytes <= 0 or nbytes % GRANULARITY:  # asked here and not there, here and below: it is seldom so
+            check_size("address_reserve", nbytes)
         if alignment or address:
             check_alignment("address_reserve", alignment)
             check_address("address_reserve", address, alignment or GRANULARITY, "")
@@ -336,7 +338,8 @@ class HostDriver:
         """Make memory, and return what its first use does; memory that nobody uses then is given back."""
         if location is not HOST or kinds is not HandleKind.POSIX_FD:
             check_kinds(location, kinds)
-        check_size(call, nbytes)
+        if nbytes <= 0 or nbytes % GRANULARITY:
+            check_size(call, nbytes)
         self._available.check(f"{call}({nbytes})", nbytes)
         fd, memory = self._memfds.make(nbytes), None
         try:
@@ -351,7 +354,8 @@ class HostDriver:
         if kind != HandleKind.POSIX_FD:
             check_kinds(HOST, kind)
             raise UsageError(f"{call}: kind must be POSIX_FD")
-        check_size(call, nbytes)
+        if nbytes <= 0 or nbytes % GRANULARITY:
+            check_size(call, nbytes)
         identity, seals = self._memfds.check(call, fd, nbytes, GRANULARITY)
         kept, memory = duplicate(fd), None
         try:
@@ -363,7 +367,8 @@ class HostDriver:
 
     def _map(self, call: str, address: int, memory: Memory, *, access: Access, private: bool) -> None:
         nbytes = memory.nbytes
-        check_address(call, address)
+        if address < 0 or address % GRANULARITY:
+            check_address(call, address)
         reservation = self._books.reservation_at(call, address, nbytes)
         if not self._ballast.pages:
             self._ballast.take()
@@ -376,7 +381,9 @@ class HostDriver:
             if memory.identity is not None and not private:
                 mapping.is_final = memory.is_sealed or is_read_only(fd)
             flags = _PRIVATE if private else _SHARED
-            placed = place(address, nbytes, access, flags, fd)
+            placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
+            if placed == -1 and ctypes.get_errno() == errno.EPERM:
+                placed = place_again(address, nbytes, access, flags, fd)
             if placed == -1:
                 raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             mapping.access = access

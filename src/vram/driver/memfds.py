@@ -19,7 +19,7 @@ from ..spec import Access
 from . import libc
 from .addresses import PROTECTION
 
-__all__ = ["Memfds", "look", "place", "reading"]
+__all__ = ["Memfds", "look", "place_again", "reading"]
 
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 _DECIDED = 1.0  # seconds within which the kernel has granted a seal or not: it waits 0.15 s for pages that are pinned
@@ -133,15 +133,15 @@ def reading(fd: int) -> Iterator[int]:
         claim.release()
 
 
-def place(address: int, nbytes: int, access: Access, flags: int, fd: int) -> int:
-    """Map a memfd at an address, and return what ``mmap`` does: -1, with an errno, if it is refused.
+def place_again(address: int, nbytes: int, access: Access, flags: int, fd: int) -> int:
+    """Map a memfd at an address where ``mmap`` was refused, and return what it does: -1, with an errno, if it still is.
 
     While somebody asks for ``F_SEAL_WRITE`` the kernel refuses shared mappings (EPERM), whether it grants the seal in
     the end or not: this waits until it is decided. Before Linux 6.7, and in some of 6.12, a descriptor that can write
     does not map sealed memory at all: then another one is opened.
     """
     protection = PROTECTION[access]
-    placed: int = libc.mmap(address, nbytes, protection, flags, fd, 0)
+    placed = -1
     deadline = time.monotonic() + _DECIDED
     while placed == -1 and ctypes.get_errno() == errno.EPERM and not _is_sealed(fd) and time.monotonic() < deadline:
         time.sleep(_PAUSE)

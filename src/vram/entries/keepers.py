@@ -50,7 +50,7 @@ def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
     ClosedError
         If `keeper` is a Keeper that was closed.
     """
-    path, label = _where(keeper)
+    path, label = (keeper, "") if keeper is None or type(keeper) is str else _where(keeper)
     return client(path, label=label)
 
 
@@ -78,7 +78,7 @@ def wait_for_keeper(
     AccessDeniedError, ProtocolError
         As :func:`connect`, at once: whoever listens there stays who they are.
     """
-    path, label = _where(keeper)
+    path, label = (keeper, "") if keeper is None or type(keeper) is str else _where(keeper)
     begin = time.monotonic()
     pause, warned = _FIRST_LOOK, False
     while True:

@@ -218,8 +218,8 @@ class Lease(Owned, Mapping[str, Array]):
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
-            where = Provenance(self._client.path, leased.name, leased.version, name, self.access, 0, 0)
-            made = array_on(self._regions[entry.memory], self._manifest, where)
+            whose = self._client.path, leased.name, leased.version
+            made = array_on(self._regions[entry.memory], self._manifest, *whose, name, self.access)
             array = self._arrays.setdefault(name, made)
         return array
 
@@ -451,7 +451,7 @@ class Lease(Owned, Mapping[str, Array]):
         for array in tuple(self._arrays.values()):
             array.close()
         self._arrays.clear()
-        super().close()
+        self._claim.release()
 
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []
@@ -481,27 +481,26 @@ class Lease(Owned, Mapping[str, Array]):
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 
-def array_on(region: Region, manifest: Manifest, where: Provenance) -> Array:
-    """Make the array that `where` names, on the region that its memory was mapped as.
+def array_on(
+    region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str
+) -> Array:
+    """Make an array of a version, on the region that its memory was mapped as; see :class:`Provenance` for the rest.
 
     Raises
     ------
     ProtocolError
         If the publisher described it in a way that no array is.
     """
-    entry = manifest.arrays[where.entry]
+    entry = manifest.arrays[array]
     offset = manifest.memories[entry.memory].offset + entry.offset
     try:
         dtype = dtype_of(entry.dtype)
         if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
             raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
-        keeper, name, version, array, access, *_ = where  # not _replace, which takes three times as long
         provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
         return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
     except UsageError as error:  # not this caller's mistake, but the publisher's
-        raise ProtocolError(
-            f"{where.name!r} version {where.version} describes {where.entry!r:.80} wrongly: {error}"
-        ) from None
+        raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None
 
 
 def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:
@@ -602,7 +601,7 @@ def _reuse(client: KeeperClient, where: Provenance) -> Array | None:
     region = None if ref is None else ref()
     if region is not None:
         with contextlib.suppress(ClosedError):  # its last array was closed in this moment
-            return array_on(region, known.manifest, where)
+            return array_on(region, known.manifest, *where[:5])
     return None
 
 

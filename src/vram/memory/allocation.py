@@ -315,17 +315,15 @@ class PhysicalAllocation(Owned):
         with memory.lock:
             fd = memory.exported.get(kind)
             if fd is None:
-                using = handle.claim("export")  # another thread may close this object while the driver works
-                try:
-                    with _exported(memory, kind) as (fd, owner):
-                        try:
-                            handle.depend(owner)
-                            memory.exported[kind] = fd
-                        except BaseException:  # an interrupt: it is kept and known, or neither
-                            handle.drop_dependency(owner)
-                            raise
-                finally:
-                    using.release()
+                fds: list[int] = []
+                with handle.claim("export"):  # another thread may close this object while the driver works
+                    owner = handle.keep(lambda: f"exported descriptor of {handle.label}", partial(close_all, fds))
+                    try:
+                        fds.append(memory.driver.mem_export(memory.driver_handle, kind))
+                        fd = memory.exported[kind] = fds[0]
+                    except BaseException:  # also an interrupt: it is kept and known, or neither
+                        handle.drop_dependency(owner)
+                        raise
             return fd
 
     def export_fabric(self) -> bytes:
@@ -346,11 +344,8 @@ class PhysicalAllocation(Owned):
         if HandleKind.FABRIC not in memory.handle_kinds:
             raise checks.not_of_the_fabric(handle.label, memory.handle_kinds)
         if not memory.fabric:
-            using = handle.claim("export")  # another thread may close this object while the driver works
-            try:
+            with handle.claim("export"):  # another thread may close this object while the driver works
                 memory.fabric = calls.mem_export_fabric(memory.driver_handle)
-            finally:
-                using.release()
         return memory.fabric
 
     def identity(self) -> tuple[int, int] | None:
@@ -363,7 +358,7 @@ class PhysicalAllocation(Owned):
         fd = memory.exported.get(HandleKind.POSIX_FD)
         if fd is not None:
             return driver.mem_identity(fd)
-        with _exported(memory, HandleKind.POSIX_FD) as (passing, _):
+        with _exported(memory, HandleKind.POSIX_FD) as passing:
             return driver.mem_identity(passing)
 
     # -- read-only for good -------------------------------------------------------------------------------------
@@ -468,14 +463,14 @@ def _open(release: Release, handle: Callable[[], int]) -> tuple[Memory, Claim]:
 
 
 @contextmanager
-def _exported(memory: Memory, kind: HandleKind) -> Iterator[tuple[int, Handle]]:
-    """Export; the descriptor is closed at the end of the block, unless its handle was made to be kept."""
+def _exported(memory: Memory, kind: HandleKind) -> Iterator[int]:
+    """Export, for the length of a block."""
     fds: list[int] = []
     of = memory.handle
     owner = own(lambda: f"exported descriptor of {of.label}", partial(close_all, fds))
     try:
         fds.append(memory.driver.mem_export(memory.driver_handle, kind))
-        yield fds[0], owner.handle
+        yield fds[0]
     finally:
         owner.release()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ..driver.protocol import DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import UnsupportedError, UsageError
@@ -13,7 +13,7 @@ from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
-from .reservation import AddressRange, Unmap, map_at, put_memory, reserve_addresses
+from .reservation import AddressRange, Unmap, put_memory
 
 __all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
 
@@ -86,7 +86,8 @@ class Chunks:
         self.handle = handle
         self.location = location
         self.users = users or (location,)  # who may access it
-        if _has_streams(cast("Any", where.driver)):
+        driver: Any = where.driver  # here and below what can be is asked for; typing.cast would be one more call
+        if _has_streams(driver):
             where.workers = self.users
         self.private = private
         self.populate = populate
@@ -112,9 +113,9 @@ class Chunks:
         """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, place = self.where.driver, self.location
         if _is_direct(type(driver)):
+            direct: Any = driver
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
-            new = cast("DirectMapping", driver).mem_map_new
-            put = partial(new, location=place, handle_kinds=kinds, access=right, flags=flags)
+            put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
             self._append([Piece(size, put) for size in sizes], access)
             return
         made: list[tuple[Memory, Claim]] = []
@@ -133,7 +134,7 @@ class Chunks:
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
         driver, opened = self.where.driver, []
-        direct = cast("DirectMapping", driver) if _is_direct(type(driver)) else None
+        direct: Any = driver if _is_direct(type(driver)) else None
         right = Access.NONE if self.where.workers else access  # as in make
         try:
             pieces = []
@@ -162,32 +163,34 @@ class Chunks:
             one.close()  # the mappings keep it now
 
     def _append(self, pieces: Sequence[Piece], access: Access) -> None:
-        """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped."""
+        """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped.
+
+        The region's handle keeps each mapping from before it is made: while this runs, the caller has a claim on it.
+        """
         handle, where = self.handle, self.where
         start = offset = self.row[-1].stop if self.row else 0
-        made: list[Claim] = []
+        made: list[Handle] = []
         row: list[Chunk] = []
         needs = (*self.depends, where.handle)
         is_accessible = not where.workers
         try:
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
-                claim, undo = map_at(where, offset, nbytes, put, needs if memory is None else (*needs, memory.handle))
-                made.append(claim)
-                row.append(Chunk(offset, offset + nbytes, self.location, claim.handle, undo, memory))
+                undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
+                made.append(handle.keep(undo.describe, undo, depends=depends))
+                undo.map(put)
+                row.append(Chunk(offset, offset + nbytes, self.location, made[-1], undo, memory))
                 offset += nbytes
                 is_accessible = is_accessible and memory is None
             if not is_accessible and access is not Access.NONE:
                 where.driver.mem_set_access(where.address + start, offset - start, access, self.users)
             if self.populate:
                 touchable(where.driver, access).populate(where.address + start, offset - start)
-            handle.adopt(*made)
             self.row = (*self.row, *row)
         except BaseException as error:
             with unwinding(error):
-                for claim in reversed(made):
-                    handle.drop_dependency(claim.handle)
-                    claim.release()
+                for mapping in reversed(made):
+                    handle.drop_dependency(mapping)
             raise
 
     def protect(self, access: Access) -> None:
@@ -232,13 +235,14 @@ def reserve(driver: Driver, nbytes: int, location: Location, depends: tuple[Hand
 
     That handle undoes nothing itself: it keeps the reservation, the mappings made later, and what they depend on.
     """
-    where, reserved = reserve_addresses(driver, nbytes)
+    where = AddressRange(driver, nbytes)
+    claim = own(partial(_label, where, location), None, depends=depends)
     try:
-        claim = own(partial(_label, where, location), None, depends=depends)
-        claim.handle.adopt(reserved)
+        where.handle = claim.handle.keep(where.describe, where)
+        where.reserve()
     except BaseException as error:
         with unwinding(error):
-            reserved.release()
+            claim.release()
         raise
     return where, claim
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..driver.protocol import Driver
@@ -156,7 +156,7 @@ class Region(Owned):
         """Whether this region may write behind its size, and no pin reaches there."""
         if self._imported or self.is_private or self._access is not Access.READ_WRITE:
             return False
-        return not any(isinstance(tag, Span) and tag.is_live and tag.stop > size for tag in self.handle.tags())
+        return not any(isinstance(tag, Span) and tag.stop > size for tag in self.handle.tags())
 
     def __repr__(self) -> str:
         size, ceiling = format_size(self._nbytes), format_size(self.capacity)
@@ -213,12 +213,14 @@ class Region(Owned):
                 )
             self._shown_full = self._shown_full or full
             span = Span(start, stop, holder)
-            return Pin(handle, handle.claim(holder, span), span, keeps)
+            pin = handle.claim(holder, span, Pin)
+            pin._span, pin.keeps = span, keeps
+            return pin
 
     def pinned_by(self, *, excluding: Iterable[Pin | None] = ()) -> tuple[str, ...]:
         """Return who has a live pin, leaving out some."""
         left_out = {id(pin._span) for pin in excluding if pin is not None}
-        spans = (tag for tag in self.handle.tags() if isinstance(tag, Span) and tag.is_live)
+        spans = (tag for tag in self.handle.tags() if isinstance(tag, Span))
         return tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in spans if id(span) not in left_out)
 
     def segments(self, start: int, stop: int) -> tuple[tuple[PhysicalAllocation, ...], int]:
@@ -310,10 +312,9 @@ class Region(Owned):
         if driver is None:
             location, driver = checks.served(location)
         place = checks.place(driver, location)
-        kinds = checks.kinds(handle_kinds)
-        right = checks.access(access)
-        first = checks.size(nbytes, "nbytes")
-        meant = checks.flags(flags)
+        first, kinds, right, meant = checks.size(nbytes, "nbytes"), handle_kinds, access, flags
+        if type(kinds) is not HandleKind or type(right) is not Access or type(meant) is not AllocationFlags:
+            kinds, right, meant = checks.kinds(kinds), checks.access(right), checks.flags(meant)  # one of which raises
         granularity = driver.mem_granularity(place, kinds, meant).recommended
         ceiling = max(round_up(checks.size(capacity, "capacity"), granularity), granularity)
         share = -(-ceiling // _LEAST_SHARE) if chunk is None else checks.size(chunk, "chunk")
@@ -324,25 +325,21 @@ class Region(Owned):
         if populate is not False and checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # an array has no truth
+        silent = managed is True or checks.flag(managed, "managed")
+        least, exact = round_up(share, granularity), chunk is not None
         where, claim = chunks.reserve(driver, ceiling, place, ())
+        mapped = Chunks(where, claim.handle, place, populate=populate, users=whose)
         region = cls(
-            claim,
-            Chunks(where, claim.handle, place, populate=populate, users=whose),
-            right,
-            granularity,
-            kinds=kinds,
-            flags=meant,
-            least=round_up(share, granularity),
-            exact=chunk is not None,
-            managed=managed is True or checks.flag(managed, "managed"),
+            claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
         if first:
             try:
-                region._grow(first)
+                mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
             except BaseException as error:
                 with unwinding(error):
                     region.close()
                 raise
+            region._reached = region._nbytes = first
         return region
 
     @classmethod
@@ -400,8 +397,6 @@ class Region(Owned):
         """
         right = checks.access(access)
         given = checks.each(allocations, (PhysicalAllocation, Received), "allocations")
-        if private:
-            copy_on_write(driver)  # before anything is made
         total, place = chunks.measure(driver, given, None if location is None else checks.place(driver, location))
         size = total if nbytes is None else checks.size(nbytes, "nbytes")
         if size > total:
@@ -409,21 +404,32 @@ class Region(Owned):
         asked = total if capacity is None else checks.size(capacity, "capacity")
         if asked < total:
             raise CapacityError(f"capacity {asked} is less than the allocations hold: {total} bytes")
-        kinds = given[0].handle_kinds if given else HandleKind.NONE
-        granularity = driver.mem_granularity(place, kinds).minimum
         needed = checks.each(depends, (Handle,), "depends")
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # as in create
-        where, claim = chunks.reserve(driver, max(round_up(asked, granularity), granularity), place, needed)
-        mapped = Chunks(where, claim.handle, place, private=private, depends=needed, users=whose)
-        region = cls(claim, mapped, right, granularity, imported=True, managed=managed)
+        return cls.from_checked(driver, place, given, size, asked, right, private, needed, whose, managed=managed)
+
+    @classmethod
+    def from_checked(
+        cls, driver: Driver, place: Location, given: Sequence[PhysicalAllocation | Received], nbytes: int,
+        capacity: int, access: Access, private: bool, depends: tuple[Handle, ...], users: tuple[Location, ...],
+        *, managed: bool,
+    ) -> Self:  # fmt: skip
+        """Do what :meth:`from_allocations` does, for the rooms above: with what was checked where it came from."""
+        if private:
+            copy_on_write(driver)  # before anything is made
+        kinds = given[0].handle_kinds if given else HandleKind.NONE
+        granularity = driver.mem_granularity(place, kinds).minimum
+        where, claim = chunks.reserve(driver, max(round_up(capacity, granularity), granularity), place, depends)
+        mapped = Chunks(where, claim.handle, place, private=private, depends=depends, users=users)
+        region = cls(claim, mapped, access, granularity, imported=True, managed=managed)
         if given:
             try:
-                mapped.append(given, right)
+                mapped.append(given, access)
             except BaseException as error:
                 with unwinding(error):
                     region.close()
                 raise
-        region._nbytes = size
+        region._nbytes = nbytes
         return region
 
     # -- its size -----------------------------------------------------------------------------------------------
@@ -523,9 +529,11 @@ class Region(Owned):
                 )
             if size > total:
                 raise RangeError(f"nbytes {size} is more than the allocations hold: {total} bytes in all")
-            if given:
-                mapped.append(given, self._access)
-            self._nbytes = size
+            with self.handle.claim("extend"):  # as in _grow, here and below
+                if given:
+                    mapped.append(given, self._access)
+                self._nbytes = size
+            self.handle  # noqa: B018
 
     def get_access(self, location: Location | str | None = None) -> Access:
         """Ask the driver what a location may do with this memory: the least of all chunks; NONE while there are none.
@@ -543,12 +551,9 @@ class Region(Owned):
         with self._alone():  # nothing is unmapped meanwhile
             driver = self.driver
             place = self.users[0] if location is None else checks.place(driver, location)
-            using = self.handle.claim("get_access")  # another thread may close this object meanwhile
-            try:
+            with self.handle.claim("get_access"):  # another thread may close this object meanwhile
                 rights = [driver.mem_get_access(self.address + chunk.start, place) for chunk in self._chunks.row]
                 return min(rights, default=Access.NONE)
-            finally:
-                using.release()
 
     def populate(self) -> None:
         """Touch all mapped pages ahead of use; their contents stay.
@@ -560,12 +565,9 @@ class Region(Owned):
         """
         with self._alone():
             driver = chunks.touchable(self.driver, self._access)
-            using = self.handle.claim("populate")  # another thread may close this object meanwhile
-            try:
+            with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
                     driver.populate(self.address, self.mapped)
-            finally:
-                using.release()
 
     def clear(self) -> bool:
         """Zero what an earlier, larger size left behind the present one: whoever gets the memory sees that, too.
@@ -578,8 +580,8 @@ class Region(Owned):
             Whether there is nothing now. Not if it is being looked at, or cannot be written; then nothing has changed.
         """
         with self._alone():
-            driver, using = self.driver, self.handle.claim("clear")  # another thread may close this object meanwhile
-            try:
+            driver = self.driver
+            with self.handle.claim("clear"):  # another thread may close this object meanwhile
                 start, stop = self.remains
                 if start == stop:
                     return True
@@ -591,8 +593,6 @@ class Region(Owned):
                 self._reached = start
                 self.synchronize()
                 return True
-            finally:
-                using.release()
 
     # -- read-only for good -------------------------------------------------------------------------------------
     def freeze(self) -> None:
@@ -612,8 +612,7 @@ class Region(Owned):
         with self._alone():
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
-            using = self.handle.claim("freeze")  # another thread may close this object meanwhile
-            try:
+            with self.handle.claim("freeze"):  # another thread may close this object meanwhile
                 right = min(self._access, Access.READ)
                 if can_seal(cast("Any", self.driver)):
                     for chunk in self._chunks.row:
@@ -622,8 +621,6 @@ class Region(Owned):
                 else:
                     self._chunks.protect(right)
                 self._frozen, self._access = True, right
-            finally:
-                using.release()
 
     # -- how ----------------------------------------------------------------------------------------------------
     def _alone(self) -> threading.RLock:
@@ -640,7 +637,7 @@ class Region(Owned):
         return self._changing_lock
 
     def _grow(self, nbytes: int) -> None:
-        self.handle  # noqa: B018  (another thread may have closed it while this one waited for its turn)
+        handle = self.handle  # first: another thread may have closed it while this one waited for its turn
         if nbytes == self._nbytes:
             return
         if self._imported:
@@ -658,12 +655,20 @@ class Region(Owned):
             raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
         present = mapped.mapped
         reached = max(self._reached, nbytes)
-        if nbytes > present:
-            sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
+        if nbytes <= present:
+            self._reached = reached  # first: see clear
+            self._nbytes = nbytes
+            return
+        sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
+        using = handle.claim("grow")  # another thread may close this object meanwhile: it goes afterwards
+        try:
             mapped.make(sizes, self._kinds, self._access, self._flags)
-        # Nothing is called from here on, so that no interrupt divides what is mapped from the size.
-        self._reached = reached  # first: see clear
-        self._nbytes = nbytes
+            # Nothing is called in between, so that no interrupt divides what is mapped from the size.
+            self._reached = reached
+            self._nbytes = nbytes
+        finally:
+            using.release()
+        self.handle  # noqa: B018  (which says that it was closed)
 
     def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
         if nbytes == self._nbytes:
@@ -684,7 +689,7 @@ class Region(Owned):
     def _make_smaller(self, handle: Handle, nbytes: int) -> None:
         with self._size_lock:
             before, self._nbytes = self._nbytes, nbytes  # first: a signal handler may want to have a pin
-            busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.is_live and tag.stop > nbytes]
+            busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.stop > nbytes]
             if busy:
                 self._nbytes = before
                 least = max(span.stop for span in busy)

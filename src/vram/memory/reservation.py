@@ -18,7 +18,7 @@ from .allocation import Memory, PhysicalAllocation
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory", "reserve_addresses"]
+__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory"]
 
 
 class AddressRange:
@@ -48,6 +48,11 @@ class AddressRange:
         """What the handle is called."""
         where = f" at {self.address:#x}" if self.address else ""
         return f"reservation of {format_size(self.nbytes)}{where}"
+
+    def reserve(self, alignment: int = 0, address: int = 0) -> None:
+        """Have the driver reserve it, once there is a handle that undoes this."""
+        self.address = self.driver.address_reserve(self.nbytes, alignment=alignment, address=address)
+        self.is_reserved = True
 
     def __call__(self) -> None:
         if self.is_reserved:
@@ -107,7 +112,16 @@ class AddressReservation(Owned):
         if type(address) is not int or not 0 <= address < 1 << 64:
             raise UsageError(f"address must be 0 or where to put the range, not {address!r}")
         checks.aligned(address, "address", granularity)
-        return cls(*reserve_addresses(driver, size, alignment, address))
+        where = AddressRange(driver, size)
+        claim = own(where.describe, where)
+        where.handle = claim.handle
+        try:
+            where.reserve(alignment, address)
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
+        return cls(where, claim)
 
     @property
     def driver(self) -> Driver:
@@ -131,21 +145,6 @@ class AddressReservation(Owned):
         return f"<AddressReservation {where.driver.name} {where.address:#x} {format_size(where.nbytes)}{state}>"
 
 
-def reserve_addresses(driver: Driver, nbytes: int, alignment: int = 0, address: int = 0) -> tuple[AddressRange, Claim]:
-    """Reserve addresses, from arguments that were checked, and return them with the first claim on them."""
-    where = AddressRange(driver, nbytes)
-    claim = own(where.describe, where)
-    where.handle = claim.handle
-    try:
-        where.address = driver.address_reserve(nbytes, alignment=alignment, address=address)
-        where.is_reserved = True
-    except BaseException as error:
-        with unwinding(error):
-            claim.release()
-        raise
-    return where, claim
-
-
 class Unmap:
     """The undo of one mapping, which another thread can wait for. Internal to this room."""
 
@@ -165,6 +164,20 @@ class Unmap:
     def describe(self) -> str:
         """What the handle is called."""
         return f"mapping of {format_size(self.nbytes)} at {self.where.address + self.offset:#x}"
+
+    def map(self, put: Callable[[int, int], object]) -> None:
+        """Map with one driver call, which takes the address and the size, once a handle has this for its undo."""
+        where = self.where
+        try:
+            where.book(self)
+            self.is_mapped = True
+            put(where.address + self.offset, self.nbytes)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self.is_mapped = False  # a call that fails has done nothing
+            else:
+                self.is_sure = False
+            raise
 
     def __call__(self) -> None:
         where = self.where
@@ -220,14 +233,8 @@ def map_at(
     undo = Unmap(where, offset, nbytes)
     claim = own(undo.describe, undo, depends=depends)
     try:
-        where.book(undo)
-        undo.is_mapped = True
-        put(where.address + offset, nbytes)
+        undo.map(put)
     except BaseException as error:
-        if isinstance(error, Exception):
-            undo.is_mapped = False  # a call that fails has done nothing
-        else:
-            undo.is_sure = False
         with unwinding(error):
             claim.release()
         raise

@@ -36,6 +36,7 @@ from ..errors import (
     BusyError,
     ClosedError,
     DriverError,
+    ForkedError,
     PeerGoneError,
     ProtocolError,
     UnsupportedError,
@@ -433,9 +434,12 @@ class Channel(lifetime.Owned):
 
     def is_hung_up(self) -> bool:
         """Whether the other side has closed, whatever may still be unread. Does not wait."""
-        self.handle  # noqa: B018  (the check)
         poll = select.poll()
-        poll.register(self._sock, 0)  # hang-up and errors are always told
+        try:
+            poll.register(self._sock, 0)  # hang-up and errors are always told
+        except ValueError:  # its socket is closed
+            self.handle  # noqa: B018  (says so)
+            raise
         return bool(poll.poll(0))
 
     def peek(self, count: int) -> bytes:
@@ -490,7 +494,6 @@ class Channel(lifetime.Owned):
             )
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
-        self.handle  # noqa: B018  (the check)
         try:
             transmit(self._sock, payload, fds, 0 if timeout is None else _DONTWAIT)
         except OSError as error:
@@ -568,7 +571,6 @@ class Channel(lifetime.Owned):
         """
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
-        self.handle  # noqa: B018  (the check)
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
         deadline = None
@@ -577,6 +579,7 @@ class Channel(lifetime.Owned):
             if self._naps and timeout >= _NAP:
                 flags = 0  # waits and receives in one call of the system
             else:
+                self.handle  # noqa: B018  (the check)
                 self._poll(select.POLLIN, timeout)
         while True:
             try:
@@ -614,8 +617,11 @@ class Channel(lifetime.Owned):
     def _translate(self, error: OSError) -> Exception:
         if error.errno in _GONE:
             return PeerGoneError("the other side closed the connection")
-        if error.errno == errno.EBADF:
-            return ClosedError(f"{self._handle.label} was closed")
+        if error.errno == errno.EBADF:  # the socket was closed with this object, here or in the child of a fork
+            try:
+                self.handle  # noqa: B018  (says which)
+            except (ClosedError, ForkedError) as closed:
+                return closed
         return error
 
 

@@ -121,7 +121,7 @@ def map_memory(
     AccessDeniedError
         For "rw" on what its owner sealed.
     """
-    location = location_of(memory.device)
+    location = HOST if memory.device == "host" else location_of(memory.device)
     received = _received(memory.segments, fds)
     driver = drivers.get(location)
     try:
@@ -129,16 +129,11 @@ def map_memory(
             for one in received:
                 if not is_read_only(one.fd):
                     _complete_seal(driver, one)
-        return Region.from_allocations(
-            driver,
-            received,
-            capacity=memory.capacity if follow else None,
-            access=ACCESS[access],
-            private=access == "cow",
-            depends=depends,
-            location=location,
-            users=() if user is None or location == HOST else (user,),
-            managed=True,
+        total = sum([one.nbytes for one in received])
+        capacity, private = memory.capacity if follow else total, access == "cow"
+        users = () if user is None or location == HOST else (user,)
+        return Region.from_checked(
+            driver, location, received, total, capacity, ACCESS[access], private, tuple(depends), users, managed=True
         )
     except UsageError as error:
         raise _not_memory(error) from None
