@@ -57,7 +57,7 @@ class TestUnmapsTheBooksOnly(Mutant):
             due = self._books.whole("x", address, nbytes, gaps=True)
             for mapping in due:
                 mapping.take()
-                self._books.strike(mapping)
+                self._books.withdraw(mapping)
                 mapping.memory.drop(mapping)
 
 
