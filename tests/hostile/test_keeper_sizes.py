@@ -544,7 +544,7 @@ def test_memory_is_closed_elsewhere_by_what_is_behind_it(monkeypatch: pytest.Mon
     with loaded(4096, MIB) as big, memfds(1) as (small,):
         numbers = [os.dup(big), os.dup(small)]
         closer.close_fds(numbers, OTHER)
-        assert closer._waiting == {OTHER: Unclosed(sent=1)}
+        assert closer._waiting == {OTHER: Unclosed(sent=1)}, "closed on the loop"
         assert blocks(numbers[0]) == MIB
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(numbers[1])
@@ -559,7 +559,7 @@ def test_what_takes_longer_than_a_moment_to_close_is_closed_elsewhere(monkeypatc
     with memfds(1) as (small,):
         numbers = [os.dup(small) for _ in range(3)]
         closer.close_fds(numbers, OTHER)
-        assert closer._waiting == {OTHER: Unclosed(sent=2)}
+        assert closer._waiting == {OTHER: Unclosed(sent=2)}, "closed on the loop"
         for fd in numbers[1:]:
             os.close(fd)
 

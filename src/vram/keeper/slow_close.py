@@ -23,12 +23,13 @@ from functools import partial
 from ..sharing.channel import close_fds, receive
 from ..sharing.unread import hang_up as end_connection
 
-__all__ = ["INLINE", "MOMENT", "SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
+__all__ = ["ELSEWHERE", "INLINE", "MOMENT", "SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
 
 # Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
 # can name, some thousands, while everybody else waits: so it is little.
 INLINE = 1 << 16
 MOMENT = 0.0001  # seconds of this thread, after which the rest is closed in another one, however little memory it is
+ELSEWHERE = 1.0  # seconds in which all is closed there of a user of whom one descriptor alone took longer than that
 
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
@@ -108,7 +109,7 @@ class SlowCloser:
         self._waiting: dict[int, Unclosed] = {}  # by user; sockets are not counted
         self._unserved: deque[int] = deque()  # users whose lanes no thread has
         self._threads = 0
-        self._slow: set[int] = set()  # users who had something closed here that took longer than a moment by itself
+        self._slow: dict[int, float] = {}  # users of whom nothing is closed in the caller's thread, and until when
 
     def takes(self, uid: int) -> bool:
         """Whether to take another message with descriptors from this user: not while more than a few are open."""
@@ -142,17 +143,20 @@ class SlowCloser:
     def _close_here(self, fds: Sequence[int], uid: int) -> list[int]:
         """Close memory in the caller's thread, for a moment, and return what is left.
 
-        A user whose descriptor takes longer than that by itself has it done once: nothing of it is closed here again.
+        Of a user whose descriptor takes longer than that by itself, nothing more is closed here for a second: one may
+        come with each of thousands of requests.
         """
         if uid in self._slow:
-            return list(fds)
+            if time.monotonic() < self._slow[uid]:
+                return list(fds)
+            del self._slow[uid]
         rest = iter(fds)
         began = before = time.thread_time()
         for fd in rest:
             close_fds([fd])
             now = time.thread_time()
             if now - before > MOMENT:
-                self._slow.add(uid)
+                self._slow[uid] = time.monotonic() + ELSEWHERE
             if now - began > MOMENT:
                 break
             before = now
