@@ -29,7 +29,7 @@ __all__ = ["ELSEWHERE", "INLINE", "MOMENT", "SlowCloser", "Unclosed", "brings_fd
 # can name, some thousands, while everybody else waits: so it is little.
 INLINE = 1 << 16
 MOMENT = 0.0001  # seconds of this thread, after which the rest is closed in another one, however little memory it is
-ELSEWHERE = 1.0  # seconds in which all is closed there of a user of whom one descriptor alone took longer than that
+ELSEWHERE = 0.1  # seconds in which all is closed there of a user of whom one descriptor alone took longer than that
 
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
@@ -143,7 +143,7 @@ class SlowCloser:
     def _close_here(self, fds: Sequence[int], uid: int) -> list[int]:
         """Close memory in the caller's thread, for a moment, and return what is left.
 
-        Of a user whose descriptor takes longer than that by itself, nothing more is closed here for a second: one may
+        Of a user whose descriptor takes longer than that by itself, nothing more is closed here for a while: one may
         come with each of thousands of requests.
         """
         if uid in self._slow:
