@@ -26,7 +26,7 @@ from vram.keeper import messages as m
 from vram.keeper.bind import Listener
 from vram.keeper.client import KeeperClient, PublishClaim, Segment
 from vram.keeper.private import KeeperProcess, short_directory
-from vram.keeper.slow_close import SlowCloser
+from vram.keeper.slow_close import SlowCloser, Unclosed
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import (
     FUTURE_WRITE,
@@ -301,7 +301,7 @@ def test_who_has_more_than_a_few_descriptors_to_be_closed_sends_no_more_and_all_
     assert not closer.is_awaited
     assert closed == ["one"]
     assert all(map(closer.takes, (own, one, another)))
-    assert (closer._total, closer._lanes, closer._waiting) == (0, {}, {})
+    assert (closer.total, closer._lanes, closer._waiting) == (Unclosed(), {}, {})
     far.close()
 
 

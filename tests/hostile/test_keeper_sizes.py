@@ -36,7 +36,7 @@ from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment, close_clients
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
-from vram.keeper.slow_close import SlowCloser
+from vram.keeper.slow_close import SlowCloser, Unclosed
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
@@ -544,7 +544,7 @@ def test_memory_is_closed_elsewhere_by_what_is_behind_it(monkeypatch: pytest.Mon
     with loaded(4096, MIB) as big, memfds(1) as (small,):
         numbers = [os.dup(big), os.dup(small)]
         closer.close_fds(numbers, OTHER)
-        assert closer._waiting == {OTHER: 1}
+        assert closer._waiting == {OTHER: Unclosed(sent=1)}, "closed on the loop"
         assert blocks(numbers[0]) == MIB
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(numbers[1])
@@ -559,23 +559,23 @@ def test_what_takes_longer_than_a_moment_to_close_is_closed_elsewhere(monkeypatc
     with memfds(1) as (small,):
         numbers = [os.dup(small) for _ in range(3)]
         closer.close_fds(numbers, OTHER)
-        assert closer._waiting == {OTHER: 2}
+        assert closer._waiting == {OTHER: Unclosed(sent=2)}, "closed on the loop"
         for fd in numbers[1:]:
             os.close(fd)
 
 
 def test_entries_that_take_longer_than_a_moment_to_close_are_closed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MOMENT", -1.0)
+    monkeypatch.setattr(slow_close, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
+    monkeypatch.setattr(slow_close, "MOMENT", -1.0)
     with short_directory() as place:
         server = KeeperServer(f"{place}/k", raises_limit=False)
-        server._closer_thread = threading.Thread()  # never started, so that what waits for it can be seen
         with memfds(1) as (small,):
             numbers = [os.dup(small) for _ in range(3)]
-            server.dispose(list(numbers), 3 * 4096)
+            server.dispose(list(numbers), 3 * 4096, OTHER)
         assert [is_open(fd) for fd in numbers] == [False, True, True]
-        what = server._closer.get()
-        assert what is not None
-        what()
+        assert server.slow_closer.of(OTHER) == Unclosed(handles=2, nbytes=3 * 4096)
+        ((close, _),) = server.slow_closer._lanes[OTHER]
+        close()
         assert [is_open(fd) for fd in numbers] == [False, False, False]
 
 
@@ -596,7 +596,7 @@ def test_what_does_not_close_does_not_keep_a_keeper_from_ending(monkeypatch: pyt
 
     def serve() -> None:
         with keeper_here() as server:
-            server._work(close)
+            server.slow_closer._put(OTHER, (close, Unclosed(handles=1)))
 
     thread, came = later(serve)
     thread.join(SOON / 2)
@@ -610,7 +610,7 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
     """What waits to be closed counts no more: without end, it would be memory beyond any ceiling."""
     busy = threading.Event()
     with keeper_here(max_bytes=16 * MIB) as server, KeeperClient.connect(server.path) as client:
-        server._work(lambda: assert_set(busy))
+        server.slow_closer._put(os.geteuid(), (lambda: assert_set(busy), Unclosed()))
         try:
             with memfds(1, 8 * MIB) as fds:
                 for _ in range(3):
@@ -621,7 +621,7 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
                 with pytest.raises(QuotaError, match="still being freed"):
                     client.offer("w", 1)
                 busy.set()
-                until(lambda: not server.freeing, what="the end of what was removed")
+                until(lambda: not server.slow_closer.total.nbytes, what="the end of what was removed")
                 client.publish("w", [Segment(8 * MIB)], fds)
         finally:
             busy.set()
@@ -633,7 +633,7 @@ def test_what_readers_give_back_does_not_make_its_publisher_wait_until_it_is_fre
     busy = threading.Event()
     with keeper_here(mode=0o666, max_bytes_per_user=16 * MIB) as server:
         os.chmod(os.path.dirname(server.path), 0o711)
-        server._work(lambda: assert_set(busy))
+        server.slow_closer._put(OTHER + 1, (lambda: assert_set(busy), Unclosed()))
         try:
             with contextlib.ExitStack() as stack:
                 fds = stack.enter_context(memfds(1, 8 * MIB))
@@ -647,13 +647,13 @@ def test_what_readers_give_back_does_not_make_its_publisher_wait_until_it_is_fre
                     owner.publish("w", [Segment(8 * MIB)], fds)
                     close_fds(reader.attach("w").fds)
                 owner.remove("w")
-                assert not server.freeing
+                assert not server.slow_closer.total.nbytes
                 reader.close()
-                until(lambda: server.freeing, what="the end of the reader")
-                assert server.freeing == {OTHER + 1: 24 * MIB}
+                until(lambda: server.slow_closer.total.nbytes == 24 * MIB, what="the end of the reader")
+                assert server.slow_closer.of(OTHER + 1).nbytes == 24 * MIB
                 owner.publish("w", [Segment(8 * MIB)], fds)
                 busy.set()
-                until(lambda: not server.freeing, what="the end of what was given back")
+                until(lambda: not server.slow_closer.total.nbytes, what="the end of what was given back")
         finally:
             os.seteuid(0)
             busy.set()

@@ -134,16 +134,16 @@ service.admit = lambda fd, size, **options: size
 NOTHING_HELD_BACK = """
 connection.Held.keep = lambda self: None
 right = connection.Held.drop
-def drop(self):
+def drop(self, uid):
     if self._uses > 0:
-        right(self)
+        right(self, uid)
 connection.Held.drop = drop
 """
 HELLO_NOT_WAITED_FOR = """
 connection.Connection.overdue = lambda self, now, patience: False
 """
 PART_LEAKED = """
-server.KeeperServer.dispose = lambda self, fds, nbytes: None
+server.KeeperServer.dispose = lambda self, fds, nbytes, uid: None
 """
 LEASES_LOST = """
 import vram.keeper.takeover as takeover

@@ -27,6 +27,7 @@ from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
+from vram.keeper.slow_close import Unclosed
 from vram.keeper.takeover import FORMAT, hand_over, take_over
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds, until
@@ -161,7 +162,7 @@ def test_whose_descriptors_do_not_close_sends_no_more_of_them(path: str) -> None
         one.publish("w", [Segment(4096)], fds)
         closer, uid = server.slow_closer, os.geteuid()
         owed = closer._waiting
-        owed[uid] = closer._few + 1
+        owed[uid] = Unclosed(sent=closer._few + 1)
         published: list[int] = []
         thread = threading.Thread(target=lambda: published.append(other.publish("w", [Segment(4096)], fds)))
         thread.start()
@@ -169,7 +170,7 @@ def test_whose_descriptors_do_not_close_sends_no_more_of_them(path: str) -> None
             until(lambda: server.aside, what="the publication that is put aside")
             assert one.statistics().versions == 1
             assert connect(stack, path).statistics().connections == 3
-            owed[uid] = 1
+            owed[uid] = Unclosed(sent=1)
             assert closer.is_awaited
             closer._on_room()
         finally:

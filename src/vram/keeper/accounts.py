@@ -10,13 +10,14 @@ from ..errors import QuotaError
 from ..spec import format_count, format_size
 from .records import Session, Tally, Version
 
-__all__ = ["MOST_WORDS", "Accounts", "Quotas", "Usage"]
+__all__ = ["MOST_WORDS", "REPLACED", "Accounts", "Quotas", "Usage"]
 
 # Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
 MOST = Tally(leases=65_536, waiters=4_096, claims=256, watches=16_384)
 # The same for what all entries of a user say besides their memory: names, manifests, devices, segments and meta. The
 # keeper keeps that in its own memory, and all of it moves when another keeper takes over.
 MOST_WORDS = 64 * 1024 * 1024
+REPLACED = 8  # descriptors of a version that may be beyond the ceilings while the next one of its name comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,14 @@ class Accounts:
     def admit(
         self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None, words: int = 0
     ) -> None:
-        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free."""
+        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free.
+
+        Of descriptors only a few do: until the new version is there, which its publisher may never complete, those of
+        both are open, and a keeper has no more of them than it says.
+        """
         freed_bytes = freed_handles = 0
         if replaced is not None and not replaced.leases:
-            freed_bytes, freed_handles = replaced.charge, replaced.handles
+            freed_bytes, freed_handles = replaced.charge, min(replaced.handles, REPLACED)
         quotas, used = self.quotas, self.total
         limits = [
             (quotas.max_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", "the keeper"),
@@ -125,7 +130,8 @@ class Accounts:
             used = self.of(uid)
             # What is replaced counts against those who go on holding it: its owner may be one of them.
             moves = replaced is not None and replaced.owner == uid and uid not in replaced.holders
-            freed_bytes, freed_handles = (replaced.charge, replaced.handles) if moves and replaced else (0, 0)
+            freed_bytes = replaced.charge if moves and replaced else 0
+            freed_handles = min(replaced.handles, REPLACED) if moves and replaced else 0
             freed_words = replaced.words if moves and replaced else 0
             limits += [
                 (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", f"uid {uid}"),

@@ -51,7 +51,9 @@ class Held:
 
     __slots__ = ("_dispose", "_uses", "fds", "nbytes")
 
-    def __init__(self, fds: list[int], nbytes: int, dispose: Callable[..., None], *, uses: int = 1) -> None:
+    def __init__(
+        self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int, int], None], *, uses: int = 1
+    ) -> None:
         self.fds = fds
         self.nbytes = nbytes
         self._uses = uses
@@ -61,15 +63,12 @@ class Held:
         """Count one more use."""
         self._uses += 1
 
-    def drop(self, uid: int | None = None) -> None:
-        """Count one use less; the last one closes the descriptors, for user `uid` if it is said."""
+    def drop(self, uid: int) -> None:
+        """Count one use less, which was user `uid`'s; the last one closes the descriptors, on their account."""
         self._uses -= 1
         if not self._uses:
             fds, self.fds = self.fds, []
-            if uid is None:
-                self._dispose(fds, self.nbytes)
-            else:
-                self._dispose(fds, self.nbytes, uid=uid)
+            self._dispose(fds, self.nbytes, uid)
 
 
 class Partial:
@@ -141,8 +140,8 @@ class ConnectionHost(TurnsHost, Protocol):
         """It is read from again, or closed."""
         ...
 
-    def dispose(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
-        """Close descriptors of so much memory, of user `uid` if it is said."""
+    def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
+        """Close descriptors of so much memory, which was user `uid`'s to hold."""
         ...
 
     def gone(self, connection: Connection) -> None:
@@ -425,7 +424,7 @@ class Connection:
             self.queue.popleft()
             self._count_queued(-len(payload) - _EACH)
             if held is not None:
-                held.drop()
+                held.drop(self.credentials.uid)
         self.not_writing()
         self.resume()
 
@@ -455,11 +454,11 @@ class Connection:
             self._close_socket(hang_up=hang_up)
         for _, held, _, _ in self.queue:
             if held is not None:
-                held.drop()
+                held.drop(self.credentials.uid)
         self.queue.clear()
         self._count_queued(-self.queued)
         for unfinished in self.partials.values():
-            self.server.dispose(unfinished.fds.detach(), unfinished.nbytes, uid=self.credentials.uid)
+            self.server.dispose(unfinished.fds.detach(), unfinished.nbytes, self.credentials.uid)
         self.partials.clear()
         self.server.gone(self)
 

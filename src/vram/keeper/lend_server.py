@@ -359,7 +359,7 @@ class LendServer(KeeperServer):
         else:
             self.stop()
 
-    def _returned(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
+    def _returned(self, fds: list[int], nbytes: int, uid: int) -> None:
         """Nobody holds what was lent any more."""
         close_fds(fds)
         self._keeps = None

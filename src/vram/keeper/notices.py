@@ -38,6 +38,7 @@ from .rpc_connection import Answer, RpcConnection
 __all__ = ["Signal", "Subscription", "listen", "signal"]
 
 Key = tuple[str, int]  # name and version
+_AT_ONCE = 64  # messages that are read before what they say is passed on
 
 
 class Subscription:
@@ -145,13 +146,13 @@ class _Line(RpcConnection):
             raise
 
     def pump(self) -> None:
-        """Read what there is, without waiting. Raises what ends the connection."""
+        """Read some of what there is, without waiting. Raises what ends the connection."""
         if not self._reading.acquire(blocking=False):  # in the thread, where no interrupt comes
             time.sleep(0.001)  # a caller of `watch` reads, and leaves to the thread what is for it
             return
         try:
             with contextlib.suppress(WaitTimeoutError):
-                while True:
+                for _ in range(_AT_ONCE):  # the rest is there when what these say was passed on
                     self._read_one(0)
         finally:
             self._reading.release()

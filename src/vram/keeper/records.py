@@ -362,10 +362,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """This memory has no claim left; the last one was of user `whose`."""
+    """This memory has no claim left; the last one was of user `whose`, or of nobody (-1)."""
 
     token: Any
-    whose: int | None = field(default=None, compare=False)
+    whose: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

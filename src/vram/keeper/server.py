@@ -1,7 +1,7 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
-One thread does everything but closing: of memory, which takes a second for 8 GiB, in a second thread, and of what
-strangers sent, which takes as long as they please, in threads of :mod:`.slow_close`.
+One thread does everything but closing: memory takes a second for 8 GiB, and what strangers sent as long as they please.
+That is done in threads of :mod:`.slow_close`.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 
@@ -11,31 +11,29 @@ import asyncio
 import contextlib
 import errno
 import os
-import queue
 import resource
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
 from ..errors import QuotaError, UnsupportedError
-from ..sharing.channel import MAX_FDS, Credentials, close_fds, peer_credentials, transmit
+from ..sharing.channel import MAX_FDS, Credentials, peer_credentials, transmit
 from ..sharing.unread import pass_rights
-from ..spec import format_size
+from ..spec import format_count, format_size
 from . import messages as m
 from .accounts import Quotas
 from .bind import Listener, group_id
-from .catalogue import CLAIM_TIMEOUT, PART, Catalogue
-from .connection import Connection
+from .catalogue import CLAIM_TIMEOUT, Catalogue
+from .connection import Connection, Partial
 from .failures import failure
 from .in_flight import InFlight
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
-from .slow_close import INLINE, MOMENT, SlowCloser
+from .slow_close import SlowCloser
 from .snapshot import Ahead
 from .turns import Turns
 from .users import UserNames
@@ -158,12 +156,10 @@ class KeeperServer:
         self.turns = Turns(self)
         self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]  # made by serve()
         self._watched: dict[Connection, None] = {}
+        self._late: dict[int, dict[Connection, None]] = {}  # by user, those whose end waits for that user's turn
         self._ticking = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        self._closer: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._closer_thread: threading.Thread | None = None
-        self.freeing: dict[int, int] = {}  # bytes by user that the closer's thread has not freed yet
         self._spare_fd = -1
 
     # -- from start to end ----------------------------------------------------------------------------------------
@@ -256,16 +252,14 @@ class KeeperServer:
             self._stop_lingering(connection, at_once=True)
         self.service.finish()
         for version in self.catalogue.all_versions():
-            version.token.drop()
+            version.token.drop(version.owner)
 
     def _shut_down(self) -> None:
         self.close_everything()
         self.listener.sock.close()
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
-        self._closer.put(None)
-        if self._closer_thread is not None:
-            self._closer_thread.join(_CLOSING)
+        self.slow_closer.finish(_CLOSING)
         self.loop.close()
 
     def _parent_gone(self, fd: int) -> None:
@@ -481,7 +475,7 @@ class KeeperServer:
         self._timer = None
         self._timer_at = float("inf")
         if not self.paused:
-            self.service.carry_out(self.catalogue.expire(self.now(), PART))
+            self.service.expire()
             self.schedule()
 
     def watch_over(self, connection: Connection) -> None:
@@ -495,86 +489,90 @@ class KeeperServer:
         self._ticking = False
         if self.paused:
             return
-        now = self.now()
-        for connection in list(self._watched):
-            if connection.closed:  # it lingers, or was closed by the end of one before it
-                if connection in self.lingering:
-                    self._stop_lingering(connection)
-                continue
-            if connection.overdue(now, self.patience):
-                connection.close()
-                continue
-            waiting = () if connection.parked is not None else connection.partials.values()
-            for late in [one for one in waiting if now - one.since > self.patience]:
-                self.service.give_up(connection, late)
-            if connection.waiting_since is None and not connection.partials:
-                self._watched.pop(connection, None)
+        # One user may have thousands that are late at once. They are found here, and end when it is that user's turn.
+        looked_at: dict[int, int] = {}
+        with self.turns.shared(looked_at):
+            for connection in list(self._watched):
+                uid = connection.credentials.uid
+                looked_at[uid] = looked_at.get(uid, 0) + 1
+                if self._is_late(connection):
+                    self._end_later(connection)
+                elif not connection.closed and connection.waiting_since is None and not connection.partials:
+                    self._watched.pop(connection, None)
         if self._watched:
             self._ticking = True
             self.loop.call_later(min(1.0, self.patience / 4), self._tick)
 
+    def _is_late(self, connection: Connection) -> bool:
+        """Whether there is something to end of a connection: all of it, publications, or that it lingers."""
+        if connection.closed:
+            return connection in self.lingering and connection.has_read_all()
+        return connection.overdue(self.now(), self.patience) or bool(self._late_partials(connection))
+
+    def _late_partials(self, connection: Connection) -> list[Partial]:
+        waiting = () if connection.parked is not None else connection.partials.values()
+        return [one for one in waiting if self.now() - one.since > self.patience]
+
+    def _end_later(self, connection: Connection) -> None:
+        uid = connection.credentials.uid
+        if uid not in self._late:
+            self.turns.later(uid, partial(self._end_next, uid))
+        self._late.setdefault(uid, {})[connection] = None
+
+    def _end_next(self, uid: int) -> None:
+        """End what is late of one connection: it may not be any more."""
+        connection = next(iter(self._late[uid]))
+        del self._late[uid][connection]
+        if connection.closed:
+            if connection in self.lingering:
+                self._stop_lingering(connection)
+        elif connection.overdue(self.now(), self.patience):
+            connection.close()
+        else:
+            for late in self._late_partials(connection):
+                self.service.give_up(connection, late)
+        if self._late[uid]:
+            self.turns.later(uid, partial(self._end_next, uid))
+        else:
+            del self._late[uid]
+
     # -- memory ---------------------------------------------------------------------------------------------------
-    def dispose(self, fds: list[int], nbytes: int, *, uid: int | None = None) -> None:
-        """Close descriptors that are not used any more: big ones, and slow ones, in another thread.
+    def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
+        """Close descriptors that are not used any more.
 
         Parameters
         ----------
         nbytes : int
             Bytes of memory behind them, as they were counted.
-        uid : int, optional
-            The user whose memory it was: until it is freed, it is in :attr:`freeing`.
+        uid : int
+            The user whom they counted against last, whom others do not wait for, and who may not have as many more
+            until they are closed.
         """
-        if nbytes <= INLINE:
-            rest = iter(fds)
-            end = time.monotonic() + MOMENT
-            for fd in rest:
-                close_fds([fd])  # goes through the POSIX locks of the file, which may be thousands
-                if time.monotonic() > end:
-                    break
-            if left := list(rest):
-                self._work(partial(close_fds, left))
-            return
-        close = partial(close_fds, fds)
-        if uid is None:
-            self._work(close)
-            return
-        self.freeing[uid] = self.freeing.get(uid, 0) + nbytes
-        self._work(partial(self._close_and_tell, close, uid, nbytes))
+        self.slow_closer.free(fds, nbytes, uid)
 
-    def _close_and_tell(self, close: Callable[[], None], uid: int, nbytes: int) -> None:
-        close()
-        self._call(partial(self._is_freed, uid, nbytes))
+    def check_freeing(self, uid: int, handles: int) -> None:
+        """Raise QuotaError while what a user removed, and is not freed yet, leaves no room for so many descriptors.
 
-    def _is_freed(self, uid: int, nbytes: int) -> None:
-        self.freeing[uid] -= nbytes
-        if not self.freeing[uid]:
-            del self.freeing[uid]
-
-    def check_freeing(self, uid: int) -> None:
-        """Raise QuotaError while more memory that a user removed waits to be freed than that user may have.
-
-        It does not count any more; but a client that removes faster than one thread frees would hold any amount.
+        It is on the books no more; but a client that removes faster than it is freed would hold any amount. Of memory
+        there may be as much once more as the user may have. Descriptors count as if nothing had been removed.
         """
-        quotas = self.catalogue.accounts.quotas
-        ceilings = [quotas.max_bytes, None if self.is_own(uid) else quotas.user_bytes]
-        waits = self.freeing.get(uid, 0)
-        for most in ceilings:
-            if most is not None and waits > most:
+        accounts, own = self.catalogue.accounts, self.is_own(uid)
+        quotas, mine, total = accounts.quotas, self.slow_closer.of(uid), self.slow_closer.total
+        for most in (quotas.max_bytes, None if own else quotas.user_bytes):
+            if most is not None and mine.nbytes > most:
                 raise QuotaError(
-                    f"{format_size(waits)} that uid {uid} had here are still being freed, more than the "
+                    f"{format_size(mine.nbytes)} that uid {uid} had here are still being freed, more than the "
                     f"{format_size(most)} that it may have; try again when they are"
                 )
-
-    def _work(self, task: Callable[[], None]) -> None:
-        """Run a task that takes as long as there is memory to free: in one other thread, in order."""
-        if self._closer_thread is None:
-            self._closer_thread = threading.Thread(target=self._work_in_background, name="closer", daemon=True)
-            self._closer_thread.start()
-        self._closer.put(task)
-
-    def _work_in_background(self) -> None:
-        while (task := self._closer.get()) is not None:
-            task()
+        for most, held, waits, whose in (
+            (quotas.max_handles, accounts.total.handles, total.handles, "the keeper"),
+            (None if own else quotas.user_handles, accounts.of(uid).handles, mine.handles, f"uid {uid}"),
+        ):
+            if most is not None and waits and held + waits + handles > most:
+                raise QuotaError(
+                    f"no room for {format_count(handles, 'descriptor')} more: {whose} may hold {most}, holds {held}, "
+                    f"and {waits} that were removed are still being closed; try again when they are"
+                )
 
 
 def _ending() -> tuple[signal.Signals, ...]:

@@ -67,8 +67,8 @@ class ServiceHost(ConnectionHost, Protocol):
         """A connection has said hello: from now on it is known by its session."""
         ...
 
-    def check_freeing(self, uid: int) -> None:
-        """Raise QuotaError while more memory that a user removed waits to be freed than that user may have."""
+    def check_freeing(self, uid: int, handles: int) -> None:
+        """Raise QuotaError while what a user removed, and is not freed yet, leaves no room for so many descriptors."""
         ...
 
     def schedule(self) -> None:
@@ -269,6 +269,17 @@ class Service:
         self._later.discard(uid)
         self._work(PART)
 
+    def expire(self) -> None:
+        """Do some of what is due. It is charged to those whose it is: who waited, watched, or owned."""
+        by_user: dict[int, list[Effect]] = {}
+        counts: dict[int, int] = {}
+        with self.server.turns.shared(counts):
+            for effect in self.catalogue.expire(self.server.now(), PART):
+                by_user.setdefault(_whose(effect), []).append(effect)
+            counts.update({uid: len(effects) for uid, effects in by_user.items()})
+        for uid, effects in by_user.items():
+            self.carry_out(effects, uid)
+
     def leave(self, session: Session) -> None:
         """End a session whose connection is gone."""
         now = self.server.now()
@@ -327,8 +338,8 @@ class Service:
             raise errors.ProtocolError("a segment names a device that is not in the list")
         if request.call in connection.partials or not request.call:
             raise errors.ProtocolError(f"call {request.call} cannot begin a publication")
-        self.server.check_freeing(session.uid)
         total = len(request.segments) + request.manifest_fd
+        self.server.check_freeing(session.uid, total)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -345,7 +356,7 @@ class Service:
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
-        self.server.check_freeing(session.uid)
+        self.server.check_freeing(session.uid, request.handles)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -403,13 +414,11 @@ class Service:
             connection.send(m.encode(m.NextPart(call, len(partial.fds))))
             return
         del connection.partials[request.call]
-        held = Held(
-            partial.fds.detach(), partial.nbytes, functools.partial(self.server.dispose, uid=publication.session.uid)
-        )
+        held = Held(partial.fds.detach(), partial.nbytes, self.server.dispose)
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
         except BaseException:
-            held.drop()
+            held.drop(publication.session.uid)
             raise
         notes: Any = msgspec.Raw(version.notes)
         entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
@@ -423,7 +432,7 @@ class Service:
         request: m.Publish = partial.request  # type: ignore[assignment]
         del connection.partials[request.call]
         self.catalogue.abandon(partial.publication)
-        self.server.dispose(partial.fds.detach(), partial.nbytes, uid=partial.publication.session.uid)
+        self.server.dispose(partial.fds.detach(), partial.nbytes, partial.publication.session.uid)
 
     def _abandon(self, connection: Connection, session: Session, request: m.Abandon, fds: list[int]) -> None:
         self.carry_out(self.catalogue.drop_claim(session, request.claim, self.server.now()), session.uid)
@@ -551,6 +560,13 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
+
+
+def _whose(effect: Effect) -> int:
+    """Return the user whom an effect is for."""
+    if isinstance(effect, Serve):
+        return NOBODY  # who is served pays for it then
+    return effect.whose if isinstance(effect, Free) else effect.session.uid
 
 
 def _goodbye(evicted: Evicted, path: str) -> m.Error:

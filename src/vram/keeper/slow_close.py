@@ -1,8 +1,9 @@
-"""Closing descriptors that clients sent, which may take as long as the client pleases.
+"""Closing what clients sent, which may take as long as the client pleases: all descriptors of a keeper are closed here.
 
 Closing the last reference to a file can block: a TCP socket with SO_LINGER and unsent data for the time it says, a file
 of a FUSE mount until its server answers, a memfd until its pages are freed (0.1 s for 512 MiB). All come as
-descriptors, taken off a socket or unread in its queue.
+descriptors, taken off a socket or unread in its queue. And each close of a memfd, the last or not, goes through the
+POSIX locks of its file, of which its sender may have made any number: half a millisecond with 20,000.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from ..sharing.channel import receive
+from ..sharing.channel import close_fds, receive
 from ..sharing.unread import hang_up as end_connection
 
-__all__ = ["INLINE", "MOMENT", "SlowCloser", "brings_fds", "receive_whole"]
+__all__ = ["ELSEWHERE", "INLINE", "MOMENT", "SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
 
 # Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
 # can name, some thousands, while everybody else waits: so it is little.
 INLINE = 1 << 16
-MOMENT = 0.001  # seconds after which the rest is closed in another thread, however little memory it is
+MOMENT = 0.0001  # seconds of this thread, after which the rest is closed in another one, however little memory it is
+ELSEWHERE = 0.1  # seconds in which all is closed there of a user of whom one descriptor alone took longer than that
 
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
@@ -35,13 +39,39 @@ _PEEK = int(getattr(socket, "MSG_PEEK", 0)) | _DONTWAIT
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
 
 
+@dataclass(slots=True)
+class Unclosed:
+    """What waits to be closed, what is being closed included.
+
+    Attributes
+    ----------
+    sent : int
+        Descriptors that came with messages and were not taken: they were never on the books.
+    handles, nbytes : int
+        Descriptors that were on the books, and the bytes of memory behind them.
+    """
+
+    sent: int = 0
+    handles: int = 0
+    nbytes: int = 0
+
+    def add(self, other: Unclosed, sign: int = 1) -> None:
+        """Count as much more, or with the sign -1 less."""
+        self.sent += sign * other.sent
+        self.handles += sign * other.handles
+        self.nbytes += sign * other.nbytes
+
+
+_Task = tuple[Callable[[], object], Unclosed]  # what closes something, and what that is
+
+
 class SlowCloser:
-    """Closes slow descriptors in other threads: one for each user, so that no user waits for another.
+    """Closes what may take long in other threads: one for each user, so that no user waits for another.
 
     Parameters
     ----------
     room : int
-        How many descriptors may wait to be closed.
+        How many descriptors that were sent may wait to be closed.
     message : int
         How many of them one message may bring.
     own : int
@@ -53,55 +83,84 @@ class SlowCloser:
     ----------
     is_awaited : bool
         Whether somebody waits for :meth:`takes` to be true. Set by the caller, before it asks; reset with the call.
+    total : Unclosed
+        What waits of all users.
 
     Notes
     -----
-    The threads are daemons, at most 64. The process cannot end while one of them is stuck in the kernel, not even
-    killed: what it has open stays so until then (:mod:`vram.keeper.killed`).
+    What one user has to be closed waits in a lane, of which one thread at a time takes one task: where there are more
+    lanes than threads, each has one task done before any has its next. The threads are daemons, at most 64. The process
+    cannot end while one of them is stuck in the kernel, not even killed: what it has open stays so until then
+    (:mod:`vram.keeper.killed`).
     """
 
     def __init__(self, room: int, message: int, own: int, on_room: Callable[[], None]) -> None:
         self.is_awaited = False
+        self.total = Unclosed()
         self._few = message // 4
         self._room = room - 2 * message  # so much may be open where another message of anybody else still fits
         self._own = own
         self._on_room = on_room
         self._lock = threading.Lock()
         self._ready = threading.Condition(self._lock)
+        self._freed = threading.Condition(self._lock)
         self._idle = 0  # threads that wait for a lane
-        self._lanes: dict[int, deque[int | tuple[socket.socket, Callable[[], None]]]] = {}
-        self._waiting: dict[int, int] = {}  # descriptors by user, what is being closed included; sockets are not
-        self._total = 0
-        self._unserved: deque[int] = deque()
+        self._lanes: dict[int, deque[_Task]] = {}  # by user, also while the last task is done
+        self._waiting: dict[int, Unclosed] = {}  # by user; sockets are not counted
+        self._unserved: deque[int] = deque()  # users whose lanes no thread has
         self._threads = 0
+        self._slow: dict[int, float] = {}  # users of whom nothing is closed in the caller's thread, and until when
 
     def takes(self, uid: int) -> bool:
         """Whether to take another message with descriptors from this user: not while more than a few are open."""
-        return self._waiting.get(uid, 0) <= self._few and (uid == self._own or self._total <= self._room)
+        return self.of(uid).sent <= self._few and (uid == self._own or self.total.sent <= self._room)
+
+    def of(self, uid: int) -> Unclosed:
+        """Return what of one user waits."""
+        return self._waiting.get(uid) or Unclosed()
 
     def close_fds(self, fds: Sequence[int], uid: int) -> None:
-        """Close descriptors that came from a user. A little memory closes here, for a moment; anything else elsewhere.
+        """Close descriptors that came from a user. A little memory closes here, for a moment; all else elsewhere."""
+        little: list[int] = []
+        rest: list[int] = []
+        for fd in fds:
+            (little if _is_little(fd) else rest).append(fd)
+        rest += self._close_here(little, uid)
+        self._put(uid, *((partial(_close_sent, fd), Unclosed(sent=1)) for fd in rest))
 
-        Each close of a memfd goes through the POSIX locks of its file, which its sender may have made thousands of.
+    def free(self, fds: list[int], nbytes: int, uid: int) -> None:
+        """Close descriptors of a user's memory that is on the books no more, in the same way. It counts until then.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of memory behind them, as they were counted.
         """
-        slow: list[int] = []
+        rest = list(fds) if nbytes > INLINE else self._close_here(fds, uid)
+        if rest:
+            self._put(uid, (partial(close_fds, rest), Unclosed(handles=len(rest), nbytes=nbytes)))
+
+    def _close_here(self, fds: Sequence[int], uid: int) -> list[int]:
+        """Close memory in the caller's thread, for a moment, and return what is left.
+
+        Of a user whose descriptor takes longer than that by itself, nothing more is closed here for a while: one may
+        come with each of thousands of requests.
+        """
+        if uid in self._slow:
+            if time.monotonic() < self._slow[uid]:
+                return list(fds)
+            del self._slow[uid]
         rest = iter(fds)
-        end = time.monotonic() + MOMENT
+        began = before = time.thread_time()
         for fd in rest:
-            try:
-                fcntl.fcntl(fd, _F_GET_SEALS)  # asks no file system, as fstat would
-                taken = os.fstat(fd).st_blocks * 512  # of what can be sealed, which is no file of anybody's server
-            except OSError:
-                slow.append(fd)
-                continue
-            if taken > INLINE:
-                slow.append(fd)
-            else:
-                os.close(fd)
-                if time.monotonic() > end:
-                    slow += rest
-                    break
-        self._put(slow, uid, len(slow))
+            close_fds([fd])
+            now = time.thread_time()
+            if now - before > MOMENT:
+                self._slow[uid] = time.monotonic() + ELSEWHERE
+            if now - began > MOMENT:
+                break
+            before = now
+        return list(rest)
 
     def close_socket(self, sock: socket.socket, uid: int, closed: Callable[[], None], *, hang_up: bool = True) -> bool:
         """Close a unix socket with all that is unread in it.
@@ -121,40 +180,56 @@ class SlowCloser:
         if end_connection(sock) if hang_up else _is_empty(sock):
             sock.close()
             return True
-        self._put([(sock, closed)], uid, 0)
+
+        def close() -> None:
+            sock.close()
+            closed()
+
+        self._put(uid, (close, Unclosed()))
         return False
 
-    def _put(self, things: Sequence[int | tuple[socket.socket, Callable[[], None]]], uid: int, fds: int) -> None:
-        if not things:
+    def finish(self, seconds: float | None) -> None:
+        """Wait until all memory that was on the books is freed, at most so long."""
+        with self._lock:
+            self._freed.wait_for(lambda: not self.total.handles, seconds)
+
+    def _put(self, uid: int, *tasks: _Task) -> None:
+        if not tasks:
             return
         with self._lock:
             lane = self._lanes.get(uid)
             if lane is None:
                 lane = self._lanes[uid] = deque()
-                if uid == self._own:
-                    self._unserved.appendleft(uid)
-                else:
-                    self._unserved.append(uid)
-            lane.extend(things)
-            self._count(uid, fds)
+                self._line_up(uid)
+            lane.extend(tasks)
+            for _, what in tasks:
+                self._count(uid, what, 1)
             if self._idle:
                 self._ready.notify()
             start = len(self._unserved) > self._idle and self._threads < _MAX_THREADS + (uid == self._own)
             self._threads += start
         if start:
             try:
-                threading.Thread(target=self._work, name="strangers' closer", daemon=True).start()
+                threading.Thread(target=self._work, name="closer", daemon=True).start()
             except RuntimeError:  # no thread can be started now; the next call tries again
                 with self._lock:
                     self._threads -= 1
 
-    def _count(self, uid: int, fds: int) -> None:
-        self._total += fds
-        waiting = self._waiting.get(uid, 0) + fds
-        if waiting:
-            self._waiting[uid] = waiting
+    def _line_up(self, uid: int) -> None:
+        """Have a lane served, after those that wait for it already."""
+        if uid == self._own:
+            self._unserved.appendleft(uid)
         else:
-            self._waiting.pop(uid, None)
+            self._unserved.append(uid)
+
+    def _count(self, uid: int, what: Unclosed, sign: int) -> None:
+        self.total.add(what, sign)
+        waiting = self._waiting.setdefault(uid, Unclosed())
+        waiting.add(what, sign)
+        if waiting == Unclosed():
+            del self._waiting[uid]
+        if not self.total.handles:
+            self._freed.notify_all()
 
     def _work(self) -> None:
         while True:
@@ -167,29 +242,17 @@ class SlowCloser:
                     self._threads -= 1
                     return
                 uid = self._unserved.popleft()
-            self._serve(uid)
-
-    def _serve(self, uid: int) -> None:
-        while True:
+                close, what = self._lanes[uid].popleft()
+            close()
             with self._lock:
-                lane = self._lanes[uid]
-                if not lane:
+                self._count(uid, what, -1)
+                if self._lanes[uid]:
+                    self._line_up(uid)
+                else:
                     del self._lanes[uid]
-                    return
-                thing = lane.popleft()
-            if isinstance(thing, int):
-                with contextlib.suppress(OSError):
-                    _abort(thing)
-                    os.close(thing)
-                with self._lock:
-                    self._count(uid, -1)
-                if self.is_awaited:
-                    self.is_awaited = False
-                    self._on_room()
-            else:
-                sock, closed = thing
-                sock.close()
-                closed()
+            if what.sent and self.is_awaited:
+                self.is_awaited = False
+                self._on_room()
 
 
 def brings_fds(sock: socket.socket) -> bool:
@@ -217,6 +280,21 @@ def receive_whole(sock: socket.socket, room: int) -> tuple[bytes, list[int], boo
     if not cut:
         sock.recvmsg(1, 0, _DONTWAIT)
     return payload, fds, cut
+
+
+def _is_little(fd: int) -> bool:
+    """Whether a descriptor stands for little memory."""
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)  # asks no file system, as fstat would
+        return os.fstat(fd).st_blocks * 512 <= INLINE  # of what can be sealed, which is no file of anybody's server
+    except OSError:
+        return False
+
+
+def _close_sent(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        _abort(fd)
+        os.close(fd)
 
 
 def _abort(fd: int) -> None:

@@ -219,7 +219,7 @@ def _send_bodies(server: KeeperServer, connection: Connection, call: int, versio
     size = len(head) + sum(map(len, bodies))
     held = Held([_memory(b"".join([head, *bodies]))], size, server.dispose)
     connection.send(m.encode(m.Bodies(call, len(head), size)), held, 0, 1)
-    held.drop()
+    held.drop(connection.credentials.uid)
 
 
 def _memory(payload: bytes) -> int:
