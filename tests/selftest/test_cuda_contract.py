@@ -58,7 +58,6 @@ class TestUnmapsTheBooksOnly(Mutant):
             for mapping in due:
                 mapping.take()
                 self._books.withdraw(mapping)
-                mapping.memory.drop(mapping)
 
 
 class TestExportsInheritable(Mutant):

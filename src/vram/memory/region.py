@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Region"]
 
-
 _LEAST_SHARE = 256  # a chunk is at least this part of the capacity: no region needs many more descriptors than that
 
 
