@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vram.keeper.fairness import ADVANCE, LONGEST, MOST, RECENT, RESERVED, SHARE, Fairness
+from vram.keeper.fairness import ADVANCE, ASKING, LONGEST, MOST, RECENT, RESERVED, SHARE, Fairness
 
 COST = 0.002  # seconds that one request takes at most
 
@@ -261,6 +262,29 @@ def test_who_pauses_as_long_as_its_requests_take_is_not_greedy() -> None:
     late = [number for number in mine[len(mine) // 10 :] if number in sim.parked]
     assert late == [], f"{len(late)} of {len(mine)} requests were made to wait"
     assert others <= SHARE * 1.2, "the greedy one has more than its share"
+
+
+@pytest.mark.parametrize("others", [(0, 3, 4), (-1, -2)], ids=["who asked once", "what is done for no user"])
+def test_only_users_who_ask_are_company_to_who_pauses(others: tuple[int, ...]) -> None:
+    """As many as these, asking, would make the same pauses too short."""
+    sim = Sim()
+    for other in others:
+        sim.arrive(other, 0.0001)
+    sim.until(sim.now + ASKING)
+    if -1 in others:  # as the keeper does, all the time
+        sim.turns.spent(-1, 0.0001, sim.now, waited=True)
+    mine, greedy = busy(sim, 0.9 * ASKING, 0.00004, 0.00006)
+    late = [number for number in mine[len(mine) // 10 :] if number in sim.parked]
+    assert late == [], f"{len(late)} of {len(mine)} requests were made to wait"
+    assert greedy <= SHARE * 1.3, "the greedy one has more than its share"
+
+
+def test_each_user_who_asks_makes_the_pauses_longer_that_are_enough() -> None:
+    sim = Sim()
+    for other in (3, 4, 5, 6):
+        sim.arrive(other, 0.0001)
+    mine, _ = busy(sim, 0.9 * ASKING, 0.00004, 0.00006)
+    assert [number for number in mine if number in sim.parked], "they are as many as can ask at any time"
 
 
 def test_long_requests_with_pauses_are_greedy_all_the_same() -> None:

@@ -4,7 +4,7 @@ No I/O and no clock: the caller says what time it is, how long each request took
 
 * Whoever asks alone is answered at once, whatever it costs.
 * Beside others each user has a share of the time, and some in advance: within that, requests are answered at once.
-* So are those of a user who pauses at least as long as its requests take, with one other user there, and longer with
+* So are those of a user who pauses at least as long as its requests take, with one other user who asks, and longer with
   more: who asks one after the other and does something in between is not greedy, whatever it comes to. A long request
   counts by its square (:data:`LONG`): others find it under way that much more often, and for longer.
 * What is beyond it waits: of one user in the order in which it came, and of several users so that each gets as much
@@ -29,6 +29,8 @@ ADVANCE: Final = 0.005  # seconds of work that a user may owe and still be answe
 MOST: Final = 0.010  # seconds of work that a user can owe before its last request: it may have been alone so far
 LONG: Final = 0.00005  # seconds of work, from which on a request counts for more than it takes
 RECENT: Final = 10.0  # seconds for which a user who made a request counts as company
+ASKING: Final = 1.0  # seconds for which a user who was served counts as one who asks; the first
+CROWD: Final = 32  # of them are counted, no more: a stranger may be thousands
 RESERVED: Final = 0.1  # seconds for which time is kept free for a user who keeps within the share
 LONGEST: Final = (MOST - ADVANCE) / SHARE
 _NOTHING = 1e-9  # seconds, for rounding errors
@@ -70,7 +72,7 @@ class Fairness(Generic[T]):
             return True
         if user.waiting:  # not before what came before it
             return False
-        return self._is_modest(user, now) or not self._has_company(uid, now)
+        return self._is_modest(uid, user, now) or not self._has_company(uid, now)
 
     def keeps_share(self, uid: int, now: float) -> bool:
         """Whether this user has asked for no more than its share, or asks alone."""
@@ -82,8 +84,8 @@ class Fairness(Generic[T]):
         user = self._users.get(uid)
         if user is None:
             user = self._users[uid] = _User(now)
-        modest = not waited and self._is_modest(user, now)
-        user.asked = min(MOST, user.asks(now, len(self._users) - 1)) + seconds * max(1.0, seconds / LONG)
+        modest = not waited and self._is_modest(uid, user, now)
+        user.asked = min(MOST, user.asks(now, self._others(uid, now))) + seconds * max(1.0, seconds / LONG)
         user.free = now + seconds
         user.owed, user.at = min(MOST, user.owes(now)) + seconds, now
         user.clock += seconds
@@ -134,8 +136,17 @@ class Fairness(Generic[T]):
             return 0.0
         return max(0.0, min(beyond / SHARE, served + RESERVED - now))
 
-    def _is_modest(self, user: _User[T], now: float) -> bool:
-        return user.owes(now) <= ADVANCE or user.asks(now, len(self._users) - 1) <= ADVANCE
+    def _is_modest(self, uid: int, user: _User[T], now: float) -> bool:
+        return user.owes(now) <= ADVANCE or user.asks(now, self._others(uid, now)) <= ADVANCE
+
+    def _others(self, uid: int, now: float) -> int:
+        """Return how many other users were served just now, and may ask again at any time."""
+        count = 0
+        for other, user in reversed(self._users.items()):
+            if now - user.at >= ASKING or count == CROWD:
+                break
+            count += other >= 0 and other != uid  # what the keeper does for no user has nobody who waits for it
+        return count
 
     def _has_company(self, uid: int, now: float) -> bool:
         last = next((user for other, user in reversed(self._users.items()) if other != uid), None)
