@@ -8,12 +8,12 @@ import msgspec
 
 from vram.keeper import messages as m
 
-PIECE = m.Piece(4096, 1, 0)
+SEGMENT = m.SegmentRow(4096, 1, 0)
 VALID: list[msgspec.Struct] = [
     m.Hello(1, 1, "me"),
-    m.Publish(1, "hostile/a", [PIECE], ["host"], b"m", False, False, {"k": "v"}, 5.0, 0),
-    m.Publish(2, "hostile/b", [PIECE, PIECE], ["host"], b"", True),
-    m.Publish(3, "hostile/c", [PIECE], ["host", "GPU-1"], b"", False, True),
+    m.Publish(1, "hostile/a", [SEGMENT], ["host"], b"m", False, False, {"k": "v"}, 5.0, 0),
+    m.Publish(2, "hostile/b", [SEGMENT, SEGMENT], ["host"], b"", True),
+    m.Publish(3, "hostile/c", [SEGMENT], ["host", "GPU-1"], b"", False, True),
     m.Offer(4, "hostile/a", 4096),
     m.Part(5, 2, 1),
     m.Attach(6, "hostile/a"),

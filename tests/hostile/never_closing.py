@@ -29,7 +29,7 @@ def flood(path: str, fds: list[int]) -> list[Peer]:
             if number % 3:
                 peer.ask(m.encode(m.Hello(1, 1)))
             for call in range(1, MESSAGES + 1):
-                peer.send(m.encode(m.Publish(call, "bad", [m.Piece(4096, 1, 0)] * len(fds), ["host"])), fds)
+                peer.send(m.encode(m.Publish(call, "bad", [m.SegmentRow(4096, 1, 0)] * len(fds), ["host"])), fds)
         if number % 3 == 2:
             peer.close()
     return peers

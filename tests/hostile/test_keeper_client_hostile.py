@@ -30,8 +30,9 @@ from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.testing.keeper import SOON, memfds
 
-PIECE = m.Piece(4096, 1, 0)
-ENTRY = m.Entry("w", 1, 0, False, [PIECE], ["host"], b"", False, {})
+SEGMENT = m.SegmentRow(4096, 1, 0)
+ELSEWHERE = m.SegmentRow(1, 1, 9)
+ENTRY = m.Entry("w", 1, 0, False, [SEGMENT], ["host"], b"", False, {})
 
 
 @contextlib.contextmanager
@@ -134,7 +135,14 @@ BAD_ANSWERS: list[tuple[str, Any, Sequence[Any]]] = [
     (
         "a device that is not in its list",
         "attach",
-        [(m.encode(m.Attached(1, 1, 1, m.Entry("w", 1, 0, False, [m.Piece(1, 1, 9)], ["host"], b"", False, {}))), 1)],
+        [
+            (
+                m.encode(
+                    m.Attached(1, 1, 1, m.Entry("w", 1, 0, False, [m.SegmentRow(1, 1, 9)], ["host"], b"", False, {}))
+                ),
+                1,
+            )
+        ],
     ),
     ("descriptors with what has none", "list", [(m.encode(m.Listing(1, [], False)), 5)]),
     ("parts for ever", "publish", [m.encode(m.NextPart(1, 1))]),
@@ -190,7 +198,7 @@ def test_s4_what_goes_over_the_wire_in_parts() -> None:
             fds += hear()
             assert said.call == call
             channel.send(m.encode(said), timeout=SOON)
-        entry = m.Entry("w", 1, 0, False, [PIECE] * 70, ["host"], b"", False, {})
+        entry = m.Entry("w", 1, 0, False, [SEGMENT] * 70, ["host"], b"", False, {})
         close_fds(hear())
         channel.send(m.encode(m.Attached(4, 7, 70, entry)), fds[:32], timeout=SOON)
         close_fds(hear())

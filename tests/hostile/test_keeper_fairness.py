@@ -179,7 +179,7 @@ def test_a_thousand_who_wait_for_one_name_are_served_in_parts() -> None:
         assert isinstance(before, m.KeeperStatistics)
         assert before.waiting == 1_000
         with memfds(1) as fds, stopped(keeper):
-            owner.send(m.encode(m.Publish(1, "w", [m.Piece(4096, 1, 0)], ["host"], meta=notes)), fds)
+            owner.send(m.encode(m.Publish(1, "w", [m.SegmentRow(4096, 1, 0)], ["host"], meta=notes)), fds)
             for call in range(1, 31):
                 modest.send(m.encode(m.Statistics(call)))
         seen = [modest.hear() for _ in range(30)]
@@ -255,7 +255,7 @@ def one_as(stack: contextlib.ExitStack, path: str, uid: int, *, greet: bool = Tr
 
 
 def publish_big(peer: Peer, fd: int) -> None:
-    big = m.Publish(1, "big", [m.Piece(4096, 1, 0)] * PART, ["host"])
+    big = m.Publish(1, "big", [m.SegmentRow(4096, 1, 0)] * PART, ["host"])
     assert isinstance(peer.ask(m.encode(big), [fd] * PART), m.Published)
 
 

@@ -42,7 +42,7 @@ from vram.testing.keeper import (
 )
 
 KIB4 = Segment(4096)
-PIECE = m.Piece(4096, 1, 0)
+SEGMENT = m.SegmentRow(4096, 1, 0)
 PATIENCE = 3  # seconds that the keeper gives who does not read or does not say hello
 
 
@@ -217,7 +217,7 @@ def test_s7_a_socket_that_lingers_delays_nobody(keeper: KeeperProcess, way: str)
         os.kill(keeper.pid, signal.SIGSTOP)  # so that everything is there before the first is read
         try:
             if way == "publish":
-                peer.send(m.encode(m.Publish(1, "hostile", [PIECE], ["host"])), [fd])
+                peer.send(m.encode(m.Publish(1, "hostile", [SEGMENT], ["host"])), [fd])
             elif way == "rejected":
                 peer.send(m.encode(m.Statistics(1)), [fd])
             else:
@@ -333,7 +333,7 @@ def test_a_socket_with_unread_descriptors_is_closed_elsewhere(before: list[bytes
 
 def test_a_message_that_is_too_long(keeper: KeeperProcess, peer: Peer) -> None:
     with memfds(1) as fds:
-        peer.send(m.encode(m.Publish(1, "hostile", [PIECE], ["host"])) + bytes(MAX_MESSAGE), fds)
+        peer.send(m.encode(m.Publish(1, "hostile", [SEGMENT], ["host"])) + bytes(MAX_MESSAGE), fds)
     assert peer.is_cut_off()
 
 
@@ -366,7 +366,7 @@ def test_descriptors_where_none_belong(keeper: KeeperProcess) -> None:
 
 def test_wrong_parts(keeper: KeeperProcess) -> None:
     def begin(peer: Peer, fds: list[int]) -> None:
-        reply = peer.ask(m.encode(m.Publish(1, "hostile", [PIECE] * 300, ["host"])), fds * 100)
+        reply = peer.ask(m.encode(m.Publish(1, "hostile", [SEGMENT] * 300, ["host"])), fds * 100)
         assert reply == m.NextPart(1, 100)
 
     with memfds(1) as fds:
@@ -375,7 +375,7 @@ def test_wrong_parts(keeper: KeeperProcess) -> None:
             (m.Part(2, 1, 101), 10),  # ahead
             (m.Part(2, 1, 100), 0),  # nothing
             (m.Part(2, 1, 100), 201),  # too much
-            (m.Publish(1, "hostile", [PIECE], ["host"]), 1),  # again
+            (m.Publish(1, "hostile", [SEGMENT], ["host"]), 1),  # again
         ):
             peer = Peer(keeper.path)
             begin(peer, fds)
@@ -383,11 +383,11 @@ def test_wrong_parts(keeper: KeeperProcess) -> None:
             assert peer.is_cut_off()
             peer.close()
         for message, count in (
-            (m.Publish(1, "hostile", [PIECE], ["host"]), 0),
-            (m.Publish(1, "hostile", [PIECE], ["host"]), 2),
-            (m.Publish(1, "hostile", [PIECE], ["host"], b"", True), 3),
-            (m.Publish(0, "hostile", [PIECE], ["host"]), 1),
-            (m.Publish(1, "hostile", [m.Piece(4096, 1, 1)], ["host"]), 1),
+            (m.Publish(1, "hostile", [SEGMENT], ["host"]), 0),
+            (m.Publish(1, "hostile", [SEGMENT], ["host"]), 2),
+            (m.Publish(1, "hostile", [SEGMENT], ["host"], b"", True), 3),
+            (m.Publish(0, "hostile", [SEGMENT], ["host"]), 1),
+            (m.Publish(1, "hostile", [m.SegmentRow(4096, 1, 1)], ["host"]), 1),
         ):
             peer = Peer(keeper.path)
             peer.send(m.encode(message), fds * count)
@@ -403,7 +403,7 @@ def test_wrong_parts(keeper: KeeperProcess) -> None:
 def test_publications_that_are_never_finished_are_bounded(keeper: KeeperProcess, peer: Peer) -> None:
     with memfds(1) as fds:
         replies = [
-            peer.ask(m.encode(m.Publish(call, f"hostile/{call}", [PIECE] * 300, ["host"])), fds * MAX_FDS)
+            peer.ask(m.encode(m.Publish(call, f"hostile/{call}", [SEGMENT] * 300, ["host"])), fds * MAX_FDS)
             for call in range(1, 30)
         ]
     begun = [reply for reply in replies if isinstance(reply, m.NextPart)]

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 from tests.hostile.test_keeper_client_hostile import impostor
-from tests.hostile.test_keeper_hostile import PIECE, Peer, running
+from tests.hostile.test_keeper_hostile import SEGMENT, Peer, running
 from tests.keeper_here import later, serving
 from tests.processes.other_users import OTHER, as_user
 
@@ -116,7 +116,7 @@ def test_sums_of_bytes_saturate_where_a_message_ends() -> None:
     session = books.connect(0)
     for name in "abc":
         made, _ = books.commit(books.begin(session, name, nbytes=1, handles=1), name, 0.0)
-        made.body = Raw(m.encode(m.Entry(name, 1, 0, False, [PIECE], ["host"], b"", False, {})))
+        made.body = Raw(m.encode(m.Entry(name, 1, 0, False, [SEGMENT], ["host"], b"", False, {})))
         books.attach(session, name, 0.0)
     written = save(books, ord)
     for row in written.versions:
@@ -155,7 +155,7 @@ def converses(*words: Callable[[int], bytes]) -> Callable[[Channel], None]:
     return answer
 
 
-ENTRY = m.Entry("w", 1, 0, False, [PIECE], ["host"], b"", False, {})
+ENTRY = m.Entry("w", 1, 0, False, [SEGMENT], ["host"], b"", False, {})
 UNREADABLE = {
     "a number that is too large": lambda call: m.encode(["statistics", call, 1, 0.0, 0, 0, 0, 0, 0, 2**64 - 1]),
     "an answer that nobody knows": lambda call: m.encode(["novelty", call, 1]),
@@ -341,7 +341,7 @@ def send_half(path: str, nbytes: int) -> list[m.Reply | None]:
     peer = Peer(path)
     time.sleep(0.6)  # until the keeper has ceased to watch over one that owes it nothing
     with memfds(1, nbytes) as fds:
-        request = m.Publish(1, "half", [m.Piece(8, 1), m.Piece(8, 1)], ["host"])
+        request = m.Publish(1, "half", [m.SegmentRow(8, 1), m.SegmentRow(8, 1)], ["host"])
         said = [peer.ask(m.encode(request), fds)]
     said.append(peer.ask(m.encode(m.Statistics(2))))
 
@@ -374,7 +374,7 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
 def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
     with open_keeper("--patience", "2") as keeper, memfds(4) as fds:
         peer = Peer(keeper.path)
-        reply = peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 4, ["host"])), fds[:1])
+        reply = peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 4, ["host"])), fds[:1])
         for index in range(1, 4):
             assert reply == m.NextPart(max(1, index), index)
             time.sleep(0.8)  # together longer than the keeper's patience
@@ -386,7 +386,7 @@ def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
 def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
     with open_keeper("--patience", "1") as keeper, memfds(1, MIB) as fds:
         peer = Peer(keeper.path)
-        assert peer.ask(m.encode(m.Publish(1, "w", [PIECE] * 2, ["host"])), fds) == m.NextPart(1, 1)
+        assert peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 2, ["host"])), fds) == m.NextPart(1, 1)
         with running(keeper.path, "--mode", "0666", "--patience", "1", "--takeover"):
             with KeeperClient.connect(keeper.path) as good:
                 assert good.statistics().nbytes == MIB
@@ -474,7 +474,7 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
                 until(lambda: taken() < count * 8_000, seconds=2, what="8,000 bytes for each entry")
                 published = taken()
                 for number in range(16):  # half a publication, and one who waits, remember as much
-                    half = m.Publish(2 * number + 1, f"h{number}", [PIECE] * 2, ["host"], meta=TALKATIVE)
+                    half = m.Publish(2 * number + 1, f"h{number}", [SEGMENT] * 2, ["host"], meta=TALKATIVE)
                     assert isinstance(peer.ask(m.encode(half), fds[:1]), m.NextPart)
                     peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
                 until(lambda: client.statistics().waiting == 16)
@@ -518,7 +518,7 @@ def hold_versions(path: str) -> int:
     peer = Peer(path)
     with memfds(1) as fds:
         for number in range(20):
-            request = m.Publish(2 * number + 1, "wide", [m.Piece(4096, 1)], devices)
+            request = m.Publish(2 * number + 1, "wide", [m.SegmentRow(4096, 1)], devices)
             peer.ask(m.encode(request), fds)
             peer.ask(m.encode(m.Attach(2 * number + 2, "wide")))
     with KeeperClient.connect(path) as client:

@@ -86,7 +86,7 @@ def answers(peer: Peer, request: bytes, fds: list[int] | None = None) -> bool:
 
 
 def publication(count: int, *, name: str = "bad", size: int = 4096, writable: bool = False) -> bytes:
-    return m.encode(m.Publish(1, name, [m.Piece(size, 1, 0)] * count, ["host"], writable=writable))
+    return m.encode(m.Publish(1, name, [m.SegmentRow(size, 1, 0)] * count, ["host"], writable=writable))
 
 
 def as_modest(keeper: KeeperProcess) -> Peer:

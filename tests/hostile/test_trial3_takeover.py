@@ -29,7 +29,7 @@ def test_what_was_decided_in_the_turn_of_a_takeover_is_told(monkeypatch: pytest.
     """The publication and the takeover are read in the same turn of the loop."""
     with short_directory() as place, memfds(1) as fds, running(f"{place}/k") as keeper:
         publisher = Peer(keeper.path)
-        publication = m.Publish(1, "w", [m.Piece(4096, 1, 0)], ["host"])
+        publication = m.Publish(1, "w", [m.SegmentRow(4096, 1, 0)], ["host"])
         assert isinstance(publisher.ask(m.encode(publication), fds), m.Published)
         watchers = [Peer(keeper.path) for _ in range(WATCHERS)]
         for peer in watchers:

@@ -41,7 +41,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be othe
 
 def wordy(name: str, manifest: bytes = MANIFEST) -> bytes:
     devices = ["host", *(f"d{number:063d}" for number in range(63))]
-    return m.encode(m.Publish(1, name, [m.Piece(4096, 1, 0)], devices, manifest, meta=META))
+    return m.encode(m.Publish(1, name, [m.SegmentRow(4096, 1, 0)], devices, manifest, meta=META))
 
 
 def publish(peer: Peer, name: str, fds: list[int], manifest: bytes = MANIFEST) -> m.Reply | None:

@@ -229,7 +229,7 @@ def test_publications_of_which_nothing_more_came_end_in_turns_of_their_user(path
         channels = [raw(stack, path) for _ in range(3)]
         for channel in channels:
             for call in (1, 2):
-                say(channel, m.Publish(call, f"w{call}", [m.Piece(4096, 1, 0)] * 2, ["host"]), fds[:1])
+                say(channel, m.Publish(call, f"w{call}", [m.SegmentRow(4096, 1, 0)] * 2, ["host"]), fds[:1])
                 assert hear(channel) == m.NextPart(call, 1)
         late = server.patience * 10
         server.now = lambda: time.monotonic() + late
@@ -258,7 +258,7 @@ def take_turns(server: KeeperServer, gate: Gate, count: int) -> None:
 def test_a_publication_that_goes_on_before_its_end_came_is_not_ended(path: str) -> None:
     with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(2) as fds:
         channel = raw(stack, path)
-        say(channel, m.Publish(1, "w", [m.Piece(4096, 1, 0)] * 2, ["host"]), fds[:1])
+        say(channel, m.Publish(1, "w", [m.SegmentRow(4096, 1, 0)] * 2, ["host"]), fds[:1])
         assert hear(channel) == m.NextPart(1, 1)
         gate.shut = True
         ahead = server.patience * 10

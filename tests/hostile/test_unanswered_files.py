@@ -181,7 +181,7 @@ def hands_out(fd: int, entry: m.Entry, count: int) -> Callable[[Channel], None]:
 def test_a_client_that_is_given_one_says_so_in_time(files: Unanswered, what: str, access: str) -> None:
     fd = files.open()
     by_fd = what == "manifest"
-    entry = m.Entry("w", 1, 0, False, [m.Piece(GRANULE, 1, 0)], ["host"], b"" if by_fd else manifest(), by_fd, {})
+    entry = m.Entry("w", 1, 0, False, [m.SegmentRow(GRANULE, 1, 0)], ["host"], b"" if by_fd else manifest(), by_fd, {})
     with impostor(hands_out(fd, entry, 1 + by_fd)) as path:
         try:
             with promptly(files):
@@ -196,7 +196,7 @@ def test_a_client_that_is_given_one_says_so_in_time(files: Unanswered, what: str
 @pytest.mark.standin
 def test_a_client_that_is_given_one_as_memory_of_a_gpu_says_so_in_time(gpu: str, files: Unanswered) -> None:
     fd = files.open("nvidia0")
-    entry = m.Entry("w", 1, 0, False, [m.Piece(GRANULE, 1, 0)], [gpu], manifest(gpu), False, {})
+    entry = m.Entry("w", 1, 0, False, [m.SegmentRow(GRANULE, 1, 0)], [gpu], manifest(gpu), False, {})
     with impostor(hands_out(fd, entry, 1)) as path:
         try:
             with promptly(files), pytest.raises(ProtocolError, match="a file, a directory or a pipe"):

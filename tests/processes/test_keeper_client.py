@@ -42,6 +42,7 @@ from vram.errors import (
     WaitTimeoutError,
 )
 from vram.keeper import client as module
+from vram.keeper import messages as m
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment, client, close_client, close_clients
 from vram.keeper.messages import Attach
 from vram.keeper.notices import Signal
@@ -97,7 +98,7 @@ def test_what_is_published_is_what_is_attached(one: KeeperClient, other: KeeperC
     got = other.attach("m/1", expect={"config": "x"})
     try:
         assert (got.name, got.version, got.owner) == ("m/1", version, os.geteuid())
-        assert (got.segments, got.manifest, got.manifest_fd) == ((Segment(8192),), b"how to read it", None)
+        assert (got.segments, got.manifest, got.manifest_fd) == ([m.SegmentRow(8192, 1)], b"how to read it", None)
         assert (got.meta, got.writable) == ({"config": "x"}, False)
         with mmap.mmap(got.fds[0], 8192, prot=mmap.PROT_READ) as memory:
             assert memory[:7] == b"weights"

@@ -181,7 +181,7 @@ def scene(path: str) -> Iterator[Scene]:
             partial.send(m.encode(m.Hello(1, 1, "partial")), timeout=SOON)
             partial.recv(timeout=SOON)
             partial.send(
-                m.encode(m.Publish(7, "partial", [m.Piece(4096, 1, 0)] * 300, ["host"])), fds[:253], timeout=SOON
+                m.encode(m.Publish(7, "partial", [m.SegmentRow(4096, 1, 0)] * 300, ["host"])), fds[:253], timeout=SOON
             )
             assert m.decode_reply(partial.recv(timeout=SOON)[0]) == m.NextPart(7, 253)
         claim = publisher.attach_or_claim("claimed")

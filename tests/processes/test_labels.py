@@ -133,7 +133,7 @@ def test_s7_pages_of_long_labels_fit_into_messages(devices: int) -> None:
     books = Catalogue()
     label, meta = "\U0001d11e" * 120, {"\u20ac": "\u20ac" * 40}
     body = m.encode(
-        m.Entry("n", 1, 0, False, [m.Piece(1, 1, 0)], [f"{n:064}" for n in range(devices)], b"", False, meta)
+        m.Entry("n", 1, 0, False, [m.SegmentRow(1, 1, 0)], [f"{n:064}" for n in range(devices)], b"", False, meta)
     )
     reader = books.connect(0, 0, label, "h" * 64)
     for _ in range(1000):

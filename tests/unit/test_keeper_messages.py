@@ -11,15 +11,15 @@ from vram.keeper.failures import failure, raised
 from vram.keeper.reports import entry_info, holder_info, version_info
 from vram.keeper.rules import describe_process
 
-PIECE = m.Piece(2 << 20, 1, 0)
-ENTRY = m.Entry("a/b", 3, 1000, False, [PIECE], ["host"], b"m", False, {"k": "v"})
+SEGMENT = m.SegmentRow(2 << 20, 1, 0)
+ENTRY = m.Entry("a/b", 3, 1000, False, [SEGMENT], ["host"], b"m", False, {"k": "v"})
 
 # Frozen: a keeper that runs today has to understand a client of next year, and the other way round. A change here is
 # a new protocol version.
 GOLDEN = [
     (m.Hello(1, 1, "me", "box"), "95a568656c6c6f0101a26d65a3626f78"),
     (
-        m.Publish(5, "a/b", [PIECE], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7),
+        m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7),
         "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007",
     ),
     (m.Offer(5, "a/b", 100, 2, {}, None, 0), "98a56f6666657205a3612f62640280c000"),

@@ -261,7 +261,7 @@ def test_a_publication_that_is_half_there_has_its_real_size_after_a_takeover(pat
         raw.send(m.encode(m.Hello(1, 1)), timeout=SOON)
         raw.recv(timeout=SOON)
         with memfds(3, 8192) as fds:  # larger than was stated: what is counted is what is there
-            raw.send(m.encode(m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 3, ["host"])), fds[:2], timeout=SOON)
+            raw.send(m.encode(m.Publish(7, "w", [m.SegmentRow(4096, 1, 0)] * 3, ["host"])), fds[:2], timeout=SOON)
             assert m.decode_reply(raw.recv(timeout=SOON)[0]) == m.NextPart(7, 2)
             assert take_over(second)
             stack.enter_context(serving(second))

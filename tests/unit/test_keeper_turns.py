@@ -136,7 +136,7 @@ def test_a_peer_is_not_cut_off_for_what_the_keeper_did_not_read(path: str) -> No
     """A greeting that came, and a part of a publication: their time stands still while they wait."""
     with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(3) as fds:
         publisher, stranger = raw(stack, path), raw(stack, path, greet=False)
-        say(publisher, m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 3, ["host"]), fds[:1])
+        say(publisher, m.Publish(7, "w", [m.SegmentRow(4096, 1, 0)] * 3, ["host"]), fds[:1])
         assert hear(publisher) == m.NextPart(7, 1)
         gate.shut = True
         say(publisher, m.Part(8, 7, 1), fds[1:2])
@@ -162,7 +162,7 @@ def test_between_two_turns_time_does_not_run_out_either(path: str) -> None:
     """The second of two messages is not read in the turn of the first; what passed before does not count."""
     with gated(path) as (server, gate), contextlib.ExitStack() as stack, memfds(2) as fds:
         publisher = raw(stack, path)
-        say(publisher, m.Publish(7, "w", [m.Piece(4096, 1, 0)] * 2, ["host"]), fds[:1])
+        say(publisher, m.Publish(7, "w", [m.SegmentRow(4096, 1, 0)] * 2, ["host"]), fds[:1])
         assert hear(publisher) == m.NextPart(7, 1)
         (connection,) = server.connections.values()
         (partial,) = connection.partials.values()

@@ -33,7 +33,7 @@ def bob(books: Catalogue) -> Session:
 
 def publish(books: Catalogue, session: Session, name: str, nbytes: int = 1) -> Version:
     version, _ = books.commit(books.begin(session, name, nbytes=nbytes, handles=1), name, 0.0)
-    version.settle(m.encode(m.Entry(name, version.number, 1, False, [m.Piece(1, 1, 0)], ["host"], b"", False, {})))
+    version.settle(m.encode(m.Entry(name, version.number, 1, False, [m.SegmentRow(1, 1, 0)], ["host"], b"", False, {})))
     return version
 
 

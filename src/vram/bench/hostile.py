@@ -271,7 +271,7 @@ def _send_halves(pipe: Connection, path: str, count: int) -> None:
             channel = _connect(path)
             ends.append(channel.close)
             for call in range(1, _PUBLICATIONS + 1):
-                whole = m.Publish(call, f"half/{next(begun)}", [m.Piece(_LITTLE, 1, 0)] * 2, ["host"])
+                whole = m.Publish(call, f"half/{next(begun)}", [m.SegmentRow(_LITTLE, 1, 0)] * 2, ["host"])
                 channel.send(m.encode(whole), [memory], timeout=DEADLINE)
                 _hear(channel)
 

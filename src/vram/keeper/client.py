@@ -73,7 +73,7 @@ class KeeperClient(Queries):
         Parameters
         ----------
         segments, fds : sequences of Segment and int
-            1 to 1,024 pieces and their descriptors, which are borrowed: memfds sealed against shrinking and growing,
+            1 to 1,024 segments and their descriptors, which are borrowed: memfds sealed against shrinking and growing,
             and against (future) writing unless `writable`.
         manifest : bytes
             At most 32 KiB that readers get with it.
@@ -112,14 +112,13 @@ class KeeperClient(Queries):
             )
         check_size(sum([segment.size for segment in segments]))
         devices = list(dict.fromkeys([segment.device for segment in segments]))
-        index = {device: position for position, device in enumerate(devices)}
-        pieces = [m.Piece(segment.size, int(segment.kind), index[segment.device]) for segment in segments]
+        rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
         everything = list(fds) if manifest_fd is None else [manifest_fd, *fds]
         call = next(self._calls)
         request = m.Publish(
             call,
             name,
-            pieces,
+            rows,
             devices,
             manifest,
             manifest_fd is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "PublishClaim", "Segment", "attachment"]
 
 
-class Segment(NamedTuple):  # made for every piece of every lease: a frozen dataclass takes three times as long
-    """One piece of memory: bytes, kind of handle, and ``"host"`` or the UUID of its GPU."""
+class Segment(NamedTuple):
+    """The memory behind one descriptor: bytes, kind of handle, and ``"host"`` or the UUID of its GPU."""
 
     size: int
     kind: int = int(HandleKind.POSIX_FD)
@@ -44,7 +45,7 @@ class Attachment:
     name: str
     version: int
     owner: int
-    segments: tuple[Segment, ...]
+    segments: Sequence[m.SegmentRow]
     fds: list[int]
     manifest: bytes
     manifest_fd: int | None
@@ -76,18 +77,15 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
     total, devices = len(entry.segments) + entry.manifest_fd, entry.devices
     if len(fds) != total:
         raise ProtocolError(f"a lease came with {len(fds)} descriptors for {total}")
-    segments = []
-    for piece in entry.segments:
-        device = piece.device
-        if device >= len(devices):
-            raise ProtocolError(f"a lease came with memory on device {device} of {len(devices)}")
-        segments.append(Segment(piece.size, piece.kind, devices[device]))
+    for segment in entry.segments:
+        if segment.device >= len(devices):
+            raise ProtocolError(f"a lease came with memory on device {segment.device} of {len(devices)}")
     return Attachment(
         lease_id=reply.lease,
         name=entry.name,
         version=entry.version,
         owner=entry.owner,
-        segments=tuple(segments),
+        segments=entry.segments,
         fds=fds,
         manifest=entry.manifest,
         manifest_fd=fds[0] if entry.manifest_fd else None,

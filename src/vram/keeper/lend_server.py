@@ -286,8 +286,8 @@ class LendServer(KeeperServer):
         writable: bool,
         meta: Mapping[str, str],
     ) -> None:
-        devices = list(dict.fromkeys(segment.device for segment in segments))
-        pieces = [m.Piece(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
+        devices = list(dict.fromkeys([segment.device for segment in segments]))
+        rows = [m.SegmentRow(segment.size, int(segment.kind), devices.index(segment.device)) for segment in segments]
         publication = self.catalogue.begin(
             self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
         )
@@ -297,7 +297,7 @@ class LendServer(KeeperServer):
         version.body = msgspec.Raw(
             m.encode(
                 m.Entry(
-                    LENT, version.number, version.owner, writable, pieces, devices, manifest, has_manifest_fd,
+                    LENT, version.number, version.owner, writable, rows, devices, manifest, has_manifest_fd,
                     version.meta,
                 )
             )

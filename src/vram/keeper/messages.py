@@ -54,15 +54,15 @@ Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 Notes = Annotated[dict[Text, Text], Meta(max_length=512)]
 
 
-class Piece(Struct, frozen=True, array_like=True):
-    """One piece of memory behind one descriptor: bytes, kind of handle, and the index of its device's name."""
+class SegmentRow(Struct, frozen=True, array_like=True):
+    """A segment, the memory behind one descriptor: bytes, kind of handle, and the index of its device's name."""
 
     size: Annotated[int, Meta(gt=0, le=2**63 - 1)]
     kind: Annotated[int, Meta(ge=0, le=2**31)]
     device: Annotated[int, Meta(ge=0, lt=64)] = 0
 
 
-Segments = Annotated[list[Piece], Meta(max_length=1024)]
+Segments = Annotated[list[SegmentRow], Meta(max_length=1024)]
 Devices = Annotated[list[Word], Meta(max_length=64)]
 Manifest = Annotated[bytes, Meta(max_length=32 * 1024)]
 
