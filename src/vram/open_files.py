@@ -14,6 +14,7 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ _F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034  # <linux/fcntl.h>; Python names them i
 _F_SEAL_WRITE = 0x8
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 _MAX_THREADS = 8
-_MOMENT = 0.1  # seconds in which whatever is well served is closed
+_MOMENT = 0.1  # seconds in which whatever is well served is closed, and those of this thread that closing may take
 
 _slow: deque[tuple[Sequence[int], threading.Lock]] = deque()
 _threads: list[threading.Thread] = []
@@ -100,9 +101,10 @@ def close_fds(fds: Sequence[int]) -> None:
     """Close descriptors that the caller owns; one that is closed already does not keep the others open.
 
     A list is emptied, each number in the step that closes it: after an interrupt it has those that are still open.
-    Memory and NVIDIA's devices are closed when this returns. Everything else is closed in another thread, since it may
-    block: this waits a moment for it, 0.1 s in all, and leaves it to that thread. A process with such a file open can
-    end no sooner than it is closed: that is the kernel's doing.
+    Memory and NVIDIA's devices are closed when this returns, unless that takes this thread more than a moment, 0.1 s:
+    a file has as many locks as its sender likes, and each close goes through them. Everything else is closed in
+    another thread, since it may block: this waits a moment for it, and leaves it to that thread. A process with such a
+    file open can end no sooner than it is closed: that is the kernel's doing.
     """
     left = fds if isinstance(fds, list) else list(fds)
     slow: list[int] = []
@@ -118,6 +120,7 @@ def close_fds(fds: Sequence[int]) -> None:
 
 def _close_quick(fds: list[int], slow: list[int]) -> None:
     """Close what is closed at once, from the end of a list on, and move the rest to another."""
+    began = time.thread_time() if len(fds) > 1 else 0.0
     while fds:
         fd = fds[-1]
         try:
@@ -131,6 +134,9 @@ def _close_quick(fds: list[int], slow: list[int]) -> None:
             continue
         with contextlib.suppress(OSError):
             (_,) = map(os.close, map(fds.pop, (-1,)))  # popped and closed in one step, as in lifetime.close_all
+        if fds and time.thread_time() - began > _MOMENT:
+            slow += fds  # as above
+            del fds[:]
 
 
 def is_gpu(fd: int) -> bool:

@@ -34,9 +34,8 @@ from vram.keeper.notices import _Line
 from vram.keeper.private import short_directory
 from vram.keeper.records import Effect, Free, Notify, Refused
 from vram.keeper.server import KeeperServer
-from vram.keeper.slow_close import INLINE, SlowCloser, Unclosed
+from vram.keeper.slow_close import SlowCloser, Unclosed
 from vram.keeper.takeover import take_over
-from vram.sharing.channel import close_fds
 from vram.testing.keeper import SOON, WRITABLE, make_memfd, memfds, until
 
 ME = os.geteuid()
@@ -147,7 +146,7 @@ def test_nobodys_memory_waits_for_another_users_to_be_freed() -> None:
     closer = SlowCloser(100, 25, ME, lambda: None)
     with stuck(closer, ONE), memfds(1) as (fd,):
         number = os.dup(fd)
-        closer.free([number], INLINE + 1, ANOTHER)
+        closer.free([number], 4096, ANOTHER)
         until(lambda: not is_open(number), what="the end of one user's memory beside another's that does not end")
         assert closer.of(ONE) == Unclosed(handles=1)
     closer.finish(SOON)
@@ -162,28 +161,6 @@ def test_where_there_are_more_users_than_threads_each_has_one_closed_in_turn(mon
             closer._put(uid, (partial(order.append, uid), Unclosed(handles=1)))
     closer.finish(SOON)
     assert order == [ONE, ANOTHER, ONE, ONE]
-
-
-def test_who_had_a_slow_descriptor_has_none_closed_on_the_loop_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in each request, of thousands that wait to be given up, would be seconds for everybody else."""
-    monkeypatch.setattr(slow_close, "_MAX_THREADS", 0)  # so that what waits for a thread can be seen
-    monkeypatch.setattr(slow_close, "ELSEWHERE", SOON)
-    closer = SlowCloser(100, 25, ME, lambda: None)
-    with memfds(1) as (fd,), contextlib.ExitStack() as stack:
-        numbers = [os.dup(fd) for _ in range(5)]
-        with monkeypatch.context() as slowly:
-            slowly.setattr(slow_close, "MOMENT", -1.0)
-            closer.free(numbers[:1], 4096, ONE)
-        assert closer.total == Unclosed()
-        stack.callback(close_fds, numbers[1:3])
-        closer.free(numbers[1:2], 4096, ONE)
-        closer.close_fds(numbers[2:3], ONE)
-        assert closer.of(ONE) == Unclosed(sent=1, handles=1, nbytes=4096), "closed on the loop"
-        monkeypatch.setattr(slow_close, "MOMENT", SOON)
-        closer.free(numbers[3:4], 4096, ANOTHER)
-        closer._slow[ONE] = time.monotonic()
-        closer.free(numbers[4:], 4096, ONE)
-        assert [is_open(number) for number in numbers] == [False, True, True, False, False]
 
 
 # -- the end and a takeover, with lanes half done ---------------------------------------------------------------------

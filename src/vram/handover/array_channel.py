@@ -27,6 +27,7 @@ from .containers import Packed, has_tuples, named, pack, refuse, unpack
 from .exports import ExportTable, nothing, refer
 from .imports import ImportTable
 from .messages import (
+    AwaitedPart,
     Closed,
     EventIs,
     Mixed,
@@ -487,7 +488,8 @@ class ArrayChannel(Owned):
                     sent = part.first + len(part.descriptor.segments)
                     asks = self._unread.asks(len(fds), is_last=part.last)
                     waits, unasked = (1, 0) if asks else (0, self._unread.unasked + len(fds))
-                    self._channel.send(encode(Part(part, asks)), fds, timeout=timeout)
+                    message = AwaitedPart(part) if asks and part.last else Part(part)
+                    self._channel.send(encode(message), fds, timeout=timeout)
                     # In the steps after the return, with no call between: an interrupt comes before it was sent, or
                     # after it was noted (I12).
                     export.sent = sent
@@ -688,7 +690,7 @@ class ArrayChannel(Owned):
                 came.is_learned = True
         except VramError as error:
             wrong = error
-        if message.is_awaited or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
+        if type(message) is AwaitedPart or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
             patience = None if timeout is None else max(timeout, _PATIENCE)
             self._channel.send(encode(NextPart()), timeout=patience)
             self._came.clear()

@@ -12,6 +12,7 @@ from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryD
 __all__ = [
     "MAX_ARRAYS",
     "MAX_UNMAPPED",
+    "AwaitedPart",
     "Closed",
     "EventIs",
     "Fetch",
@@ -68,10 +69,13 @@ class MemoryPart(Struct, frozen=True, array_like=True):
 
 
 class Part(Struct, frozen=True, array_like=True, tag="m"):
-    """A message with descriptors: memory, or what it has grown by. With `is_awaited` it is to be acknowledged."""
+    """A message with descriptors: memory, or what it has grown by. It is acknowledged if another part follows."""
 
     part: MemoryPart
-    is_awaited: bool = False
+
+
+class AwaitedPart(Part, frozen=True, array_like=True, tag="M"):
+    """The same; it is acknowledged although it is the last of its memory."""
 
 
 class Unmap(Struct, frozen=True, array_like=True, tag="f"):
@@ -172,5 +176,5 @@ encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Fetch | Received | Bye).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Unmap).decode
 decode_message = msgspec.msgpack.Decoder(
-    Shared | Returned | Part | NextPart | Unmap | Unref | Closed | EventIs | Value | Mixed
+    Shared | Returned | Part | AwaitedPart | NextPart | Unmap | Unref | Closed | EventIs | Value | Mixed
 ).decode

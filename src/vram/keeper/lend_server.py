@@ -210,6 +210,7 @@ class LendServer(KeeperServer):
             if self._bound:  # there was no loop to be had, which would have seen to it
                 self.listener.unlink()
                 self.listener.sock.close()
+            self.turns.selector.close()  # the loop's, if there was one to close it
             self._is_away.open()
             close_fds(self._fds)
             _servers.discard(self)

@@ -3,18 +3,18 @@
 Closing the last reference to a file can block: a TCP socket with SO_LINGER and unsent data for the time it says, a file
 of a FUSE mount until its server answers, a memfd until its pages are freed (0.1 s for 512 MiB). All come as
 descriptors, taken off a socket or unread in its queue. And each close of a memfd, the last or not, goes through the
-POSIX locks of its file, of which its sender may have made any number: half a millisecond with 20,000.
+POSIX locks of its file, of which its sender may have made millions in seconds, by unlocking every second byte of one:
+77 ms a close for a million. Nothing that the kernel says in a bounded time tells such a file from others: whoever walks
+those locks holds what the question would wait for. So nothing that a client sent is closed in the loop's thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,17 +23,10 @@ from functools import partial
 from ..sharing.channel import close_fds, receive
 from ..sharing.unread import hang_up as end_connection
 
-__all__ = ["ELSEWHERE", "INLINE", "MOMENT", "SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
-
-# Bytes of memory up to which closing it is cheaper at once than in another thread. One message may end as many as it
-# can name, some thousands, while everybody else waits: so it is little.
-INLINE = 1 << 16
-MOMENT = 0.0001  # seconds of this thread, after which the rest is closed in another one, however little memory it is
-ELSEWHERE = 0.1  # seconds in which all is closed there of a user of whom one descriptor alone took longer than that
+__all__ = ["SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
 
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
-_F_GET_SEALS = 1034  # <linux/fcntl.h>
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _PEEK = int(getattr(socket, "MSG_PEEK", 0)) | _DONTWAIT
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
@@ -109,7 +102,6 @@ class SlowCloser:
         self._waiting: dict[int, Unclosed] = {}  # by user; sockets are not counted
         self._unserved: deque[int] = deque()  # users whose lanes no thread has
         self._threads = 0
-        self._slow: dict[int, float] = {}  # users of whom nothing is closed in the caller's thread, and until when
 
     def takes(self, uid: int) -> bool:
         """Whether to take another message with descriptors from this user: not while more than a few are open."""
@@ -120,47 +112,19 @@ class SlowCloser:
         return self._waiting.get(uid) or Unclosed()
 
     def close_fds(self, fds: Sequence[int], uid: int) -> None:
-        """Close descriptors that came from a user. A little memory closes here, for a moment; all else elsewhere."""
-        little: list[int] = []
-        rest: list[int] = []
-        for fd in fds:
-            (little if _is_little(fd) else rest).append(fd)
-        rest += self._close_here(little, uid)
-        self._put(uid, *((partial(_close_sent, fd), Unclosed(sent=1)) for fd in rest))
+        """Close descriptors that came from a user and were not taken."""
+        self._put(uid, *((partial(_close_sent, fd), Unclosed(sent=1)) for fd in fds))
 
     def free(self, fds: list[int], nbytes: int, uid: int) -> None:
-        """Close descriptors of a user's memory that is on the books no more, in the same way. It counts until then.
+        """Close descriptors of a user's memory that is on the books no more. It counts until then.
 
         Parameters
         ----------
         nbytes : int
             Bytes of memory behind them, as they were counted.
         """
-        rest = list(fds) if nbytes > INLINE else self._close_here(fds, uid)
-        if rest:
-            self._put(uid, (partial(close_fds, rest), Unclosed(handles=len(rest), nbytes=nbytes)))
-
-    def _close_here(self, fds: Sequence[int], uid: int) -> list[int]:
-        """Close memory in the caller's thread, for a moment, and return what is left.
-
-        Of a user whose descriptor takes longer than that by itself, nothing more is closed here for a while: one may
-        come with each of thousands of requests.
-        """
-        if uid in self._slow:
-            if time.monotonic() < self._slow[uid]:
-                return list(fds)
-            del self._slow[uid]
-        rest = iter(fds)
-        began = before = time.thread_time()
-        for fd in rest:
-            close_fds([fd])
-            now = time.thread_time()
-            if now - before > MOMENT:
-                self._slow[uid] = time.monotonic() + ELSEWHERE
-            if now - began > MOMENT:
-                break
-            before = now
-        return list(rest)
+        if fds:
+            self._put(uid, (partial(close_fds, fds), Unclosed(handles=len(fds), nbytes=nbytes)))
 
     def close_socket(self, sock: socket.socket, uid: int, closed: Callable[[], None], *, hang_up: bool = True) -> bool:
         """Close a unix socket with all that is unread in it.
@@ -280,15 +244,6 @@ def receive_whole(sock: socket.socket, room: int) -> tuple[bytes, list[int], boo
     if not cut:
         sock.recvmsg(1, 0, _DONTWAIT)
     return payload, fds, cut
-
-
-def _is_little(fd: int) -> bool:
-    """Whether a descriptor stands for little memory."""
-    try:
-        fcntl.fcntl(fd, _F_GET_SEALS)  # asks no file system, as fstat would
-        return os.fstat(fd).st_blocks * 512 <= INLINE  # of what can be sealed, which is no file of anybody's server
-    except OSError:
-        return False
 
 
 def _close_sent(fd: int) -> None:
