@@ -109,6 +109,14 @@ _PATIENCE = 10.0  # seconds to wait until an answer can be sent
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
+# Messages that are dealt with when there is no time left, or none was given: what is there already is taken, and a peer
+# that goes on with what puts nothing into the inbox keeps nobody beyond that.
+_MOST_AT_ONCE = 64
+# Messages, and bytes in them, that a sender which waits for an answer takes for recv: enough for an end that sends a
+# good while before it receives, and no more memory than a peer that never answers should have here. What comes after
+# them waits in the socket.
+_MOST_AHEAD = 4096
+_MOST_BYTES_AHEAD = 16 << 20
 
 
 class ArrayChannel(Owned):
@@ -138,6 +146,7 @@ class ArrayChannel(Owned):
     """
 
     __slots__ = (
+        "_ahead",
         "_came",
         "_channel",
         "_exports",
@@ -167,6 +176,7 @@ class ArrayChannel(Owned):
         self._warm = 0  # memory of others that was sent last: open there, and mostly sent again; 0 is none
         self._outbox = Outbox()
         self._inbox: deque[object] = deque()
+        self._ahead = 0  # bytes of the messages that are in there, nearly: what is taken out counts as their mean
         self._is_fresh = True
         self._last: Callable[[], Array | None] = nothing
         self._last_state: tuple[object, ...] = ()
@@ -240,6 +250,9 @@ class ArrayChannel(Owned):
             If the other end is closed.
         WaitTimeoutError
             If the time passed.
+        ProtocolError
+            If the other end has to acknowledge memory first, and sends without doing so what nobody receives here:
+            receive that, then send again. With a timeout it is a WaitTimeoutError.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
         if self._remote_refs or self._remote_refs.idle or self._exports.remembered:
@@ -306,8 +319,9 @@ class ArrayChannel(Owned):
             self._send_outbox()
         if timeout is not None:
             check_timeout(timeout)
-        deadline = time.monotonic() + timeout if timeout else None
+        deadline = None if timeout is None else time.monotonic() + timeout
         left = timeout
+        late = 0
         inbox = self._inbox
         self._is_fresh = False
         taken: tuple[object, ...] = ()
@@ -316,7 +330,11 @@ class ArrayChannel(Owned):
                 while not inbox:
                     if deadline is not None:
                         left = max(0.0, deadline - time.monotonic())
+                        late += not left
+                        if late > _MOST_AT_ONCE:
+                            raise WaitTimeoutError(f"nothing to receive came for {timeout:g} s, only other messages")
                     self._take(left)
+                self._ahead -= self._ahead // len(inbox)
                 taken = (inbox[0],)
                 del inbox[0]
             return self._finished(taken[0], stream)
@@ -510,11 +528,22 @@ class ArrayChannel(Owned):
         """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
         deadline = None if timeout is None else time.monotonic() + timeout
         expired = False
+        full_since = 0.0
         while self._unread.is_awaited:
             if expired:
                 raise WaitTimeoutError(f"the other end took no part of the memory sent to it for {timeout:g} s")
             left = _SLICE if deadline is None else max(0.0, min(_SLICE, deadline - time.monotonic()))
             expired = not left  # then one more look
+            if self._is_full:  # until another thread receives some of it
+                full_since = full_since or time.monotonic()
+                if deadline is None and time.monotonic() - full_since >= _PATIENCE:
+                    raise ProtocolError(
+                        f"the other end sends without acknowledging the memory sent to it: {len(self._inbox)} messages "
+                        f"wait here to be received. Receive them, then send again"
+                    )
+                time.sleep(min(left, 0.01))
+                continue
+            full_since = 0.0
             # Whoever receives may be another thread, which then takes the answer; look again soon.
             held = False
             try:
@@ -530,6 +559,11 @@ class ArrayChannel(Owned):
             finally:
                 if held:
                     self._receiving.release()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether there is as much in the inbox as is taken for :meth:`recv` in advance."""
+        return len(self._inbox) >= _MOST_AHEAD or self._ahead >= _MOST_BYTES_AHEAD
 
     def _note_unmap(self, memory: int) -> None:
         """A memory that was exported is not any more. Reached from finalizers: never waits."""
@@ -593,8 +627,10 @@ class ArrayChannel(Owned):
         held = False
         try:
             held = uninterrupted(self._receiving.acquire, False)
-            while held and self._channel.peek(3) in _HEARD:  # or whoever receives hears it
+            heard = 0
+            while held and heard < _MOST_AT_ONCE and self._channel.peek(3) in _HEARD:  # or whoever receives hears it
                 self._take(0)
+                heard += 1
         except WaitTimeoutError:
             pass
         except VramError as error:
@@ -638,6 +674,8 @@ class ArrayChannel(Owned):
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"not a message between array channels: {error}") from None
         # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
+        if isinstance(message, (Shared, Returned, Mixed, Value)):
+            self._ahead = len(came.payload) + (self._ahead if self._inbox else 0)
         if isinstance(message, (Shared, Returned, Mixed)):
             if isinstance(message, Mixed):
                 if any(isinstance(one, Shared) and one.keep for one in message.arrays):

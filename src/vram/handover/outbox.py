@@ -11,6 +11,12 @@ from .messages import MAX_UNMAPPED, Closed, Unmap, Unref, encode
 
 __all__ = ["Outbox"]
 
+# What is due to be told, from which on it is not told any more that memory is closed here: more than a process can have
+# mapped at a time (vm.max_map_count is 65,530). A peer that does not read, and has memory unmapped that nobody here
+# ever heard of or that it described just now, would otherwise fill this process. What is not told costs that peer only:
+# it keeps that memory until the connection ends.
+_MOST_DUE = 1 << 16
+
 
 class _Sends(Protocol):
     """What carries the messages: a channel, or an exchange of a transport."""
@@ -52,8 +58,9 @@ class Outbox:
         self._items.append(("unref", number, times))
 
     def unmapped(self, memory: int) -> None:
-        """A memory that was to be unmapped is closed here."""
-        self._items.append(("unmapped", memory, 0))
+        """A memory that was to be unmapped is closed here. Left out where the other end has left too much unread."""
+        if len(self._items) < _MOST_DUE:
+            self._items.append(("unmapped", memory, 0))
 
     def idle(self, memory: int) -> None:
         """The other end uses a memory no more: whoever sends next decides whether it stays open there."""

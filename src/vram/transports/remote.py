@@ -62,6 +62,9 @@ MAX_MEMORIES = 4096  # that the other end may have described at a time
 _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is gone already
 _SLICE = 2e-3  # seconds between two looks, where another thread hears the other end
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
+# Messages that are heard where nobody waits, or no longer: more than an end that keeps to the window leaves unread, and
+# a peer that says other things without end keeps nobody beyond that.
+_MOST_AT_ONCE = 4 * WINDOW
 
 
 class _Came:
@@ -418,10 +421,14 @@ class RemoteTransport(Endpoint):
     def _until(self, is_done: Callable[[], bool], timeout: float | None, what: str) -> None:
         """Hear the other end until something is so."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        late = 0
         while not is_done():
             left = None if deadline is None else deadline - time.monotonic()
+            late += left is not None and left <= 0
             held = False
             try:
+                if late > _MOST_AT_ONCE:
+                    raise WaitTimeoutError("the other end says other things without end")
                 # Whoever else hears the other end may hear what is waited for here, and then go on hearing.
                 held = uninterrupted(
                     self._reading.acquire, True, _SLICE if left is None else max(min(left, _SLICE), 0.0)
@@ -438,12 +445,12 @@ class RemoteTransport(Endpoint):
                     self._reading.release()
 
     def _listen(self) -> None:
-        """Hear what is there already."""
+        """Hear what is there already, a bounded part of it."""
         held = False
         try:
             held = uninterrupted(self._reading.acquire, False)
             with contextlib.suppress(WaitTimeoutError):
-                while held:
+                for _ in range(_MOST_AT_ONCE if held else 0):
                     self._hear(0)
         finally:
             if held:
