@@ -25,6 +25,7 @@ __all__ = ["attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
 
 _F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034  # <linux/fcntl.h>; Python names them in some versions only
 _F_SEAL_WRITE = 0x8
+_NVIDIA = "/dev/nvidia"
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 _MAX_THREADS = 8
 _MOMENT = 0.1  # seconds in which whatever is well served is closed, and those of this thread that closing may take
@@ -84,9 +85,20 @@ def attributes(fd: int) -> os.stat_result | None:
 
 def _is_special(fd: int) -> bool:
     """Whether it is neither a regular file nor a directory nor a pipe."""
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, _F_GETPIPE_SZ)
-        return False
+    import fcntl
+
+    try:
+        os.preadv(fd, [], 0)  # nothing: refused for what has no place to read at, before anybody is asked
+    except OSError as error:
+        if error.errno == errno.ESPIPE:
+            name = _name(fd)
+            if not name.startswith(("socket:", "anon_inode:", _NVIDIA)):
+                return False
+            if name.startswith(_NVIDIA):
+                with contextlib.suppress(OSError):
+                    # Waits for whoever splices from a pipe to what takes nothing: so not of any that has another name.
+                    fcntl.fcntl(fd, _F_GETPIPE_SZ)
+                    return False
     try:
         # Nothing is copied, from the file to itself. The kernel looks at the type first, and refuses what is no regular
         # file in this way; then at the rights.
@@ -95,6 +107,13 @@ def _is_special(fd: int) -> bool:
         # ENOSYS: no Linux, but something that plays it, and none of its file systems is served by another process.
         return error.errno in (errno.EINVAL, errno.ENOSYS)
     return False
+
+
+def _name(fd: int) -> str:
+    """Return what the kernel calls an open file: a path, or what begins with its kind and a colon."""
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return ""
 
 
 def close_fds(fds: Sequence[int]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -101,6 +103,52 @@ def test_what_is_asked_is_memory_or_special() -> None:
         assert [open_files.attributes(fd) for fd in (*pipe, directory, file, path)] == [None] * 5
         with pytest.raises(OSError, match="Bad file descriptor"):
             open_files.attributes(10**6)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "named pipe"])
+def test_a_pipe_that_somebody_holds_is_known_without_waiting_for_them(kind: str, tmp_path: Path) -> None:
+    """Whoever splices from it to a socket that is full has it locked for as long as they please."""
+    if kind == "pipe":
+        reading, writing = os.pipe()
+    else:
+        os.mkfifo(tmp_path / "nvidia0")
+        reading = os.open(tmp_path / "nvidia0", os.O_RDONLY | os.O_NONBLOCK)
+        writing = os.open(tmp_path / "nvidia0", os.O_WRONLY)
+        os.set_blocking(reading, True)
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            one.send(bytes(4096))
+    one.setblocking(True)
+    os.write(writing, bytes(4096))
+
+    def splice() -> None:
+        with contextlib.suppress(ConnectionError):  # the other end is closed
+            os.splice(reading, one.fileno(), 4096)
+
+    splicing = threading.Thread(target=splice)
+    found: list[bool] = []
+    looking = threading.Thread(target=lambda: found.append(open_files.is_gpu(writing)))
+    try:
+        splicing.start()
+        until(lambda: is_stuck(splicing), what="a splice that waits")
+        looking.start()
+        looking.join(SOON / 4)
+        assert found == [False], "it waits for who holds the pipe"
+    finally:
+        other.close()  # ends the splice, and so everything
+        splicing.join(SOON)
+        looking.join(SOON)
+        one.close()
+        os.close(reading)
+        os.close(writing)
+
+
+def is_stuck(thread: threading.Thread) -> bool:
+    """Whether a thread waits in the kernel."""
+    with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] in "SD"
 
 
 def test_whatever_is_well_served_is_closed_when_close_fds_returns() -> None:
