@@ -70,7 +70,7 @@ def is_read_only(fd: int) -> bool:
 def attributes(fd: int) -> os.stat_result | None:
     """Return what ``fstat`` says of memory, of a device or a socket; None for what is not to be asked.
 
-    That is a file or directory, a path of one, or a named pipe: whoever mounted its file system answers, or does not.
+    That is a file or directory, a path of one, a pipe or a terminal: of some of them whoever mounted its file system answers, or does not.
     (A device in it is the same. But only root can mount one whose devices can be opened.)
 
     Raises
@@ -84,7 +84,7 @@ def attributes(fd: int) -> os.stat_result | None:
 
 
 def _is_special(fd: int) -> bool:
-    """Whether it is neither a regular file nor a directory nor a pipe."""
+    """Whether it is neither a regular file nor a directory nor a pipe, nor like a pipe and unknown here: a terminal."""
     import fcntl
 
     try:
@@ -92,13 +92,13 @@ def _is_special(fd: int) -> bool:
     except OSError as error:
         if error.errno == errno.ESPIPE:
             name = _name(fd)
-            if not name.startswith(("socket:", "anon_inode:", _NVIDIA)):
-                return False
             if name.startswith(_NVIDIA):
                 with contextlib.suppress(OSError):
                     # Waits for whoever splices from a pipe to what takes nothing: so not of any that has another name.
                     fcntl.fcntl(fd, _F_GETPIPE_SZ)
                     return False
+            elif not name.startswith(("socket:", "anon_inode:")):
+                return False
     try:
         # Nothing is copied, from the file to itself. The kernel looks at the type first, and refuses what is no regular
         # file in this way; then at the rights.
