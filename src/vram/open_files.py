@@ -70,8 +70,8 @@ def is_read_only(fd: int) -> bool:
 def attributes(fd: int) -> os.stat_result | None:
     """Return what ``fstat`` says of memory, of a device or a socket; None for what is not to be asked.
 
-    That is a file or directory, a path of one, a pipe or a terminal: of some of them whoever mounted its file system answers, or does not.
-    (A device in it is the same. But only root can mount one whose devices can be opened.)
+    That is a file or directory, a path of one, a pipe or a terminal: of some whoever mounted its file system answers,
+    or does not. (A device in it is the same. But only root can mount one whose devices can be opened.)
 
     Raises
     ------
