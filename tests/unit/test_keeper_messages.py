@@ -40,7 +40,7 @@ GOLDEN = [
     (m.Leases(18, "a", 2), "94a66c656173657312a16102"),
     (m.Remove(16, "a", 1, True, True), "96a672656d6f766510a16101c3c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
-    (m.Takeover(18, True, True), "94a874616b656f76657212c3c3"),
+    (m.Takeover(18, True, True, True), "95a874616b656f76657212c3c3c3"),
     (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
     (m.Published(5, 3), "93a97075626c69736865640503"),
     (m.NextPart(5, 253), "93a8636f6e74696e756505ccfd"),
@@ -58,7 +58,8 @@ GOLDEN = [
 # The same, said in a takeover.
 SUCCESSION = [
     (m.Bodies(1, 5, 7), "94a6626f64696573010507"),
-    (m.HandOver(1, 1, 5, 3), "95a968616e645f6f76657201010503"),
+    (m.HandOver(1, 1, 5, 3, True), "96a968616e645f6f76657201010503c3"),
+    (m.Working(), "91a7776f726b696e67"),
     (m.Received(2), "92a574616b656e02"),
     (m.Commit(), "91a6636f6d6d6974"),
     (m.Committed(), "91a66c65745f676f"),
@@ -109,6 +110,11 @@ def test_s9_a_successor_of_before_one_could_go_on_with_what_was_begun() -> None:
 
 def test_s9_a_successor_of_before_bodies_went_ahead() -> None:
     assert m.decode_request(bytes.fromhex("93a874616b656f76657212c3")) == m.Takeover(18, True, False)
+
+
+def test_s9_two_keepers_of_before_either_said_that_it_is_at_work() -> None:
+    assert m.decode_request(bytes.fromhex("94a874616b656f76657212c3c3")) == m.Takeover(18, True, True, False)
+    assert m.decode_succession(bytes.fromhex("95a968616e645f6f76657201010503")) == m.HandOver(1, 1, 5, 3, False)
 
 
 def test_every_message_has_golden_bytes() -> None:

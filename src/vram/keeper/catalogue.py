@@ -133,10 +133,11 @@ class Catalogue:
         self.sessions: dict[int, Session] = {}
         self.leases: dict[int, Lease] = {}
         self.claims: dict[int, Claim] = {}
-        self.versions = 0
         self.waiting = 0
         self.leased: Ordered[str, Name] = Ordered()  # names that somebody holds a lease on
         self._names: dict[str, Name] = {}
+        self._versions: Ordered[int, Version] = Ordered()  # by their serial numbers
+        self.latest = 0  # of these, the last that was given out
         self._sorted: list[str] = []  # names with a current version
         self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
         self._floor = 0  # numbers of forgotten names were not above this
@@ -332,7 +333,7 @@ class Catalogue:
         else:
             insort(self._sorted, name)
         known.current = version
-        self.versions += 1
+        self.enter(version)
         self.accounts.add(version.owner, charge, 1, version.handles, words)
         if version.expires is not None:
             self._schedule(version.expires, version)
@@ -413,6 +414,7 @@ class Catalogue:
         if len(session.waiters) >= MAX_WAITERS:
             raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
         self.accounts.check(session, "waiters")
+        self.accounts.admit(session.uid, 0, 0, 0, None, waiter.words)
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
         session.tally.waiters += 1
@@ -641,6 +643,15 @@ class Catalogue:
             _, number, last = after if known.name == after[0] else ("", 0, 0)
             for version in known.beginning(number):
                 yield from version.leases.beginning(last + 1 if version.number == number else 0)
+
+    @property
+    def versions(self) -> int:
+        """The number of versions that exist."""
+        return len(self._versions)
+
+    def versions_after(self, serial: int) -> Iterator[Version]:
+        """Yield the versions that exist and came after such a serial number, in the order in which they came."""
+        return self._versions.beginning(serial + 1)
 
     def all_versions(self) -> list[Version]:
         """Return every version that exists."""
@@ -891,6 +902,12 @@ class Catalogue:
             )
 
     # -- inside: changing -----------------------------------------------------------------------------------------
+    def enter(self, version: Version) -> None:
+        """Note a version among all; for this class, and for who restores one."""
+        self.latest += 1
+        version.serial = self.latest
+        self._versions[version.serial] = version
+
     def book(self, lease: Lease) -> None:
         """Note a lease wherever it is looked for, but for the tally of its user; for this class, and for who restores
         one."""
@@ -952,7 +969,7 @@ class Catalogue:
         return effects
 
     def _free(self, version: Version, whose: int | None = None) -> Free:
-        self.versions -= 1
+        del self._versions[version.serial]
         self.accounts.total.add(-version.charge, 0, -version.handles, -version.words)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
@@ -1000,6 +1017,8 @@ class Catalogue:
         for who restores one."""
         waiter.session.waiters[waiter.call] = waiter
         self._waiters.setdefault(waiter.name, {})[waiter.order] = waiter
+        if waiter.words:
+            self.accounts.add(waiter.session.uid, 0, 0, 0, waiter.words)
         if waiter.claims:
             rivals = self._rivals.setdefault(waiter.name, {})
             rivals[waiter.session.uid] = rivals.get(waiter.session.uid, 0) + 1
@@ -1012,6 +1031,8 @@ class Catalogue:
         del line[waiter.order]
         if not line:
             del self._waiters[waiter.name]
+        if waiter.words:
+            self.accounts.add(waiter.session.uid, 0, 0, 0, -waiter.words)
         if waiter.claims:
             rivals = self._rivals[waiter.name]
             rivals[waiter.session.uid] -= 1

@@ -257,12 +257,14 @@ class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
     """I am your successor: see :mod:`.takeover` for what follows.
 
     `goes_on` says that I go on with what you have begun, and that you need not come to its end before. `precopy` says
-    that the answer may be ``Bodies``, and that I ask again then.
+    that the answer may be ``Bodies``, and that I ask again then. `patient` says that ``Working`` may come before what
+    is due.
     """
 
     call: Number
     goes_on: bool = False
     precopy: bool = False
+    patient: bool = False
 
 
 Request = (
@@ -506,12 +508,20 @@ class Bodies(Struct, frozen=True, array_like=True, tag="bodies"):
 
 
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
-    """Comes with one memfd of `size` bytes that holds all state in `format`; `total` descriptors follow in parts."""
+    """Comes with one memfd of `size` bytes that holds all state in `format`; `total` descriptors follow in parts.
+
+    `patient` is as in ``Takeover``.
+    """
 
     call: Number
     format: Number
     size: Size
     total: Number
+    patient: bool = False
+
+
+class Working(Struct, frozen=True, array_like=True, tag="working"):
+    """What is due has not come yet, and comes on: wait for it as long as at first."""
 
 
 class Received(Struct, frozen=True, array_like=True, tag="taken"):
@@ -555,7 +565,7 @@ Reply = (
     | Error
 )
 
-Succession = Bodies | HandOver | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
+Succession = Bodies | HandOver | Working | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error
 
 _encoder = msgspec.msgpack.Encoder()
 _replies = msgspec.msgpack.Decoder(Reply)

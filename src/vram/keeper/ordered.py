@@ -70,8 +70,11 @@ class Ordered(MutableMapping[K, V]):
 
     def _add(self, key: K) -> None:
         blocks = self._blocks
-        if not blocks or (len(blocks[-1]) >= _MOST and key > blocks[-1][-1]):
-            blocks.append([key])  # the common case, numbers that grow, leaves full blocks behind
+        if not blocks or key > blocks[-1][-1]:  # the common case, numbers that grow, leaves full blocks behind
+            if blocks and len(blocks[-1]) < _MOST:
+                blocks[-1].append(key)
+            else:
+                blocks.append([key])
             return
         at = self._block(key)
         block = blocks[at]

@@ -1,7 +1,8 @@
 """The records of the catalogue, and the effects that it returns to its caller.
 
 Behind a record stands the row in which it moves to a keeper that takes over, see :mod:`.snapshot`: keepers of other
-versions read and write it, so a field goes at its end, with a default, and none ever leaves.
+versions read and write it, so a field goes at its end, with a default, and none ever leaves. Notes move as they are
+kept, packed, which is a map of strings to whoever reads it as one.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class Version:
     revoked: bool = False  # and its readers were asked to let go
     publisher_host: str = ""
     words: int = 0
+    serial: int = 0  # versions of all names in the order in which they came to this keeper
 
     @property
     def charge(self) -> int:
@@ -165,7 +167,7 @@ class VersionRow(Struct, array_like=True):
     nbytes: int
     handles: int
     writable: bool
-    meta: dict[str, str]
+    meta: msgspec.Raw  # packed
     body: bytes
     published: float
     expires: float | None
@@ -230,7 +232,7 @@ class PublicationRow(Struct, array_like=True):
     handles: int
     entries: int
     writable: bool
-    meta: dict[str, str]
+    meta: msgspec.Raw  # packed
     ttl: float | None
     claim: int
     record: int = 0
@@ -293,6 +295,11 @@ class Waiter:
     may_make: bool = False  # whether it was found that its user may have the claim
 
     @property
+    def words(self) -> int:
+        """Bytes that count against what its user may say."""
+        return len(self.expected or b"")
+
+    @property
     def notes(self) -> dict[str, str]:
         """The metadata that a version must have; empty if any will do."""
         return self.expect or {}
@@ -312,7 +319,7 @@ class WaiterRow(Struct, array_like=True):
     name: str
     wants: int
     access: str
-    expect: dict[str, str] | None
+    expect: msgspec.Raw  # packed, or nil
     claims: bool
     deadline: float | None
     owner: int | None = None

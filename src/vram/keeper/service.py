@@ -198,10 +198,13 @@ class Service:
         """Whether :mod:`.takeover` writes down what is left of it."""
         return not isinstance(part, Serve) or self.catalogue.is_told(part.name)
 
-    def releasing(self, connection: Connection) -> list[tuple[int, list[int]]]:
-        """Return the calls of a connection that are about to give leases back, and those leases."""
-        parts = [part for part in self._parts if isinstance(part, Releasing) and part.connection is connection]
-        return [(part.call, part.leases) for part in parts]
+    def releasing(self) -> dict[Connection, list[tuple[int, list[int]]]]:
+        """Return the calls of each connection that are about to give leases back, and those leases."""
+        found: dict[Connection, list[tuple[int, list[int]]]] = {}
+        for part in self._parts:
+            if isinstance(part, Releasing):
+                found.setdefault(part.connection, []).append((part.call, part.leases))
+        return found
 
     def go_on(self, releasing: Iterable[tuple[Connection, int, list[int]]]) -> None:
         """Go on with the parts of work that a predecessor had left."""

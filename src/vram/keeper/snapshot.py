@@ -10,9 +10,8 @@ while the other keeper serves (:class:`BodyRow`), to a successor that can take t
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -36,7 +35,6 @@ from .records import (
     VersionRow,
     Waiter,
     WaiterRow,
-    packed,
 )
 from .users import by_number
 
@@ -44,7 +42,12 @@ __all__ = ["Ahead", "Bodies", "Books", "join_bodies", "restore", "save", "split_
 
 MAX_PART = 1 << 20  # bytes of bodies that go ahead at once, but for the end of the last: a millisecond or so
 _MOST_OF_PART = 1024  # of them
+_STEP = 1024  # rows that are written or read between two times that progress is told
 ROUNDS = 8  # over what was published since the round before, until the rest goes with the books, however much it is
+
+_NOTHING, _NO_NOTES = b"\xc0", Raw(b"\x80")
+_MAPS = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])  # the first byte of any
+_T = TypeVar("_T")
 
 Bodies = Mapping[tuple[str, int], tuple[bytes, bytes]]  # by name and number: the body of a version, and its packed meta
 
@@ -109,46 +112,78 @@ def split_bodies(head: bytes, rest: memoryview) -> dict[tuple[str, int], tuple[b
 
 
 class Ahead:
-    """The versions whose bodies went ahead to a process that is about to take over.
+    """The versions whose bodies went ahead to a process that is about to take over: in the order in which they came,
+    so that the next part is found without a look at all that there are."""
 
-    Attributes
-    ----------
-    told : set of Version
-        They are kept until it has taken over, or has gone.
-    """
-
-    __slots__ = ("_rest", "_rounds", "told")
+    __slots__ = ("_last", "_rounds", "_until")
 
     def __init__(self) -> None:
-        self.told: set[Version] = set()
-        self._rest: deque[Version] = deque()
+        self._last = 0  # serial number of the last that went ahead,
+        self._until = 0  # and of the last that goes in this round
         self._rounds = 0
+
+    def __contains__(self, version: object) -> bool:
+        return isinstance(version, Version) and version.serial <= self._last
 
     def part(self, catalogue: Catalogue) -> list[Version]:
         """Return the versions whose bodies go next; none if the rest, which may be some, goes with the books."""
-        if not self._rest and self._rounds < ROUNDS:
-            self._rounds += 1
-            new = [one for one in catalogue.all_versions() if one not in self.told]
-            if sum(len(memoryview(one.body)) for one in new) > MAX_PART:
-                self._rest.extend(new)
-        part: list[Version] = []
-        room = MAX_PART
-        while self._rest and room > 0 and len(part) < _MOST_OF_PART:
-            part.append(one := self._rest.popleft())
-            room -= len(memoryview(one.body))
-        self.told.update(part)
-        return part
+        while True:
+            if self._last >= self._until:
+                new = catalogue.versions_after(self._last)
+                _part(new)
+                if self._rounds >= ROUNDS or next(new, None) is None:
+                    return []  # it is no more than one part, or too much is published meanwhile
+                self._rounds += 1
+                self._until = catalogue.latest
+            part = _part(catalogue.versions_after(self._last), self._until)
+            if part:
+                self._last = part[-1].serial
+                return part
+            self._last = self._until  # all of the rest were freed
 
 
-def save(catalogue: Catalogue, number: Callable[[Any], int], ahead: Collection[Version] = ()) -> Books:
+def _part(versions: Iterator[Version], until: int | None = None) -> list[Version]:
+    """Return those whose bodies are one part."""
+    part: list[Version] = []
+    room = MAX_PART
+    for one in versions:
+        if until is not None and one.serial > until:
+            break
+        part.append(one)
+        room -= len(memoryview(one.body))
+        if room <= 0 or len(part) >= _MOST_OF_PART:
+            break
+    return part
+
+
+def _in_steps(rows: Iterable[_T], tell: Callable[[], None]) -> Iterator[_T]:
+    """Yield all of them, and tell that there is progress now and then."""
+    for count, row in enumerate(rows, start=1):
+        yield row
+        if not count % _STEP:
+            tell()
+
+
+def _silent() -> None:
+    """Tell nobody."""
+
+
+def save(
+    catalogue: Catalogue,
+    number: Callable[[Any], int],
+    ahead: Container[Version] = (),
+    tell: Callable[[], None] = _silent,
+) -> Books:
     """Write down a catalogue.
 
     Parameters
     ----------
     number : callable
         Gives each version's token the number that :func:`restore` will find it by.
-    ahead : collection of Version
+    ahead : container of Version
         Those whose bodies went ahead.
+    tell : callable
+        Called now and then, while it goes on.
     """
     sessions = catalogue.sessions.values()
     return Books(
@@ -165,17 +200,23 @@ def save(catalogue: Catalogue, number: Callable[[Any], int], ahead: Collection[V
                 token=number(one.token),
                 leases=[(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
                 watchers=list(one.watchers),
-                **({"body": b"", "meta": {}} if one in ahead else {"body": bytes(one.body)}),
+                **(
+                    {"body": b"", "meta": _NO_NOTES}
+                    if one in ahead
+                    else {"body": bytes(one.body), "meta": Raw(one.notes)}
+                ),
             )
-            for one in catalogue.all_versions()
+            for one in _in_steps(catalogue.all_versions(), tell)
         ],
         publications=[
-            record_from(PublicationRow, one, session=session.id)
+            record_from(PublicationRow, one, session=session.id, meta=Raw(one.notes))
             for session in sessions
             for one in session.publications.values()
         ],
         waiters=[
-            record_from(WaiterRow, one, session=one.session.id)
+            record_from(
+                WaiterRow, one, session=one.session.id, expect=Raw(_NOTHING if one.expected is None else one.expected)
+            )
             for line in catalogue._waiters.values()
             for one in line.values()
         ],
@@ -199,6 +240,7 @@ def restore(
     why_not: Callable[[int, str], str] = by_number,
     now: float = 0.0,
     bodies: Bodies | None = None,
+    tell: Callable[[], None] = _silent,
 ) -> tuple[Catalogue, dict[int, Publication]]:
     """Make a catalogue that goes on where another stopped.
 
@@ -214,11 +256,13 @@ def restore(
         When the time of claims begins of which the other did not say when it ends.
     bodies : Bodies, optional
         Those that went ahead. There may be more, of versions that are gone since.
+    tell : callable
+        Called now and then, while it goes on.
 
     Raises
     ------
     ProtocolError
-        If the body of a version is neither there nor here.
+        If the body of a version is neither there nor here, or notes are none.
 
     Returns
     -------
@@ -232,18 +276,18 @@ def restore(
     made._last = dict(books.last)
     made._numbers.update(books.numbers)
     made.sessions.update((row.id, record_from(Session, row)) for row in books.sessions)
-    for one in books.versions:
+    for one in _in_steps(books.versions, tell):
         _restore_version(made, one, token(one.token), bodies or {})
     made._sorted.sort()
     publications = {}
     for entry in books.publications:
         session = made.sessions[entry.session]
-        notes, words = packed(entry.meta), entry.record if entry.words is None else entry.words
+        notes, words = _notes(entry.meta), entry.record if entry.words is None else entry.words
         publication = record_from(Publication, entry, session=session, notes=notes, body=None, words=words)
         publications[entry.id] = session.publications[entry.id] = publication
         made.accounts.add(session.uid, publication.charge, entry.entries, entry.handles, publication.words)
-    for wait in books.waiters:
-        expected = None if wait.expect is None else packed(wait.expect)
+    for wait in _in_steps(books.waiters, tell):
+        expected = None if bytes(wait.expect) == _NOTHING else _notes(wait.expect)
         waiter = record_from(Waiter, wait, session=made.sessions[wait.session], expected=expected)
         made.line_up(waiter)
         if waiter.deadline is not None:
@@ -257,6 +301,14 @@ def restore(
         made.accounts.count(session)
     made._rounds.update((name, Round(every=every)) for name, every in books.rounds)
     return made, publications
+
+
+def _notes(moved: Raw) -> bytes:
+    """Return notes in memory of their own, not in that of all that moved; as a dict they would take twenty times it."""
+    notes = bytes(moved)
+    if notes[0] not in _MAPS:
+        raise ProtocolError("the running keeper hands over notes that are none")
+    return notes
 
 
 def _restore_claim(made: Catalogue, claim: Claim, term: TermRow | None, now: float) -> None:
@@ -275,7 +327,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any, bodies: Bodie
     body, notes = (row.body, b"") if row.body else bodies.get((row.name, row.number), (b"", b""))
     if not body:
         raise ProtocolError(f"{row.name!r} version {row.number} came without its body")
-    notes = notes or packed(row.meta)
+    notes = notes or _notes(row.meta)
     version = record_from(Version, row, token=token, notes=notes, body=Raw(), leases=Ordered(), watchers={})
     version.settle(body)
     version.words = len(body) if row.words is None else row.words
@@ -285,7 +337,7 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any, bodies: Bodie
         made._sorted.append(row.name)
     else:
         known.older[row.number] = version
-    made.versions += 1
+    made.enter(version)
     if row.current:
         made.accounts.add(row.owner, version.charge, 1, row.handles, version.words)
     else:  # counts against those who lease it

@@ -17,6 +17,7 @@ the entries say, which may be gigabytes, goes ahead in parts, while it is more t
        |        <-------------- Received -----------------    |
        |        ----- Descriptors + up to 253 fds ------->    |
        |        <-------------- Received -----------------    |   (as often as it takes)
+       |        <-------------- Working ------------------    |   (now and then; the same before HandOver + state)
        |        <---------------- Commit -----------------  has everything, and it is consistent
     letting go                                             committed: must not give up any more
        |        -------------- Committed ---------------->    |
@@ -35,15 +36,20 @@ What happens when something fails:
 * If the old one dies before that, what it held is lost, as whenever a keeper dies; the new one says so and ends.
 
 At no point do both serve, and only if both die does nobody.
+
+How long all of it takes is bounded by what there is, not by a deadline: whoever gets on with it is waited for, and says
+``Working`` where nothing else is due from it for long. Who gets stuck says nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -79,6 +85,7 @@ __all__ = ["Succession", "hand_over", "take_over"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
+_SAID_EACH = 1.0  # seconds, after which one says that it is at work
 _MAX_STATE = 1 << 31  # bytes: what stands in it besides bodies has some hundred bytes an entry
 _MAX_AHEAD = 1 << 26  # the same, of bodies that go ahead, to who receives them
 
@@ -159,6 +166,37 @@ _S = TypeVar("_S", bound=Struct)
 _state = msgspec.msgpack.Decoder(State)
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Not to collect cycles for the length of a block, that makes much and no garbage: it would be looked through for
+    some again and again, which is a third of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _silent() -> None:
+    """Tell nobody."""
+
+
+class _Work:
+    """Tells the other side now and then that there is progress, if it understands that."""
+
+    def __init__(self, channel: Channel, *, is_heard: bool) -> None:
+        self._channel = channel
+        self._is_heard = is_heard
+        self._since = time.monotonic()
+
+    def __call__(self) -> None:
+        if self._is_heard and time.monotonic() - self._since >= _SAID_EACH:
+            self._channel.send(m.encode(m.Working()), timeout=PATIENCE)
+            self._since = time.monotonic()
+
+
 # -- the old keeper -------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +236,7 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
     connection.close(hang_up=False)
     server.paused = True
     try:
-        if _give(server, channel, request, ahead.told):
+        if _give(server, channel, request, ahead):
             server.successor = True
             server.stop()
             return
@@ -234,7 +272,7 @@ def _memory(payload: bytes) -> int:
     return memory
 
 
-def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Collection[Version]) -> bool:
+def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Container[Version]) -> bool:
     """Return True once the successor serves, False if it died after Committed was sent; raise for anything else."""
     call = request.call
     # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
@@ -242,10 +280,11 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
     if not request.goes_on:
         for sock in [server.listener.sock, *(stranger.sock for stranger in server.pending)]:
             pass_rights(sock, True)  # it would not do that itself
-    payload, fds = _collect(server, ahead)
+    payload, fds = _collect(server, ahead, _Work(channel, is_heard=request.patient))
     memory = _memory(payload)
     try:
-        channel.send(m.encode(m.HandOver(call, FORMAT, len(payload), len(fds))), [memory], timeout=PATIENCE)
+        offer = m.HandOver(call, FORMAT, len(payload), len(fds), patient=True)
+        channel.send(m.encode(offer), [memory], timeout=PATIENCE)
     finally:
         os.close(memory)
     parcels = Sender(len(fds))
@@ -263,13 +302,17 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
     return True
 
 
-def _collect(server: KeeperServer, ahead: Collection[Version]) -> tuple[bytes, list[int]]:
+@_uncollected()
+def _collect(
+    server: KeeperServer, ahead: Container[Version], tell: Callable[[], None] = _silent
+) -> tuple[bytes, list[int]]:
     numbers: dict[Held, int] = {}
 
     def number(held: Held) -> int:
         return numbers.setdefault(held, len(numbers))
 
-    books = save(server.catalogue, number, ahead)
+    books = save(server.catalogue, number, ahead, tell)
+    releasing = server.service.releasing()
     connections = [*server.pending, *server.connections.values(), *server.lingering]
     rows = [
         ConnectionRow(
@@ -283,7 +326,7 @@ def _collect(server: KeeperServer, ahead: Collection[Version]) -> tuple[bytes, l
                 for call, part in one.partials.items()
             ],
             one.closed,
-            server.service.releasing(one),
+            releasing.get(one, []),
         )
         for one in connections
     ]
@@ -341,7 +384,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             return None
         greet(channel, server.path, "successor", PATIENCE)
         _ask(channel)
-        state, fds, bodies = _receive(channel)
+        state, fds, bodies, is_heard = _receive(channel)
         try:
             quotas = server.catalogue.accounts.quotas
             before = None if state.limits is None else _with(quotas, state.limits, ())
@@ -349,7 +392,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
             claims = server.catalogue.claim_timeout
             if state.claim_timeout is not None and "claim_timeout" not in given:
                 claims = state.claim_timeout
-            sockets = _unpack(server, state, fds, now, claims, bodies)
+            sockets = _unpack(server, state, fds, now, claims, bodies, _Work(channel, is_heard=is_heard))
         except BaseException:
             close_fds(fds)
             raise
@@ -375,7 +418,7 @@ def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
 
 
 def _ask(channel: Channel) -> None:
-    channel.send(m.encode(m.Takeover(1, goes_on=True, precopy=True)), timeout=PATIENCE)
+    channel.send(m.encode(m.Takeover(1, goes_on=True, precopy=True, patient=True)), timeout=PATIENCE)
 
 
 def _receive_bodies(channel: Channel) -> tuple[Bodies, m.HandOver, list[int]]:
@@ -402,7 +445,8 @@ def _read(memory: int, size: int) -> bytes:
         return file.read(size)
 
 
-def _receive(channel: Channel) -> tuple[State, list[int], Bodies]:
+def _receive(channel: Channel) -> tuple[State, list[int], Bodies, bool]:
+    """Take everything; the last is whether it is heard that this process is at work."""
     bodies, offer, memory = _receive_bodies(channel)
     try:
         if offer.format != FORMAT:
@@ -415,7 +459,8 @@ def _receive(channel: Channel) -> tuple[State, list[int], Bodies]:
     finally:
         close_fds(memory)
     try:
-        state = _state.decode(payload)
+        with _uncollected():
+            state = _state.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"the state of the running keeper is unreadable: {error}") from None
     fds = Collector(offer.total)
@@ -431,11 +476,18 @@ def _receive(channel: Channel) -> tuple[State, list[int], Bodies]:
     except BaseException:
         close_fds(fds)
         raise
-    return state, fds, bodies
+    return state, fds, bodies, offer.patient
 
 
+@_uncollected()
 def _unpack(
-    server: KeeperServer, state: State, fds: list[int], quotas: Quotas, claim_timeout: float, bodies: Bodies
+    server: KeeperServer,
+    state: State,
+    fds: list[int],
+    quotas: Quotas,
+    claim_timeout: float,
+    bodies: Bodies,
+    tell: Callable[[], None] = _silent,
 ) -> list[socket.socket]:
     """Rebuild everything; return the sockets, the listener first. What is in `fds` afterwards is nobody's."""
     count = 1 + len(state.connections)
@@ -443,11 +495,14 @@ def _unpack(
     expected = count + sum(number for number, _ in state.tokens) + sum(row.descriptors for row in partials)
     if len(fds) != expected:
         raise ProtocolError(f"{len(fds)} descriptors came for a state of {expected}")
-    rest = fds[count:]
-    tokens = []
-    for number, nbytes in state.tokens:
-        tokens.append(Held(rest[:number], nbytes, server.dispose, uses=0))
-        del rest[:number]
+    start = count
+
+    def following(number: int) -> list[int]:
+        nonlocal start
+        start += number
+        return fds[start - number : start]
+
+    tokens = [Held(following(number), nbytes, server.dispose, uses=0) for number, nbytes in state.tokens]
 
     def token(index: int) -> Held:
         held = tokens[index]
@@ -464,6 +519,7 @@ def _unpack(
         why_not=server.catalogue.why_not,
         now=server.now(),
         bodies=bodies,
+        tell=tell,
     )
     sockets: list[socket.socket] = []
     try:
@@ -483,8 +539,7 @@ def _unpack(
             connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
-            came, rest = rest[: part.descriptors], rest[part.descriptors :]
-            partial.fds.take(0, came)
+            partial.fds.take(0, following(part.descriptors))
             partial.nbytes = part.nbytes
             connection.partials[part.call] = partial
         left_over += [(connection, call, leases) for call, leases in row.releasing]
@@ -538,9 +593,20 @@ def _hear(channel: Channel, kind: type[_S], for_ever: bool = False) -> _S:
 
 
 def _hear_with_fds(channel: Channel, *kinds: type[_S], for_ever: bool = False) -> tuple[_S, list[int]]:
-    payload, fds = channel.recv(timeout=None if for_ever else PATIENCE)
+    while True:
+        payload, fds = channel.recv(timeout=None if for_ever else PATIENCE)
+        said = _read_word(payload, fds, kinds)
+        if said is not None:
+            return said, fds
+        close_fds(fds)
+
+
+def _read_word(payload: bytes, fds: list[int], kinds: tuple[type[_S], ...]) -> _S | None:
+    """Return what was said, or None if that is only that the other is at work."""
     try:
         said = m.decode_succession(payload)
+        if isinstance(said, m.Working):
+            return None
         if isinstance(said, m.Abandoned):
             raise BusyError(f"the running keeper serves on: {said.why}")
         if isinstance(said, m.Error):
@@ -550,4 +616,4 @@ def _hear_with_fds(channel: Channel, *kinds: type[_S], for_ever: bool = False) -
     except BaseException:
         close_fds(fds)
         raise
-    return said, fds
+    return said
