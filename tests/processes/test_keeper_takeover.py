@@ -543,6 +543,22 @@ def test_a_successor_keeps_the_limits_that_it_is_not_given_anew(place: str) -> N
         first.stop()
 
 
+def test_the_ceiling_that_nobody_chose_is_said_where_it_changes(place: str) -> None:
+    path = f"{place}/k"
+    with contextlib.ExitStack() as stack:
+        stack.callback(KeeperProcess(path).stop)
+        for options, says in (
+            ([], "limits: as before"),
+            (["--max-entries-per-user", "none"], "limits: --max-entries-per-user none (was 32768)"),
+            ([], "limits: as before"),
+            (["--max-entries-per-user", "5"], "limits: --max-entries-per-user 5 (was none)"),
+            (["--max-entries-per-user", "32768"], "limits: --max-entries-per-user 32768 (was 5)"),
+        ):
+            process, lines = spoken(path, "--takeover", *options)
+            stack.callback(ended, process)
+            assert lines[0].endswith(says)
+
+
 def test_the_state_of_a_takeover_is_read_across_versions(place: str) -> None:
     """S9: a field that one of the two does not know is left out by it, and everything else moves."""
 

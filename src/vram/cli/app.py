@@ -75,7 +75,9 @@ def keep(
     max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB", or "none".')] = None,
     max_entries: Annotated[str | None, typer.Option(help='Most names to keep, or "none".')] = None,
     max_bytes_per_user: Annotated[str | None, typer.Option(help="Most memory of each user but this one.")] = None,
-    max_entries_per_user: Annotated[str | None, typer.Option(help="Most names of each user but this one.")] = None,
+    max_entries_per_user: Annotated[
+        str | None, typer.Option(help='Most names of each user but this one, or "none" [default: 32768].')
+    ] = None,
     claim_timeout: Annotated[
         str | None,
         typer.Option(

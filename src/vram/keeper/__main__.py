@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError, VramError
 from ..spec import format_size, parse_size
+from .accounts import MOST_ENTRIES
 from .catalogue import CLAIM_TIMEOUT
 from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .messages import Takeover
     from .takeover import Succession
 
+# Ceilings of which nothing is said where they are as before: those that nobody chose.
+_UNSAID = {"max_bytes": (None,), "max_entries": (None,), "user_bytes": (None,), "user_entries": (None, MOST_ENTRIES)}
 # The limits: how each is written, and what it is called among the quotas and as an argument of KeeperServer.
 _LIMITS = (
     ("--max-bytes", "max_bytes", "max_bytes"),
@@ -42,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"; "none" lifts it')
     parser.add_argument("--max-entries", metavar="N", help='most names to keep; "none" lifts it')
     parser.add_argument("--max-bytes-per-user", metavar="SIZE", help="most memory of each user but this one")
-    parser.add_argument("--max-entries-per-user", metavar="N", help="most names of each user but this one")
+    parser.add_argument(
+        "--max-entries-per-user",
+        metavar="N",
+        help=f'most names of each user but this one (default: {MOST_ENTRIES}); "none" lifts it',
+    )
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
     )
@@ -102,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_bytes=limits.get("max_bytes"),
             max_entries=limits.get("max_entries"),
             max_bytes_per_user=limits.get("max_bytes_per_user"),
-            max_entries_per_user=limits.get("max_entries_per_user"),
+            max_entries_per_user=limits.get("max_entries_per_user", MOST_ENTRIES),
             patience=given.patience,
             claim_timeout=claim_timeout,
             directory_fd=given.directory_fd,
@@ -178,14 +185,14 @@ def _told(succession: Succession) -> str:
         was, limit = (_limit(option, getattr(quotas, quota)) for quotas in (before, now))
         if was != limit:
             parts.append(f"{option} {limit} (was {was})")
-        elif getattr(now, quota) is not None:
+        elif getattr(now, quota) not in _UNSAID[quota]:
             parts.append(f"{option} {limit} as before")
     was_seconds, seconds = succession.claims_before, succession.claims_now
     if was_seconds is not None and was_seconds != seconds:
         parts.append(f"--claim-timeout {seconds:g} (was {was_seconds:g})")
     elif seconds != CLAIM_TIMEOUT:
         parts.append(f"--claim-timeout {seconds:g}{'' if was_seconds is None else ' as before'}")
-    return f"{who}; limits: {', '.join(parts) or 'none, as before'}"
+    return f"{who}; limits: {', '.join(parts) or 'as before'}"
 
 
 def _limit(option: str, limit: int | None) -> str:

@@ -10,13 +10,14 @@ from ..errors import QuotaError
 from ..spec import format_count, format_size
 from .records import Session, Tally, Version
 
-__all__ = ["MOST_WORDS", "REPLACED", "Accounts", "Quotas", "Usage"]
+__all__ = ["MOST_ENTRIES", "MOST_WORDS", "REPLACED", "Accounts", "Quotas", "Usage"]
 
 # Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
 MOST = Tally(leases=65_536, waiters=4_096, claims=256, watches=16_384)
 # The same for what all entries of a user say besides their memory: names, manifests, devices, segments and meta. The
 # keeper keeps that in its own memory, and all of it moves when another keeper takes over.
 MOST_WORDS = 64 * 1024 * 1024
+MOST_ENTRIES = 32_768  # of one user, unless another ceiling or none was chosen: it stops a keeper for so long (031)
 REPLACED = 8  # descriptors of a version that may be beyond the ceilings while the next one of its name comes
 
 

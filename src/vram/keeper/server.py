@@ -24,7 +24,7 @@ from ..sharing.channel import MAX_FDS, Credentials, peer_credentials, transmit
 from ..sharing.unread import pass_rights
 from ..spec import format_count, format_size
 from . import messages as m
-from .accounts import Quotas
+from .accounts import MOST_ENTRIES, Quotas
 from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .connection import Connection, Partial
@@ -66,7 +66,7 @@ class KeeperServer:
     max_bytes, max_entries : int or None
         Ceilings for all entries together; None is none.
     max_bytes_per_user, max_entries_per_user : int or None
-        Ceilings for each user but the one who runs the keeper.
+        Ceilings for each user but the one who runs the keeper; None is none.
     patience : float
         Seconds that a peer may keep the keeper waiting before it is disconnected.
     claim_timeout : float
@@ -91,7 +91,7 @@ class KeeperServer:
         max_bytes: int | None = None,
         max_entries: int | None = None,
         max_bytes_per_user: int | None = None,
-        max_entries_per_user: int | None = None,
+        max_entries_per_user: int | None = MOST_ENTRIES,
         patience: float = PATIENCE,
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
