@@ -281,7 +281,7 @@ def test_successors_in_a_row_say_whom_they_took_over_from(place: str) -> None:
         stack.callback(second.stop)
         first.process.wait(SOON)
         waits.send(m.encode(m.Takeover(1)), timeout=SOON)
-        state, fds, _ = takeover._receive(waits)
+        state, fds, *_ = takeover._receive(waits)
         close_fds(fds)
         assert waits.peer().pid == first.pid, "who listened when it connected"
         assert state.pid == second.pid

@@ -256,9 +256,8 @@ class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
 class Takeover(Struct, frozen=True, array_like=True, tag="takeover"):
     """I am your successor: see :mod:`.takeover` for what follows.
 
-    `goes_on` says that I go on with what you have begun, and that you need not come to its end before. `precopy` says
-    that the answer may be ``Bodies``, and that I ask again then. `patient` says that ``Working`` may come before what
-    is due.
+    `goes_on`: I go on with what you have begun, and you need not come to its end before. `precopy`: the answer may be
+    ``Bodies``, and I ask again then. `patient`: ``Working`` may come before what is due.
     """
 
     call: Number
@@ -509,9 +508,7 @@ class Bodies(Struct, frozen=True, array_like=True, tag="bodies"):
 
 class HandOver(Struct, frozen=True, array_like=True, tag="hand_over"):
     """Comes with one memfd of `size` bytes that holds all state in `format`; `total` descriptors follow in parts.
-
-    `patient` is as in ``Takeover``.
-    """
+    `patient`: as in ``Takeover``."""
 
     call: Number
     format: Number
