@@ -11,8 +11,10 @@ import itertools
 import os
 import socket
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,10 +30,11 @@ from vram.keeper.accounts import MOST_ENTRIES, MOST_WORDS, Quotas
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.connection import Connection
 from vram.keeper.private import short_directory
-from vram.keeper.records import Session, Waiter
+from vram.keeper.records import Claim, Session, Waiter
 from vram.keeper.server import KeeperServer
 from vram.keeper.service import Releasing
 from vram.keeper.snapshot import Ahead, Books, restore, save
+from vram.keeper.turns import Turns
 from vram.sharing.channel import Channel, close_fds, peer_credentials
 from vram.testing.keeper import SOON
 
@@ -182,7 +185,7 @@ def test_whoever_writes_much_down_or_reads_it_looks_for_no_garbage(server: Keepe
         publish(books, ann, f"w{number}")
         books._names[f"w{number}"].current.token = takeover.Held([], 0, server.dispose)  # type: ignore[union-attr]
     listener = socket.socket(socket.AF_UNIX)
-    server.listener = type("Listening", (), {"sock": listener})()  # type: ignore[assignment]
+    server.listener = SimpleNamespace(sock=listener)  # type: ignore[assignment]
     seen: list[str] = []
 
     def note(phase: str, _: object) -> None:
@@ -343,6 +346,14 @@ def test_s9_an_older_keeper_does_not_hear_that_its_successor_is_at_work() -> Non
         assert there.recv(timeout=SOON)[0] == b"!"
 
 
+@pytest.fixture
+def idle(server: KeeperServer) -> KeeperServer:
+    """It serves as far as it knows, and nothing that waits for its turn gets it."""
+    nothing = SimpleNamespace(cancel=lambda: None)
+    server.loop = SimpleNamespace(call_soon=lambda _: nothing, call_later=lambda *_: nothing)  # type: ignore[assignment]
+    return server
+
+
 # -- what is under way -------------------------------------------------------------------------------------------------
 
 
@@ -356,6 +367,57 @@ class Looks(dict[Any, int]):
         return super().__iter__()
 
 
+@pytest.mark.parametrize("is_told", [True, False], ids=["an older successor", "any, of a claim"])
+def test_all_that_is_decided_is_done_before_it_is_written_down(idle: KeeperServer, is_told: bool) -> None:
+    """A part of it may decide more than is done at once: then the keeper asked for ever whether the rest was done."""
+    books, service = idle.catalogue, idle.service
+    ann = books.connect(ANN)
+    for call in range(1, 1_001):
+        assert isinstance(books.attach(ann, "w", 0.0, call=call, wait=None), Waiter)
+    _, effects = books.commit(books.begin(ann, "w", nbytes=1, handles=1), "t", 0.0)
+    service.carry_out(effects, ANN)
+    assert books.waiting > 900
+    steps = itertools.count(1)
+    work = service._work
+
+    def counted(most: int | None) -> None:
+        assert next(steps) < 1_000, "it goes on for ever"
+        work(most)
+
+    service._work = counted  # type: ignore[method-assign]
+    if not is_told:
+        books._rounds["w"].before = Claim(1, ann, "w", 0.0, None, 0, {})
+    service.finish(for_successor=not is_told)
+    assert (books.waiting, len(books.leases)) == (0, 1_000)
+    assert not service._due
+    assert not service._parts
+
+
+def test_what_ends_in_an_error_keeps_nobody_elses_turn() -> None:
+    """Whoever waited was served when the next request came, if one came."""
+    due: list[Any] = []
+
+    def soon(act: Any) -> Any:
+        due.append(act)
+        return SimpleNamespace(cancel=lambda: due.remove(act))
+
+    loop = SimpleNamespace(call_soon=soon, call_later=lambda _, act: soon(act))
+    turns = Turns(SimpleNamespace(by_user={1: 1, 2: 1}, loop=loop, paused=False, now=time.monotonic))  # type: ignore[arg-type]
+    turns.selector.close()
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    turns.later(1, fail)
+    turns.later(2, lambda: done.append(2))
+    with pytest.raises(ZeroDivisionError):
+        due.pop()()
+    assert due, "nobody will have a turn"
+    due.pop()()
+    assert done == [2]
+
+
 def test_what_connections_are_about_to_give_back_is_found_at_once(server: KeeperServer) -> None:
     """Not for each of thousands of connections among thousands of such calls."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(20)]
@@ -365,7 +427,7 @@ def test_what_connections_are_about_to_give_back_is_found_at_once(server: Keeper
     for number, connection in enumerate(connections):
         parts[Releasing(connection, number, [number])] = 0
     listener = socket.socket(socket.AF_UNIX)
-    server.listener = type("Listening", (), {"sock": listener})()  # type: ignore[assignment]
+    server.listener = SimpleNamespace(sock=listener)  # type: ignore[assignment]
     parts.looks = 0
     payload, _ = takeover._collect(server, ())
     state = takeover._state.decode(payload)

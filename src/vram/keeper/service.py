@@ -192,7 +192,11 @@ class Service:
             left = [part for part in self._parts if not (for_successor and self._can_wait(part))]
             if self._at_work or not left:
                 return
-            self._go_on(left[0])
+            for part in left:
+                uid = self._parts.pop(part, None)
+                if uid is not None:
+                    self._put(self._decide(part), uid)
+                    self._work(None)  # not a part of it, the rest of which would wait for a turn that does not come
 
     def _can_wait(self, part: Part) -> bool:
         """Whether :mod:`.takeover` writes down what is left of it."""

@@ -244,13 +244,15 @@ class Turns:
             return
         now = self._now()
         due = self.fairness.next(now)
-        if isinstance(due, _Work):
-            if due.first:
-                self._behind.discard(due.uid)
-            with self.charged(due.uid):
-                due.run()
-        elif due is not None:
-            with self.charged(due.credentials.uid):
-                if due.unpark(self._server.now()):
-                    due.read()
-        self._wake(now)
+        try:
+            if isinstance(due, _Work):
+                if due.first:
+                    self._behind.discard(due.uid)
+                with self.charged(due.uid):
+                    due.run()
+            elif due is not None:
+                with self.charged(due.credentials.uid):
+                    if due.unpark(self._server.now()):
+                        due.read()
+        finally:  # also after a mistake of ours: the others wait for their turn
+            self._wake(now)
