@@ -550,7 +550,7 @@ def test_the_ceiling_that_nobody_chose_is_said_where_it_changes(place: str) -> N
         for options, says in (
             ([], "limits: as before"),
             (["--max-entries-per-user", "none"], "limits: --max-entries-per-user none (was 32768)"),
-            ([], "limits: as before"),
+            ([], "limits: --max-entries-per-user none as before"),
             (["--max-entries-per-user", "5"], "limits: --max-entries-per-user 5 (was none)"),
             (["--max-entries-per-user", "32768"], "limits: --max-entries-per-user 32768 (was 5)"),
         ):

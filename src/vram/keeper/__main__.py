@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from .messages import Takeover
     from .takeover import Succession
 
-# Ceilings of which nothing is said where they are as before: those that nobody chose.
-_UNSAID = {"max_bytes": (None,), "max_entries": (None,), "user_bytes": (None,), "user_entries": (None, MOST_ENTRIES)}
+_UNCHOSEN = {"user_entries": MOST_ENTRIES}  # where no limit is given; all others are none then
 # The limits: how each is written, and what it is called among the quotas and as an argument of KeeperServer.
 _LIMITS = (
     ("--max-bytes", "max_bytes", "max_bytes"),
@@ -185,7 +184,7 @@ def _told(succession: Succession) -> str:
         was, limit = (_limit(option, getattr(quotas, quota)) for quotas in (before, now))
         if was != limit:
             parts.append(f"{option} {limit} (was {was})")
-        elif getattr(now, quota) not in _UNSAID[quota]:
+        elif getattr(now, quota) != _UNCHOSEN.get(quota):
             parts.append(f"{option} {limit} as before")
     was_seconds, seconds = succession.claims_before, succession.claims_now
     if was_seconds is not None and was_seconds != seconds:
