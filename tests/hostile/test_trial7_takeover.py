@@ -110,6 +110,11 @@ def test_taking_descriptors_apart_costs_as_much_as_there_are(server: KeeperServe
     assert 3 * MANY <= sum(moved) < 10 * MANY
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_MOST_OF_PART", 50)
+
+
 def parts_of(count: int) -> list[int]:
     """What each part costs of so many tiny entries, in calls of functions."""
     books = Catalogue(keeper_uid=KEEPER)
@@ -127,11 +132,12 @@ def parts_of(count: int) -> list[int]:
         went += len(part)
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_what_goes_ahead_next_costs_as_much_as_it_is() -> None:
     """Each time that a part was asked for, the keeper could go through all entries: 0.24 s with 200,000 of them."""
-    few, many = parts_of(3_000), parts_of(12_000)
+    few, many = parts_of(200), parts_of(1_000)
     assert len(many) > 2 * len(few)
-    assert max(many) <= max(few) + 100
+    assert max(many) <= max(few) + 50
 
 
 def test_what_is_gone_goes_ahead_no_more(books: Catalogue) -> None:
@@ -164,11 +170,12 @@ def test_a_round_all_of_which_is_gone_is_over(books: Catalogue) -> None:
     assert ahead.part(books) == []
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_who_publishes_without_end_does_not_keep_a_successor_away(books: Catalogue) -> None:
     ann = books.connect(KEEPER)
-    ahead, parts, numbers = Ahead(), 0, itertools.cycle(range(4_000))
+    ahead, parts, numbers = Ahead(), 0, itertools.cycle(range(200))
     while True:
-        for number in itertools.islice(numbers, 3_000):
+        for number in itertools.islice(numbers, 150):
             publish(books, ann, f"w{number:04d}")
         if not ahead.part(books):
             break
