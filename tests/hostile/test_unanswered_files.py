@@ -65,9 +65,11 @@ def gpu() -> str:
 
 @contextlib.contextmanager
 def promptly(files: Unanswered) -> Iterator[None]:
-    """Fail if it took until the daemon was dead: then it had asked it."""
-    yield
-    assert files.is_served, "it hung until the file system was gone"
+    """Fail if it took until the daemon was dead: then it had asked it, whatever error that ended with."""
+    try:
+        yield
+    finally:
+        assert files.is_served, "it hung until the file system was gone"
 
 
 # -- what asks nobody -----------------------------------------------------------------------------------------------
