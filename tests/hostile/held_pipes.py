@@ -39,9 +39,10 @@ def _make() -> bool:
     """Make the pipe in namespaces of this process's own; return whether it may."""
     library = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(_OTHER, _OTHER, _OTHER)
-        os.setresuid(_OTHER, _OTHER, _OTHER)
+        with contextlib.suppress(OSError):  # a namespace that has no other user: its root will do
+            os.setgroups([])
+            os.setresgid(_OTHER, _OTHER, _OTHER)
+            os.setresuid(_OTHER, _OTHER, _OTHER)
         library.prctl(_SET_DUMPABLE, 1)  # or this process may not write to its own /proc/self
     user, group = os.geteuid(), os.getegid()
     if library.unshare(_NEW_NAMESPACES):
