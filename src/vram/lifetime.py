@@ -19,9 +19,9 @@ a guarded section does no harm there, and the queue is worked off only outside o
 An interrupt (Ctrl-C, or whatever a signal handler raises) comes at almost any line of the main thread, too (I12): where
 a Python function begins, where a loop jumps back, and where a call of a C function has returned; never between other
 steps, and never in a finalizer so that its caller sees it. Three things follow. Sections are ``with`` blocks, which it
-cannot leave locked. What a C function returns is stored by :func:`uninterrupted` before an interrupt can come. And an
-undo that was interrupted is called again, so every undo must be able to go on from where it was. Only then is the
-interrupt passed on.
+cannot leave locked, if their loops jump back without a condition (tests/unit/test_loops.py). What a C function returns
+is stored by :func:`uninterrupted` before an interrupt can come. And an undo that was interrupted is called again, so
+every undo must be able to go on from where it was. Only then is the interrupt passed on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -216,8 +216,9 @@ class Handle:
         try:
             with _lock:
                 for one in (other, self):
-                    if one._state != _OPEN or one._generation != _generation:
-                        one.check()
+                    if one._state == _OPEN and one._generation == _generation:
+                        continue
+                    one.check()
                 other._claims[serial] = (self, None)
                 self._depends[serial] = other
         finally:
@@ -250,9 +251,10 @@ class Handle:
             with _lock:
                 for serial, handle in reversed(tuple(self._depends.items())):
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
-                    if handle is other and uninterrupted(self._depends.pop, serial, None) is not None:
-                        _released.append((other, serial))
-                        break
+                    if handle is not other or uninterrupted(self._depends.pop, serial, None) is None:
+                        continue
+                    _released.append((other, serial))
+                    break
         finally:
             _settle()
 
@@ -280,7 +282,9 @@ class Handle:
         """
         interrupt: list[BaseException] = []
         try:
-            while self._undo is not None and self._generation == _generation and not _exiting:
+            while True:
+                if self._undo is None or self._generation != _generation or _exiting:
+                    break
                 try:
                     self._undo()
                     break
@@ -362,7 +366,7 @@ class Claim:
             try:
                 with _lock:
                     # Claims whose release is only queued are no reason to refuse.
-                    queued = {s for handle, s in tuple(_released) if handle is self.handle}
+                    queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, tuple(_released))))
                     claims = tuple(self.handle._claims.items())
                     others = tuple(_who(holder) for s, (holder, _) in claims if s != serial and s not in queued)
                     if others:
@@ -731,7 +735,9 @@ def _settle() -> None:
                 (held,) = map(_lock.acquire, (False,))  # as uninterrupted() does it
                 if not held:
                     return
-                while _released and due is None:
+                while True:
+                    if not _released or due is not None:
+                        break
                     handle, serial = _released[0]
                     handle._claims.pop(serial, None)
                     _guards.pop(serial, None)

@@ -23,9 +23,9 @@ if sys.platform != "win32":
 
 __all__ = ["attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
 
-_F_GETPIPE_SZ, _F_GET_SEALS = 1032, 1034  # <linux/fcntl.h>; Python names them in some versions only
+_F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
-_NVIDIA = "/dev/nvidia"
+_NO_ADVICE = -1  # none that posix_fadvise knows
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 _MAX_THREADS = 8
 _MOMENT = 0.1  # seconds in which whatever is well served is closed, and those of this thread that closing may take
@@ -70,8 +70,8 @@ def is_read_only(fd: int) -> bool:
 def attributes(fd: int) -> os.stat_result | None:
     """Return what ``fstat`` says of memory, of a device or a socket; None for what is not to be asked.
 
-    That is a file or directory, a path of one, a pipe or a terminal: of some whoever mounted its file system answers,
-    or does not. (A device in it is the same. But only root can mount one whose devices can be opened.)
+    That is a file or directory, a path of one, or a pipe: of some whoever mounted its file system answers, or does
+    not. (A device in it is the same. But only root can mount one whose devices can be opened.)
 
     Raises
     ------
@@ -84,36 +84,26 @@ def attributes(fd: int) -> os.stat_result | None:
 
 
 def _is_special(fd: int) -> bool:
-    """Whether it is neither a regular file nor a directory nor a pipe, nor like a pipe and unknown here: a terminal."""
-    import fcntl
+    """Whether it is neither a regular file nor a directory nor a pipe.
 
+    Notes
+    -----
+    Two calls that do nothing are refused in a way that tells, since the kernel looks at the type first, takes no lock
+    for that and asks nobody. (Of a regular file, some file systems are asked what to do with advice: so that comes
+    second.) Other ways wait or trust: ``F_GETPIPE_SZ`` waits for whoever splices from the pipe to what takes nothing;
+    a name is what the sender's mount namespace calls the file; and that ``statx`` asks no server is up to each file
+    system.
+    """
     try:
-        os.preadv(fd, [], 0)  # nothing: refused for what has no place to read at, before anybody is asked
-    except OSError as error:
-        if error.errno == errno.ESPIPE:
-            name = _name(fd)
-            if name.startswith(_NVIDIA):
-                with contextlib.suppress(OSError):
-                    # Waits for whoever splices from a pipe to what takes nothing: so not of any that has another name.
-                    fcntl.fcntl(fd, _F_GETPIPE_SZ)
-                    return False
-            elif not name.startswith(("socket:", "anon_inode:")):
-                return False
-    try:
-        # Nothing is copied, from the file to itself. The kernel looks at the type first, and refuses what is no regular
-        # file in this way; then at the rights.
         os.copy_file_range(fd, fd, 0, 0, 0)
     except OSError as error:
         # ENOSYS: no Linux, but something that plays it, and none of its file systems is served by another process.
-        return error.errno in (errno.EINVAL, errno.ENOSYS)
+        if error.errno in (errno.EINVAL, errno.ENOSYS):
+            try:
+                os.posix_fadvise(fd, 0, 0, _NO_ADVICE)
+            except OSError as refused:
+                return refused.errno == errno.EINVAL  # for the advice; ESPIPE: for a pipe
     return False
-
-
-def _name(fd: int) -> str:
-    """Return what the kernel calls an open file: a path, or what begins with its kind and a colon."""
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{fd}")
-    return ""
 
 
 def close_fds(fds: Sequence[int]) -> None:

@@ -88,6 +88,7 @@ class Unanswered:
         self.place = place
         self.daemon = daemon
         self._fds: list[int] = []
+        self._is_dead = False  # from before the kill, which frees who waits before the process is gone
 
     def open(self, name: str = "file") -> int:
         """Open one, which is closed once the daemon is dead."""
@@ -97,13 +98,14 @@ class Unanswered:
 
     def die(self) -> None:
         """Kill the daemon, by which all who wait for it are freed."""
+        self._is_dead = True
         self.daemon.send_signal(signal.SIGKILL)
         self.daemon.wait()
 
     @property
     def is_served(self) -> bool:
         """Whether the daemon lives, and whatever asks it hangs."""
-        return self.daemon.poll() is None
+        return not self._is_dead and self.daemon.poll() is None
 
     def _end(self) -> None:
         self.die()
@@ -117,8 +119,8 @@ def unanswered_files() -> Iterator[Unanswered]:
     """Mount the file system, for at most DEADLINE seconds."""
     with tempfile.TemporaryDirectory(prefix="vram-fuse-") as place:
         daemon = subprocess.Popen([sys.executable, __file__, place], stdout=subprocess.PIPE, text=True)
-        timer = threading.Timer(DEADLINE, daemon.kill)
         files = Unanswered(place, daemon)
+        timer = threading.Timer(DEADLINE, files.die)
         try:
             assert daemon.stdout is not None
             if daemon.stdout.readline() != "ready\n":

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from tests.hostile import fuse_files
 from tests.hostile.fuse_files import Unanswered, unanswered_files
+from tests.hostile.held_pipes import HeldPipe, Refused, held_pipe
 from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_fairness import MODEST, being, open_to_all
 from tests.hostile.test_keeper_hostile import running
@@ -58,6 +59,18 @@ def files() -> Iterator[Unanswered]:
 
 
 @pytest.fixture
+def held() -> Iterator[HeldPipe]:
+    with contextlib.ExitStack() as stack:
+        try:
+            pipe = stack.enter_context(held_pipe())
+        except Refused:
+            pytest.skip("needs a user namespace, to mount something at its /dev")
+        yield pipe
+        pipe.die()  # as above
+        until(lambda: not any(thread.name == "vram: closing" for thread in threading.enumerate()))
+
+
+@pytest.fixture
 def gpu() -> str:
     """Load the driver first, since that starts processes, which inherit what is open: exec closes that, and hangs."""
     return drivers.get(GPU).device_info(GPU).uuid
@@ -65,9 +78,11 @@ def gpu() -> str:
 
 @contextlib.contextmanager
 def promptly(files: Unanswered) -> Iterator[None]:
-    """Fail if it took until the daemon was dead: then it had asked it."""
-    yield
-    assert files.is_served, "it hung until the file system was gone"
+    """Fail if it took until the daemon was dead: then it had asked it, whatever error that ended with."""
+    try:
+        yield
+    finally:
+        assert files.is_served, "it hung until the file system was gone"
 
 
 # -- what asks nobody -----------------------------------------------------------------------------------------------
@@ -88,11 +103,16 @@ def test_a_file_is_known_for_one_and_closed_without_asking_its_server(files: Una
 def test_what_is_asked_is_memory_or_special() -> None:
     with short_directory() as place, memfds(1) as fds, contextlib.ExitStack() as stack:
         zero = os.open("/dev/zero", os.O_RDWR)
+        read, write = os.open("/dev/zero", os.O_RDONLY), os.open("/dev/zero", os.O_WRONLY)
+        terminal = os.openpty()
+        ends = [end.detach() for end in socket.socketpair()]
+        event = os.eventfd(0)
         file = os.open(f"{place}/f", os.O_RDWR | os.O_CREAT)
         path = os.open("/dev/zero", os.O_PATH)
         pipe = os.pipe()
         directory = os.open(place, os.O_RDONLY)
-        for fd in (zero, file, path, *pipe, directory):
+        special, others = [zero, read, write, *terminal, *ends, event], [*pipe, directory, file, path]
+        for fd in (*special, *others):
             stack.callback(os.close, fd)
         found = open_files.attributes(fds[0])
         assert found is not None
@@ -100,7 +120,8 @@ def test_what_is_asked_is_memory_or_special() -> None:
         found = open_files.attributes(zero)
         assert found is not None
         assert os.major(found.st_rdev) == 1
-        assert [open_files.attributes(fd) for fd in (*pipe, directory, file, path)] == [None] * 5
+        assert [open_files.attributes(fd) for fd in special] == [os.fstat(fd) for fd in special]
+        assert [open_files.attributes(fd) for fd in others] == [None] * len(others)
         with pytest.raises(OSError, match="Bad file descriptor"):
             open_files.attributes(10**6)
 
@@ -143,6 +164,17 @@ def test_a_pipe_that_somebody_holds_is_known_without_waiting_for_them(kind: str,
         one.close()
         os.close(reading)
         os.close(writing)
+
+
+@pytest.mark.parametrize("mode", ["rw", "r", "w"])
+def test_a_held_pipe_called_like_a_gpus_device_is_known_and_closed_without_waiting(held: HeldPipe, mode: str) -> None:
+    fd = held.fds[mode]
+    assert os.readlink(f"/proc/self/fd/{fd}") == "/dev/nvidia0"
+    assert not open_files.is_memory(fd)
+    assert open_files.attributes(fd) is None
+    assert not open_files.is_gpu(fd)
+    close_fds([os.dup(fd), os.dup(fd)])
+    assert held.is_held, "it waits for who holds the pipe"
 
 
 def is_stuck(thread: threading.Thread) -> bool:
@@ -197,6 +229,14 @@ def test_a_gpus_driver_is_never_asked_about_it(gpu: str, files: Unanswered, name
         for call in calls:
             with pytest.raises(ProtocolError, match="a file, a directory or a pipe"):
                 call()
+
+
+@pytest.mark.standin
+def test_a_gpus_driver_is_never_asked_about_a_held_pipe(gpu: str, held: HeldPipe) -> None:
+    driver: Any = drivers.get(GPU)
+    with pytest.raises(ProtocolError, match="a file, a directory or a pipe"):
+        driver.mem_import(held.fds["rw"], HandleKind.POSIX_FD, GRANULE)
+    assert held.is_held, "it waits for who holds the pipe"
 
 
 # -- a hostile keeper, or lender ------------------------------------------------------------------------------------
@@ -289,6 +329,28 @@ def test_a_keeper_that_is_given_one_refuses_it_and_serves_all_others(name: str, 
             assert keeper.stop() == 0
             assert keeper.said() == ""
         finally:
+            keeper.kill()
+
+
+@pytest.mark.parametrize("device", ["host", "GPU-6f2b7c1e-0000-4000-8000-0123456789ab"])
+def test_a_keeper_that_is_given_a_held_pipe_refuses_it_and_serves_all_others(held: HeldPipe, device: str) -> None:
+    with short_directory() as place:
+        keeper = KeeperProcess(f"{place}/k")
+        try:
+            with KeeperClient.connect(keeper.path) as good:
+                with KeeperClient.connect(keeper.path) as hostile:
+                    for fd in held.fds.values():
+                        with pytest.raises(ProtocolError, match="segment 0"):
+                            hostile.publish("bad", [Segment(4096, device=device)], [fd])
+                with memfds(1) as fds:
+                    good.publish("good", [Segment(4096)], fds)
+                assert [entry.name for entry in good.list()] == ["good"]
+            assert held.is_held, "it waits for who holds the pipe"
+            held.die()  # what it closes is closed now
+            assert keeper.stop() == 0
+            assert keeper.said() == ""
+        finally:
+            held.die()
             keeper.kill()
 
 

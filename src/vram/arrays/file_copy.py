@@ -82,14 +82,21 @@ def _splice(fd: int, path: str, start: int, into: int, at: int, nbytes: int) -> 
     stretch that was in the pipe ends in the middle of a page of the memory, which is then looked up twice.
     """
     with _pipe() as (source, sink, size):
-        while nbytes:
+        while True:
+            if not nbytes:
+                break
             inside = os.splice(fd, sink, min(nbytes, size), offset_src=start)
             if not inside:
                 raise changed(path)
             start, nbytes = start + inside, nbytes - inside
-            while inside:
-                count = os.splice(source, into, inside, offset_dst=at)
-                at, inside = at + count, inside - count
+            _empty(source, into, at, inside)
+            at += inside
+
+
+def _empty(source: int, into: int, at: int, nbytes: int) -> None:
+    while nbytes:
+        count = os.splice(source, into, nbytes, offset_dst=at)
+        at, nbytes = at + count, nbytes - count
 
 
 @contextlib.contextmanager

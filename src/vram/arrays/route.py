@@ -220,10 +220,11 @@ def _mapped_file(address: int) -> str:
             for line in maps:
                 span, rights, _, _, inode, *path = line.split(None, 5)
                 start, _, stop = span.partition(b"-")
-                if int(start, 16) <= address < int(stop, 16):
-                    named = os.fsdecode(path[0].strip()) if path else ""
-                    shared = rights[3:4] == b"s" and int(inode) and not named.startswith("/dev/zero")
-                    return named if shared else ""
+                if not int(start, 16) <= address < int(stop, 16):
+                    continue
+                named = os.fsdecode(path[0].strip()) if path else ""
+                shared = rights[3:4] == b"s" and int(inode) and not named.startswith("/dev/zero")
+                return named if shared else ""
     except (OSError, ValueError):
         pass
     return ""

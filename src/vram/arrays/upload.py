@@ -43,8 +43,8 @@ def ring_of(driver: Any, location: Location) -> Ring:
 def close_rings() -> None:
     """Give the pinned memory of all rings back. The next file pins anew."""
     with _lock:
-        while _rings:
-            _rings.popitem()[1].close()
+        for place in tuple(_rings):
+            _rings.pop(place).close()
 
 
 class Ring:
@@ -148,8 +148,7 @@ class Ring:
         driver, stream = self._driver, self._stream
         turn = 0
         try:
-            while (piece := work.next()) is not None:
-                start, address, nbytes = piece
+            for start, address, nbytes in iter(work.next, None):
                 slot = number * 2 + turn % 2
                 turn += 1
                 if turn > 2:

@@ -230,7 +230,7 @@ class _AllRegionViews:
             if views is None or views.region is not region:
                 views = RegionViews(region)
                 if len(self._foreign) >= self._foreign_limit:
-                    self._foreign = {key: ref for key, ref in self._foreign.items() if ref() is not None}
+                    self._foreign = dict(filter(lambda known: known[1]() is not None, self._foreign.items()))
                     self._foreign_limit = 2 * len(self._foreign) + 64
                 self._foreign[id(region)] = weakref.ref(views)
             return views

@@ -229,8 +229,9 @@ class HostDriver:
         taken: list[Mapping] = []
         try:
             for mapping in due:
-                if mapping.take():
-                    taken.append(mapping)
+                if not mapping.take():
+                    break
+                taken.append(mapping)
             if not due or len(taken) < len(due):
                 raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             if not unmap(taken, address, nbytes, self._books, self._ballast):

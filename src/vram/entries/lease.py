@@ -617,7 +617,9 @@ def _attach(client: KeeperClient, where: Provenance) -> Array:
         raise
     with _lock:
         versions = _known.setdefault(client, {})
-        for key in [key for key, known in versions.items() if not known.is_alive]:
+        for key, known in tuple(versions.items()):
+            if known.is_alive:
+                continue
             del versions[key]
         known = versions.setdefault((where.name, where.version, where.access), _Known(lease._manifest))
         known.regions[lease._manifest.arrays[where.entry].memory] = weakref.ref(array.region)

@@ -222,8 +222,9 @@ class Imports:
             raise ProtocolError("memory of a pool on a place that has none")
         with self._lock:
             for old, one in tuple(self._pools.items()):
-                if one.handle is None or not one.handle.is_open:
-                    del self._pools[old]
+                if one.handle is not None and one.handle.is_open:
+                    continue
+                del self._pools[old]
             known = self._pools.get(whose)
             if known is not None and known.handle is not None:
                 with suppress(ClosedError):

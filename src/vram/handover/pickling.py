@@ -228,17 +228,21 @@ class Flights:
         until = time.monotonic() + ORPHAN_SECONDS
         with self._lock:
             for (_, thread), flight in self._flights.items():
-                if thread == by:
-                    flight.loosen()
-                    self._orphans[flight] = until
+                if thread != by:
+                    continue
+                flight.loosen()
+                self._orphans[flight] = until
 
     def end_stale(self) -> float:
         """End the flights that nobody seems to wait for; return in how many seconds to look again."""
         now = time.monotonic()
         horizon = now - FLIGHT_SECONDS
         with self._lock:
-            ended = [key for key, flight in self._flights.items() if self._is_over(flight, now, horizon)]
-            stale = [self._flights.pop(key) for key in ended]
+            stale: list[_Flight] = []
+            for key, flight in tuple(self._flights.items()):
+                if not self._is_over(flight, now, horizon):
+                    continue
+                stale.append(self._flights.pop(key))
             for flight in stale:
                 self._orphans.pop(flight, None)
             soon = min(self._orphans.values(), default=now + FLIGHT_SECONDS) - now
@@ -356,7 +360,10 @@ class FetchClient:
         asked: int | None = None
         try:
             with self._lock:
-                while (found := self._imports.find(reference)) is None:
+                while True:
+                    found = self._imports.find(reference)
+                    if found is not None:
+                        return found
                     known = self._imports.known(reference.memory)
                     if known == asked:  # it answered, and we are none the wiser
                         raise UnknownMemoryError(reference.memory, known)
@@ -367,7 +374,6 @@ class FetchClient:
                     finally:
                         self._is_waiting = False
                         self._discard()  # what an interrupt kept from being looked at, or came too late
-                return found
         finally:
             self.tidy()  # what the endpoint's thread left to us, since we were at it
 
@@ -401,8 +407,8 @@ class FetchClient:
         fresh: defaultdict[tuple[int, int], int] = defaultdict(int)
         taken, self._taken = self._taken, fresh  # of several threads each has its own share
         try:
-            while taken:
-                memory, by = key = next(iter(taken))
+            for key in tuple(taken):
+                memory, by = key
                 self.channel.send(encode(Received(memory, taken[key], by)), timeout=timeout)
                 del taken[key]
         except WaitTimeoutError:
@@ -486,7 +492,9 @@ class FetchClient:
                 held = uninterrupted(self._lock.acquire, False)
                 if not held:
                     return
-                while self._unmaps:
+                while True:
+                    if not self._unmaps:
+                        break
                     self._imports.release(self._unmaps[0])
                     self._unmaps.popleft()  # afterwards: it may be forgotten twice, but not left out
                 if self._is_gone:

@@ -58,10 +58,11 @@ class _Finder:
             for finder in tuple(sys.meta_path):
                 find = getattr(finder, "find_spec", None)  # one of before Python 3.4 has none, and is passed over
                 spec: ModuleSpec | None = None if finder is self or find is None else find(name, path, target)
-                if spec is not None:
-                    if spec.loader is not None:
-                        spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
-                    return spec
+                if spec is None:
+                    continue
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+                return spec
         finally:
             self._asking.discard(thread)
         return None

@@ -91,12 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it")
 
     try:
-        limits = {
-            argument: parse_limit(text, option)
-            for option, _, argument in _LIMITS
-            if (text := getattr(given, argument)) is not None
-        }
-        chosen = [quota for _, quota, argument in _LIMITS if argument in limits]
+        limits: dict[str, int | None] = {}
+        chosen: list[str] = []
+        for option, quota, argument in _LIMITS:
+            if getattr(given, argument) is None:
+                continue
+            limits[argument] = parse_limit(getattr(given, argument), option)
+            chosen.append(quota)
         claim_timeout = CLAIM_TIMEOUT
         if given.claim_timeout is not None:
             claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")

@@ -572,8 +572,8 @@ def close_client(path: str) -> None:
 def close_clients() -> None:
     """End all connections that :func:`client` made: for tests, and before a fork that should share nothing."""
     with _clients_lock:
-        while _clients:
-            _clients.popitem()[1].close()
+        for path in tuple(_clients):
+            _clients.pop(path).close()
 
 
 def _hand_over(found: Attachment | PublishClaim) -> None:

@@ -53,8 +53,8 @@ def sweep(place: str) -> None:
     """
     names: list[str] = []
     with contextlib.suppress(OSError), os.scandir(place) as found:
-        names += [entry.name for entry in found if _OURS.fullmatch(entry.name)]
-    for name in names:
+        names += [entry.name for entry in found]
+    for name in filter(_OURS.fullmatch, names):
         with contextlib.suppress(OSError, VramError):  # somebody's, or being swept by another
             _remove_if_dead(os.path.join(place, name))
 

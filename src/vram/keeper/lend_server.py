@@ -198,8 +198,9 @@ class LendServer(KeeperServer):
             if self._is_over:
                 raise self._over()
             for other in list(_servers):  # whose end an interrupt kept from being waited for
-                if other is not self and other.path == self.path and other._is_over:
-                    other._is_away.wait(_ANSWER)
+                if other is self or other.path != self.path or not other._is_over:
+                    continue
+                other._is_away.wait(_ANSWER)
             self.listen()
             self.serve(ready, signals=False)
         except BaseException as error:

@@ -276,7 +276,9 @@ class _Thread:
         if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
             return False  # somebody comes to listen, and wakes us
         try:
-            for line in [one for one in self._lines if not one.listeners]:
+            for line in tuple(self._lines):
+                if line.listeners:
+                    continue
                 self._lines.remove(line)
                 line.close()
             if self._lines:

@@ -509,7 +509,9 @@ class RpcConnection:
         try:
             held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
             with contextlib.suppress(VramError):
-                while held and self._failure is None:
+                while True:
+                    if not held or self._failure is not None:
+                        break
                     self._read_one(0)
         finally:
             if held:

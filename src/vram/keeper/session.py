@@ -213,7 +213,9 @@ def _put_back() -> None:
             held = uninterrupted(_choosing.acquire, False)
             if not held:
                 return
-            while _ended:
+            while True:
+                if not _ended:
+                    break
                 _forget(_ended[0])  # again, if an interrupt comes here
                 _ended.popleft()
         finally:

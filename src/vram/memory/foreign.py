@@ -272,8 +272,9 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
             except ClosedError:
                 pass
         for old, one in tuple(_known.memories.items()):
-            if not one.handle.is_open:
-                del _known.memories[old]
+            if one.handle.is_open:
+                continue
+            del _known.memories[old]
         if info.made_by != "vmm":
             raise UsageError(f"memory made by {info.made_by} at {info.base:#x} has no descriptor; copy it: vram.copy()")
         memory, claim = adopt_memory(driver, info.base, info.nbytes, info.location)

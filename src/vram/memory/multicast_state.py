@@ -175,12 +175,13 @@ class MulticastState:
         with self.lock:
             for other in tuple(self.bound.values()):
                 apart = other.offset + other.nbytes <= undo.offset or undo.offset + undo.nbytes <= other.offset
-                if other.key[0] == undo.key[0] and not apart:
-                    raise RangeError(
-                        f"cannot bind {undo.nbytes} bytes on {undo.location} at offset {undo.offset}: bytes "
-                        f"{other.offset} to {other.offset + other.nbytes} of this device are bound, or could not be "
-                        f"unbound; unbind them first"
-                    )
+                if other.key[0] != undo.key[0] or apart:
+                    continue
+                raise RangeError(
+                    f"cannot bind {undo.nbytes} bytes on {undo.location} at offset {undo.offset}: bytes "
+                    f"{other.offset} to {other.offset + other.nbytes} of this device are bound, or could not be "
+                    f"unbound; unbind them first"
+                )
             self.bound[undo.key] = undo
 
     def mapped(self) -> list[Handle]:

@@ -6,7 +6,6 @@ long, is counted: memory needs its pool, so in whatever order things are closed 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..driver.foreign import HANDLE_BYTES
 from ..driver.protocol import Driver
 from ..errors import BusyError, ClosedError, ProtocolError, UsageError
-from ..lifetime import Claim, Handle, Owned, close_all, own, uninterrupted, unwinding
+from ..lifetime import Claim, Gate, Handle, Owned, close_all, own, unwinding
 from ..spec import Access, HandleKind, Location
 from . import checks
 from .capabilities import pools
@@ -59,16 +58,18 @@ class Gone:
     def __init__(self, opened: dict[bytes, tuple[Opened, Gone]], key: bytes) -> None:
         self.opened = opened
         self.key = key
-        # A bare lock, not an Event: setting one of those waits for its inner lock, and finalizers come here (I3).
-        self.done = threading.Lock()
-        self.done.acquire()
+        self.done = Gate()  # not an Event: setting one of those waits for its inner lock, and finalizers come here (I3)
 
     def __call__(self) -> None:
         found = self.opened.get(self.key)
         if found is not None and found[1] is self:
             self.opened.pop(self.key, None)
-        if self.done.locked():
-            self.done.release()
+        self.done.open()
+
+    def wait(self, label: str) -> None:
+        """Wait until it has run."""
+        if not self.done.wait(_PATIENCE):
+            raise BusyError(f"{label} is being closed, and that does not come to an end")
 
 
 class Pool(Owned):
@@ -274,18 +275,12 @@ class Pool(Owned):
             found = self._opened.get(key)
             if found is not None:
                 known, before = found
-                with contextlib.suppress(ClosedError):
-                    return _checked(known, size).region(right, others)
-                for one in (mine, *others):
-                    one.check()  # it was none of these that is closed
-                held = False
                 try:
-                    held = uninterrupted(before.done.acquire, True, _PATIENCE)
-                finally:
-                    if held:
-                        before.done.release()
-                if not held:
-                    raise BusyError(f"{known.handle.label} is being closed, and that does not come to an end")
+                    return _checked(known, size).region(right, others)
+                except ClosedError:
+                    for one in (mine, *others):
+                        one.check()  # it was none of these that is closed
+                    before.wait(known.handle.label)
             gone = Gone(self._opened, key)
             end = own("opened pool memory", gone)
             try:

@@ -68,15 +68,11 @@ class Region(Owned):
         self._chunks = mapped
         self._access = access
         self._granularity = granularity
-        self._kinds = kinds
-        self._flags = flags
-        self._least = least
-        self._exact = exact
+        self._kinds, self._flags = kinds, flags
+        self._least, self._exact = least, exact
         self._imported = imported
-        self._frozen = False
-        self._nbytes = 0
-        self._reached = 0  # bytes: its largest size so far, as far as that memory is still here
-        self._shown_full = False
+        self._frozen = self._shown_full = False
+        self._nbytes = self._reached = 0  # bytes; of the latter: its largest size, as far as that memory is still here
         self._size_lock = threading.RLock()
         self._changing_lock = threading.RLock()
         self._warn_on_leak = not managed
@@ -244,7 +240,11 @@ class Region(Owned):
         with self._size_lock:
             if not 0 <= start <= stop <= self._nbytes:
                 raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
-            found = [c for c in self._chunks.row if c.start < stop and start < c.stop and start < stop]
+            found: list[chunks.Chunk] = []
+            for chunk in self._chunks.row:
+                if chunk.stop <= start or stop <= chunk.start or start == stop:
+                    continue
+                found += (chunk,)
             held = [PhysicalAllocation.of(chunk.memory) for chunk in found]
             return tuple(held), start - found[0].start if found else 0
 
@@ -688,7 +688,7 @@ class Region(Owned):
     def _make_smaller(self, handle: Handle, nbytes: int) -> None:
         with self._size_lock:
             before, self._nbytes = self._nbytes, nbytes  # first: a signal handler may want to have a pin
-            busy = [tag for tag in handle.tags() if isinstance(tag, Span) and tag.stop > nbytes]
+            busy = tuple(tag for tag in handle.tags() if isinstance(tag, Span) and tag.stop > nbytes)
             if busy:
                 self._nbytes = before
                 least = max(span.stop for span in busy)

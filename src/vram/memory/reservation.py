@@ -65,11 +65,12 @@ class AddressRange:
         with self.lock:
             if offset < self.top:
                 for start, size in tuple(self.spans.items()):
-                    if start < stop and offset < start + size:
-                        raise RangeError(
-                            f"cannot map {undo.nbytes} bytes at offset {offset} of {self.handle.label}: bytes {start} "
-                            f"to {start + size} are mapped, or could not be unmapped; close that mapping first"
-                        )
+                    if stop <= start or start + size <= offset:
+                        continue
+                    raise RangeError(
+                        f"cannot map {undo.nbytes} bytes at offset {offset} of {self.handle.label}: bytes {start} "
+                        f"to {start + size} are mapped, or could not be unmapped; close that mapping first"
+                    )
             undo.is_booked = True
             self.spans[offset] = undo.nbytes
             self.top = max(self.top, stop)

@@ -298,8 +298,9 @@ def open_counted(driver: Any, data: bytes, nbytes: int | None, place: Location) 
             else:
                 return _entered(key, ForeignRegion.over(driver, known.infos, kept), known.is_whole)
         for old, one in tuple(_table.openings.items()):
-            if not one.memory.is_open:
-                del _table.openings[old]
+            if one.memory.is_open:
+                continue
+            del _table.openings[old]
         return _entered(key, open_legacy(driver, data, nbytes, place), nbytes is None)
 
 

@@ -129,7 +129,7 @@ class LocalTransport(Endpoint):
         deadline = None if timeout is None else time.monotonic() + timeout
         message: Message | None = None
         try:
-            while message is None:
+            while True:
                 bell = threading.Lock()
                 bell.acquire()
                 self._bells.append(bell)  # first the bell, then the look: what comes in between rings it
@@ -139,8 +139,9 @@ class LocalTransport(Endpoint):
                         if wanted is not None:
                             check_fits(wanted, self._waiting[0].nbytes, self.dst)
                         message = uninterrupted(self._waiting.popleft)
-                if message is None:
-                    self._sleep(bell, deadline, timeout)
+                if message is not None:
+                    break
+                self._sleep(bell, deadline, timeout)
             started = time.perf_counter()
             array = self._received_into(message, wanted, stream)
             self._count_received(message.nbytes, time.perf_counter() - started)
@@ -195,7 +196,9 @@ class LocalTransport(Endpoint):
         if not was_open:  # or in a forked child, where nobody would ever let go of the lock
             return
         with self._taking:
-            while self._waiting:
+            while True:
+                if not self._waiting:
+                    break
                 self._waiting[0].release()
                 self._waiting.popleft()
         self._wake_all()

@@ -243,7 +243,9 @@ class RemoteTransport(Endpoint):
         found: Array | None = None
         self._tell()
         try:
-            while found is None:
+            while True:
+                if found is not None:
+                    break
                 self._until(lambda: bool(self._inbox), timeout, "no message came")
                 with self._taking:
                     if not self._inbox:  # another thread was faster
@@ -284,7 +286,9 @@ class RemoteTransport(Endpoint):
             return
         self._exchange.close()
         with self._taking:
-            while self._inbox:
+            while True:
+                if not self._inbox:
+                    break
                 self._inbox[0].close()
                 self._inbox.popleft()
         with self._reading:  # whoever read has been told by the exchange that it is closed
@@ -522,8 +526,9 @@ class RemoteTransport(Endpoint):
         if isinstance(message, Unmap):
             with self._learning:
                 for number in message.memories:
-                    if self._imports.release(number):
-                        self._outbox.unmapped(number)  # twice does no harm
+                    if not self._imports.release(number):
+                        continue
+                    self._outbox.unmapped(number)  # twice does no harm
         elif isinstance(message, Closed):
             for number in message.memories:
                 self._refs.closed(number)

@@ -187,9 +187,10 @@ class ShmTransport(RemoteTransport):
             return
         with self._sending:  # whoever has it has been told by the exchange that it is closed
             for ring in (self._ring, None if self._theirs is None else self._theirs[1]):
-                if ring is not None:
-                    ring.close()
-                    ring.array.close()
+                if ring is None:
+                    continue
+                ring.close()
+                ring.array.close()
 
     # -- sending ------------------------------------------------------------------------------------------------
     def _hand_over(self, array: Array, stream: int | None) -> None:
@@ -344,7 +345,9 @@ class ShmTransport(RemoteTransport):
     def _say_drained(self) -> None:
         """Tell the other end how much of its ring was read. Said twice it does no harm."""
         with self._acking:
-            while self._in_ring and self._in_ring[0].is_read:  # several threads may read at a time
+            while True:
+                if not self._in_ring or not self._in_ring[0].is_read:  # several threads may read at a time
+                    break
                 self._read_to = self._in_ring[0].stop
                 self._in_ring.popleft()
             if self._read_told != self._read_to:

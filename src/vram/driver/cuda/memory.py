@@ -202,8 +202,9 @@ class MemoryCalls:
         is_unmapped = False
         try:
             for mapping in due:
-                if mapping.take():
-                    taken.append(mapping)
+                if not mapping.take():
+                    break
+                taken.append(mapping)
             if len(taken) != len(due):
                 raise UsageError(f"mem_unmap({address:#x}, {nbytes}): another thread is at some of it")
             for mapping in taken:
@@ -429,10 +430,11 @@ class MemoryCalls:
         wanted += [("memory that can be exported as POSIX_FD", 103)] if HandleKind.POSIX_FD in kinds else []
         with noted(error):
             for what, attribute in wanted:
-                if not device.attribute(attribute):
-                    return UnsupportedError(
-                        f"{what} on {location}", "a device that has it", f"{device.name}, which says that it has not"
-                    )
+                if device.attribute(attribute):
+                    continue
+                return UnsupportedError(
+                    f"{what} on {location}", "a device that has it", f"{device.name}, which says that it has not"
+                )
         if flags:
             return UnsupportedError(
                 f"memory on {location} with {flags!r}", "a driver and a device that take these flags together",
@@ -452,11 +454,12 @@ class MemoryCalls:
                         f"access of cuda:{number} to memory on cuda:{home[1]}", "peer access between the two", reason,
                         "Copy over the host: vram.asarray(array.to_host(), device=...)",
                     )  # fmt: skip
-                if kind != DEVICE and (kind, number) != home:
-                    return UsageError(
-                        f"mem_set_access: {self._devices.location(kind, number)} cannot be given access to memory on "
-                        f"{self._devices.location(*home)} ({error.name}); name GPUs, or the NUMA node of the memory"
-                    )
+                if kind == DEVICE or (kind, number) == home:
+                    continue
+                return UsageError(
+                    f"mem_set_access: {self._devices.location(kind, number)} cannot be given access to memory on "
+                    f"{self._devices.location(*home)} ({error.name}); name GPUs, or the NUMA node of the memory"
+                )
         return error
 
     def peer_refusal(self, device: int, memory_of: int) -> str:
