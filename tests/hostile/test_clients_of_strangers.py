@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import itertools
+import json
 import os
 import signal
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.hostile import fuse_files
 from tests.hostile.fuse_files import unanswered_files
-from tests.hostile.test_keeper_fairness import GREEDY
+from tests.hostile.test_keeper_fairness import GREEDY, being
 from tests.hostile.test_trial3_keeper import locked_for_ever
 from tests.hostile.test_trial6_channel import ended, long_array
-from tests.keeper_here import later
+from tests.keeper_here import later, open_to_all
 from tests.processes.other_users import _become
 
 import vram
+from vram.cli import app
 from vram.entries.placement import Placement
 from vram.errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from vram.handover import array_channel
 from vram.handover.messages import AwaitedPart, MemoryPart, NextPart, Part, Reference, Shared, Value, encode
-from vram.keeper.client import close_client
+from vram.keeper import client as client_module
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import short_directory
 from vram.sharing.channel import Channel, close_fds
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
@@ -259,3 +265,104 @@ def test_a_sender_says_what_is_no_timeout(timeout: object) -> None:
     raw, end = Channel.pair()
     with raw, vram.ArrayChannel(end) as channel, pytest.raises(UsageError, match="not a number of seconds"):
         channel.send(1, timeout=timeout)  # type: ignore[arg-type]
+
+
+# -- listing ----------------------------------------------------------------------------------------------------------
+TALKATIVE = {f"k{number:03}": f"{number:03}" for number in range(512)}
+MANY = 150
+
+
+@pytest.fixture
+def talkative() -> Iterator[KeeperClient]:
+    """A keeper with entries of another user that say as much as can be, each with as many keys as can be."""
+    with open_to_all() as path, memfds(1) as fds:
+        with being(GREEDY):
+            connected = KeeperClient.connect(path)
+        with connected as bad:
+            for number in range(MANY):
+                bad.publish(f"bad/{number:03}", [Segment(4096)], fds, meta=TALKATIVE)
+            held = [bad.attach("bad/000")]
+            for _ in range(MANY):  # versions that are held
+                bad.publish("bad/000", [Segment(4096)], fds, meta=TALKATIVE)
+                held.append(bad.attach("bad/000"))
+            for one in held:
+                close_fds(one.fds)
+            with KeeperClient.connect(path) as client:
+                yield client
+    close_client(path)
+
+
+def peak(act: Callable[[], object]) -> int:
+    """Return the bytes that Python allocates at most while something is done, what it returns included."""
+    act()  # what is loaded once, and remembered
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        del kept
+
+
+WIRE = MANY * len(encode(Value(TALKATIVE)))  # bytes that go through the socket, nearly
+
+
+@needs_root
+@pytest.mark.parametrize("verb", ["list", "show", "revoke"])
+def test_a_listing_takes_no_more_than_some_times_what_is_sent(talkative: KeeperClient, verb: str) -> None:
+    acts = {
+        "list": lambda: talkative.list(),
+        "show": lambda: talkative.show("bad/000"),
+        "revoke": lambda: talkative.revoke("bad/000", timeout=0),
+    }
+    if verb == "revoke":
+        talkative.remove("bad/000")
+    most = peak(acts[verb])
+    assert most < 3 * WIRE + (1 << 20), f"{most} bytes for {WIRE}"
+
+
+@needs_root
+def test_the_command_takes_no_more(talkative: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        most = peak(lambda: app.list_("", holders=False, socket=talkative.path, as_json=True))
+    assert most < 3 * WIRE + (1 << 20), f"{most} bytes for {WIRE}"
+
+
+@needs_root
+def test_the_command_prints_what_it_printed(talkative: KeeperClient, capsys: pytest.CaptureFixture[str]) -> None:
+    app.list_("bad/00", holders=False, socket=talkative.path, as_json=True)
+    text = capsys.readouterr().out
+    rows = json.loads(text)
+    assert [row["name"] for row in rows] == [f"bad/{number:03}" for number in range(10)]
+    assert rows[3]["meta"] == TALKATIVE
+    assert text == json.dumps(rows, indent=2) + "\n"
+    app.list_("none", holders=False, socket=talkative.path, as_json=True)
+    assert capsys.readouterr().out == "[]\n"
+
+
+# -- asking to let go -------------------------------------------------------------------------------------------------
+def test_a_revocation_names_some_of_the_holders_and_says_how_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over by then: how many leases a stranger has is no reason to go on."""
+    monkeypatch.setattr(client_module, "_LISTED", 10)
+    with open_to_all() as path, memfds(1) as fds, KeeperClient.connect(path) as client:
+        held = []
+        for count in (4, 8, 3):
+            client.publish("n", [Segment(4096)], fds)
+            held += [client.attach("n") for _ in range(count)]
+        for one in held:
+            close_fds(one.fds)
+        asked: list[object] = []
+        ask = KeeperClient._ask
+        monkeypatch.setattr(KeeperClient, "_ask", lambda *words: (asked.append(words[1]), ask(*words))[1])
+        left = client.revoke("n", timeout=0)
+        assert [one.lease_id for one in left.holders] == [one.lease_id for one in held[:10]]
+        assert (left.more, left.nbytes) == (5, 3 * 4096)
+        assert sum(isinstance(one, m.Holders) for one in asked) == 2, "the third version's are not asked for"
+        client.release([one.lease_id for one in held[:5]])
+        again = client.revoke("n", timeout=0)
+        assert (len(again.holders), again.more, again.nbytes) == (10, 0, 2 * 4096)
+        with KeeperClient.connect(path) as other:
+            taken = other.revoke("n", timeout=0, force=True)
+            assert (len(taken.forced), taken.holders, taken.more) == (10, (), 0)
