@@ -141,6 +141,7 @@ def test_revoke_says_who_still_holds_it(kept: vram.Keeper, file: Path) -> None:
         "holders": [],
         "nbytes": 0,
         "forced": [],
+        "more": 0,
     }
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import sys
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -162,14 +164,14 @@ def list_(
     if holders:
         held = administration.holders(prefix, keeper=socket)
         if as_json:
-            _print(held, True, "")
+            _print_list(held)
             return
         from .tables import holder_table, show_table
 
         show_table(holder_table(held))
         return
     if as_json:
-        _print(administration.list_entries(prefix, keeper=socket), True, "")
+        _print_list(administration.list_entries(prefix, keeper=socket))
         return
     from .tables import MOST_META, entry_table, show_table
 
@@ -231,6 +233,7 @@ def revoke(
         print(f"revoked {which}, and ended the leases of those who did not let go. What they have mapped stays mapped:")
         print("the keeper does not count it any more, the kernel keeps it until they close it or end.")
         show_table(holder_table(left.forced))
+        _print_more(left.more)
     elif as_json or not left.holders:
         _print(left, as_json, f"revoked {which}: nobody holds it any more")
     else:
@@ -238,6 +241,7 @@ def revoke(
 
         print(f"revoked {which}; {format_size(left.nbytes)} still held by:")
         show_table(holder_table(left.holders))
+        _print_more(left.more)
     if left.holders:
         raise typer.Exit(1)
 
@@ -295,7 +299,32 @@ def _pairs(texts: list[str]) -> dict[str, str]:
 
 
 def _print(value: Any, as_json: bool, text: str) -> None:
-    print(json.dumps(msgspec.to_builtins(value), indent=2) if as_json else text)
+    print(_as_json(value) if as_json else text)
+
+
+def _print_more(leases: int) -> None:
+    if leases:
+        print(f"and {leases} more leases: vram ls --holders lists all")
+
+
+def _print_list(values: Sequence[object]) -> None:
+    """Print a list as JSON, one after the other: as text, all of a long list would take many times as much memory."""
+    lines = (textwrap.indent(_as_json(value), "  ") for value in values)
+    end = "[" if values else "[]\n"
+    for line in lines:
+        sys.stdout.write(f"{end}\n{line}")
+        end = ","
+    sys.stdout.write("\n]\n" if values else end)
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(msgspec.to_builtins(value, enc_hook=_builtin), indent=2)
+
+
+def _builtin(value: object) -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"{type(value)} in JSON")
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -163,12 +163,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _pairs(meta: dict[str, str]) -> str:
+def _pairs(meta: Mapping[str, str]) -> str:
     text = " ".join(f"{key}={value}" for key, value in meta.items())
     return _printable(text if len(text) <= 60 else text[:57] + "...")
 
 
-def _notes(meta: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _notes(meta: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """What was said, one line a note; what a file says of itself, one line for each of its own."""
     for key, value in meta.items():
         inside = None

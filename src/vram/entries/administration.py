@@ -158,7 +158,8 @@ def revoke(
     -------
     RevokeInfo
         The `holders` that are left when the time is over; nobody, if all let go. With `force`, those whose leases were
-        ended are in `forced`. May be called again.
+        ended are in `forced`. At most 1,000 leases are named; `more` is how many there are besides. May be called
+        again.
 
     Raises
     ------

@@ -105,10 +105,11 @@ class _Came:
 
 _TRIES = 8  # of a message that interrupts keep from being dealt with; then it is lost, as one that makes no sense is
 _HEARD = tuple(b"\x92\xa1" + tag for tag in (b"d", b"f", b"c"))  # Unref, Unmap, Closed
-_PATIENCE = 10.0  # seconds to wait until an answer can be sent
+_PATIENCE = 10.0  # seconds that a sender without a deadline waits while nothing more can be received here
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of its dimensions
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
+_TAKEN = encode(NextPart())
 # Messages that are dealt with when there is no time left, or none was given: what is there already is taken, and a peer
 # that goes on with what puts nothing into the inbox keeps nobody beyond that.
 _MOST_AT_ONCE = 64
@@ -158,6 +159,7 @@ class ArrayChannel(Owned):
         "_last_message",
         "_last_state",
         "_outbox",
+        "_owed",
         "_receiving",
         "_remote_refs",
         "_sending",
@@ -185,6 +187,7 @@ class ArrayChannel(Owned):
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._unread = Unread()  # parts of memory
+        self._owed = 0  # acknowledgements of parts that came; with the receiving lock
         # One message at most, taken off the socket and not dealt with yet.
         self._came: list[_Came | tuple[bytes, list[int]]] = []
         channel.handle  # noqa: B018  (the check)
@@ -238,7 +241,7 @@ class ArrayChannel(Owned):
             The stream whose work fills the memory: the receiver waits for that, by an interprocess event. By default
             this call waits for all work of the GPUs that the memory is on.
         timeout : float or None
-            Seconds to wait while the other end does not read; None waits for ever.
+            Seconds to wait, for all of it, while the other end does not read; None waits for ever.
 
         Raises
         ------
@@ -255,7 +258,10 @@ class ArrayChannel(Owned):
             receive that, then send again. With a timeout it is a WaitTimeoutError.
         """
         self.handle  # noqa: B018  (before the lock: in a forked child nobody would ever let go of it)
-        if self._remote_refs or self._remote_refs.idle or self._exports.remembered:
+        if timeout is not None:
+            timeout = check_timeout(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._owed or self._remote_refs or self._remote_refs.idle or self._exports.remembered:
             self._hear()
         try:
             with self._sending:
@@ -264,19 +270,19 @@ class ArrayChannel(Owned):
                     self._outbox.tell(self._channel, self._release_idle)
                 if isinstance(value, Array) or _is_shareable(value):
                     array = value if isinstance(value, Array) else share(value)
-                    message = self._refer(array, None if stream is None else as_stream(stream), timeout)
+                    message = self._refer(array, None if stream is None else as_stream(stream), deadline)
                     keep = self._last_keep
                 else:
                     keep = 0
                     if isinstance(value, (tuple, list, dict)) and (packed := _packed(value)) is not None:
-                        self._send_packed(packed, None if stream is None else as_stream(stream), timeout)
+                        self._send_packed(packed, None if stream is None else as_stream(stream), deadline)
                         return
                     try:
                         message = encode(Value(value))
                     except (TypeError, ValueError, OverflowError, RecursionError) as error:
                         raise refuse(value, _is_array, error) from None
                 try:
-                    self._channel.send(message, timeout=timeout)
+                    self._channel.send(message, timeout=_left(deadline))
                     keep = 0  # from here on the other end says when it is done
                 except BaseException:
                     if keep:
@@ -305,6 +311,11 @@ class ArrayChannel(Owned):
         -------
         Array, value, or container of these
 
+        Notes
+        -----
+        Parts of large memory are acknowledged here. Where the other end has no room for that, since it reads nothing,
+        the next call does it: who waits for :meth:`fileno` instead comes again after a while.
+
         Raises
         ------
         WaitTimeoutError
@@ -327,7 +338,9 @@ class ArrayChannel(Owned):
         taken: tuple[object, ...] = ()
         try:
             with self._receiving:
-                while not inbox:
+                while True:
+                    if inbox:
+                        break
                     if deadline is not None:
                         left = max(0.0, deadline - time.monotonic())
                         late += not left
@@ -427,7 +440,7 @@ class ArrayChannel(Owned):
         return f"<ArrayChannel, {'closed' if self.is_closed else f'fd {self._channel.fileno()}'}>"
 
     # -- sending ------------------------------------------------------------------------------------------------
-    def _send_packed(self, packed: Packed, stream: int | None, timeout: float | None) -> None:
+    def _send_packed(self, packed: Packed, stream: int | None, deadline: float | None) -> None:
         """Send a container: all of it, or nothing, and then nothing is exported that was not before (I4)."""
         arrays: list[tuple[str, Array]] = []
         for steps, value in packed.arrays:
@@ -449,11 +462,13 @@ class ArrayChannel(Owned):
             referred = []
             for path, array in arrays:
                 with _at(path):
-                    referred.append(msgspec.Raw(self._refer(array, stream, timeout)))
-                if self._last_keep:
-                    kept.append(self._last_keep)
+                    referred.append(msgspec.Raw(self._refer(array, stream, deadline)))
+                if not self._last_keep:
+                    continue
+                kept.append(self._last_keep)
             # Each is encoded already, as a message of its own.
-            self._channel.send(encode(Mixed(packed.tree, tuple(referred))), timeout=timeout)  # type: ignore[arg-type]
+            message = encode(Mixed(packed.tree, tuple(referred)))  # type: ignore[arg-type]
+            self._channel.send(message, timeout=_left(deadline))
         except BaseException:
             for number in kept:
                 self._take_back(number)
@@ -462,7 +477,7 @@ class ArrayChannel(Owned):
                 self._exports.release(number)
             raise
 
-    def _refer(self, array: Array, stream: int | None, timeout: float | None) -> bytes:
+    def _refer(self, array: Array, stream: int | None, deadline: float | None) -> bytes:
         """Return the message for an array, after what its receiver needs to know of the memory."""
         region = array.region
         # Whoever receives the array may read it at once (S10). A no-op on the host.
@@ -470,29 +485,29 @@ class ArrayChannel(Owned):
         if stream is None:
             region.synchronize()
         else:
-            event = self._record(region, stream, timeout)
+            event = self._record(region, stream, deadline)
         # The same array again is what channels are for. Each of these is replaced, never changed.
         state = (array.shape, region.layout, region.access)
         is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
         if is_last and (not self._last_keep or self._remote_refs.incref(self._last_keep)):
             return self._last_message
         number = self._imports.number_of(array)
-        message = self._introduce(array, number, event, timeout)
+        message = self._introduce(array, number, event, deadline)
         if not event:
             self._last, self._last_state, self._last_message = weakref.ref(array), state, message
             if number != self._imports.number_of(array):  # whoever receives has just forgotten it, and looked too soon
                 self._last = nothing
         return message
 
-    def _record(self, region: Region, stream: int, timeout: float | None) -> int:
+    def _record(self, region: Region, stream: int, deadline: float | None) -> int:
         """Record an event on a stream and return its number, after its receiver was told what it is."""
         number, entry = self._stream_events.record(region, stream)
         if entry is not None:
-            self._channel.send(encode(EventIs(number, entry)), timeout=timeout)
+            self._channel.send(encode(EventIs(number, entry)), timeout=_left(deadline))
             self._stream_events.told(number)
         return number
 
-    def _introduce(self, array: Array, number: int | None, event: int, timeout: float | None) -> bytes:
+    def _introduce(self, array: Array, number: int | None, event: int, deadline: float | None) -> bytes:
         self._last, self._last_keep = nothing, 0
         if number is not None:
             return encode(Returned(refer(number, 0, array)))
@@ -502,12 +517,12 @@ class ArrayChannel(Owned):
             try:
                 for part, fds in export.parts(max(export.sent, 0)):
                     # A peer that does not read must not cost more descriptors than two messages have (S4).
-                    self._wait_until_taken(timeout)
+                    self._wait_until_taken(deadline)
                     sent = part.first + len(part.descriptor.segments)
                     asks = self._unread.asks(len(fds), is_last=part.last)
                     waits, unasked = (1, 0) if asks else (0, self._unread.unasked + len(fds))
                     message = AwaitedPart(part) if asks and part.last else Part(part)
-                    self._channel.send(encode(message), fds, timeout=timeout)
+                    self._channel.send(encode(message), fds, timeout=_left(deadline))
                     # In the steps after the return, with no call between: an interrupt comes before it was sent, or
                     # after it was noted (I12).
                     export.sent = sent
@@ -524,14 +539,13 @@ class ArrayChannel(Owned):
                 self._warm = export.id
         return encode(Shared(refer(export.id, export.sent, array), keep, event))
 
-    def _wait_until_taken(self, timeout: float | None) -> None:
+    def _wait_until_taken(self, deadline: float | None) -> None:
         """Wait until the other end has taken the parts it was sent, receiving meanwhile what it has to say."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         expired = False
         full_since = 0.0
         while self._unread.is_awaited:
             if expired:
-                raise WaitTimeoutError(f"the other end took no part of the memory sent to it for {timeout:g} s")
+                raise WaitTimeoutError("the other end took no part of the memory sent to it before the deadline")
             left = _SLICE if deadline is None else max(0.0, min(_SLICE, deadline - time.monotonic()))
             expired = not left  # then one more look
             if self._is_full:  # until another thread receives some of it
@@ -628,7 +642,11 @@ class ArrayChannel(Owned):
         try:
             held = uninterrupted(self._receiving.acquire, False)
             heard = 0
-            while held and heard < _MOST_AT_ONCE and self._channel.peek(3) in _HEARD:  # or whoever receives hears it
+            if held and self._owed:
+                self._acknowledge(0.0)
+            while True:
+                if not held or heard >= _MOST_AT_ONCE or self._channel.peek(3) not in _HEARD:
+                    break  # whoever receives hears it
                 self._take(0)
                 heard += 1
         except WaitTimeoutError:
@@ -646,6 +664,8 @@ class ArrayChannel(Owned):
         After an interrupt it stays, and is dealt with the next time: what it says may be what all that follows stands
         on, or what the other end waits for.
         """
+        if self._owed:
+            timeout = self._acknowledge(timeout)
         if not self._came:
             try:
                 payload, fds = self._channel.take(timeout=timeout)
@@ -655,12 +675,31 @@ class ArrayChannel(Owned):
                 raise
             self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
         try:
-            self._deal_with(timeout)
+            self._deal_with()
         except VramError:
             self._came.clear()
             raise
 
-    def _deal_with(self, timeout: float | None) -> None:
+    def _acknowledge(self, timeout: float | None) -> float | None:
+        """Send what acknowledgements are due. Called with the receiving lock; returns what is left of the time.
+
+        Where the other end has no room for them, wait for that as well as for what it says next: it may send nothing
+        before it has them, and it may also read none of them and go on sending.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._owed:
+            left = _left(deadline)
+            try:
+                self._channel.send(_TAKEN, timeout=0)
+                self._owed -= 1  # in the step after it (I12)
+            except PeerGoneError:  # nobody waits for them; what it said before is received
+                self._owed = 0
+            except WaitTimeoutError:
+                if left == 0 or self._channel.wait(left):
+                    break
+        return _left(deadline)
+
+    def _deal_with(self) -> None:
         came = self._came[0]
         if not isinstance(came, _Came):
             self._came[0] = came = _Came(came[0], came[1])
@@ -698,7 +737,7 @@ class ArrayChannel(Owned):
             del self._came[0]
             return
         if isinstance(message, Part):
-            self._learn(came, message, timeout)
+            self._learn(came, message)
         elif isinstance(message, Unmap):
             done = [number for number in message.memories if self._imports.release(number)]
             self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
@@ -719,7 +758,7 @@ class ArrayChannel(Owned):
             self._stream_events.learn(message.number, message.event)
         self._came.clear()
 
-    def _learn(self, came: _Came, message: Part, timeout: float | None) -> None:
+    def _learn(self, came: _Came, message: Part) -> None:
         """Map a part of memory, once, and acknowledge it if its sender waits for that."""
         wrong: VramError | None = None
         try:
@@ -729,9 +768,9 @@ class ArrayChannel(Owned):
         except VramError as error:
             wrong = error
         if type(message) is AwaitedPart or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
-            patience = None if timeout is None else max(timeout, _PATIENCE)
-            self._channel.send(encode(NextPart()), timeout=patience)
-            self._came.clear()
+            self._owed += 1
+            del self._came[:]  # no interrupt divides the two
+            self._acknowledge(0.0)
         if wrong is not None:
             try:
                 raise wrong
@@ -772,6 +811,11 @@ class ArrayChannel(Owned):
             return wrong
         unpack(message.value, arrays)  # the check (S7)
         return _Mixed(message.value, arrays)
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until a deadline, 0 from then on; None where there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
 def _packed(value: object) -> Packed | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import (
     AccessDeniedError,
@@ -48,7 +49,17 @@ __all__ = [
 _PART = 32  # descriptors sent at once: as many as a keeper that may have 1,024 takes from any user
 
 
+_LISTED = 1000  # leases that are named after a revocation; a user may have many more, and its time is over by then
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two polls for the leases that are left on a revoked version
+
+
+class _Held(NamedTuple):
+    """What a revocation needs to know of a version; its publisher may have said much more."""
+
+    version: int
+    nbytes: int
+    readers: int
+    is_revoked: bool | None
 
 
 class KeeperClient(Queries):
@@ -417,17 +428,16 @@ class KeeperClient(Queries):
             # Most readers release at once or not soon: polled seldom, a keeper is not kept busy by this wait.
             time.sleep(min(pause, time_left))
             pause = min(pause * 1.5, _LAST_LOOK)
-        held = [(row, tuple(self.holders_of(name, row))) for row in left]
-        forced = tuple(holder for _, holders in held for holder in holders) if force else ()
-        if forced:
+        holders = (holder for row in left for holder in self.holders_of(name, row.version, row.nbytes))
+        listed = tuple(itertools.islice(holders, _LISTED))
+        more = max(0, sum(row.readers for row in left) - _LISTED) if len(listed) == _LISTED else 0
+        if force and listed:
             self._drop_leases(name, [row.version for row in left])
-            held = []
-        return RevokeInfo(
-            name,
-            tuple(holder for _, holders in held for holder in holders),
-            sum(row.nbytes for row, holders in held if holders),
-            forced,
-        )
+            return RevokeInfo(name, (), 0, listed, more)
+        held = {holder.version for holder in listed}
+        if more:  # what is behind the last one that is listed was not looked at
+            held.update(row.version for row in left if row.version > listed[-1].version)
+        return RevokeInfo(name, listed, sum(row.nbytes for row in left if row.version in held), (), more)
 
     def _drop_leases(self, name: str, versions: Sequence[int]) -> None:
         """End the leases on versions that were revoked."""
@@ -444,10 +454,14 @@ class KeeperClient(Queries):
                 "`vram keep --takeover` replaces it, and nobody notices",
             )
 
-    def _left(self, name: str) -> tuple[m.VersionRow, ...]:
+    def _left(self, name: str) -> tuple[_Held, ...]:
         """Return the versions of a name that nobody can attach by name and somebody holds."""
         try:
-            return tuple(row for row in self.versions(name) if row.readers and not row.is_current)
+            return tuple(
+                _Held(row.version, row.nbytes, row.readers, row.is_revoked)
+                for row in self.versions(name)
+                if row.readers and not row.is_current
+            )
         except NotFoundError:
             return ()
 

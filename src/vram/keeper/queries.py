@@ -55,7 +55,8 @@ class Queries(RpcConnection):
 
         check_name(name)
         versions = [
-            version_info(row, tuple(self.holders_of(name, row)) if row.readers else ()) for row in self.versions(name)
+            version_info(row, tuple(self.holders_of(name, row.version, row.nbytes)) if row.readers else ())
+            for row in self.versions(name)
         ]
         return shown_entry(name, versions)
 
@@ -72,18 +73,18 @@ class Queries(RpcConnection):
         ):
             yield from page.rows
 
-    def holders_of(self, name: str, version: m.VersionRow) -> Iterator[HolderInfo]:
-        """Yield the leases on a version, oldest first; none, once it or its name is gone."""
+    def holders_of(self, name: str, version: int, nbytes: int) -> Iterator[HolderInfo]:
+        """Yield the leases on a version of so many bytes, oldest first; none, once it or its name is gone."""
         from .reports import holder_info
 
         def request(call: int, row: m.HolderRow | None) -> m.Holders:
-            return m.Holders(call, name, version.version, row.lease_id if row else 0)
+            return m.Holders(call, name, version, row.lease_id if row else 0)
 
         with contextlib.suppress(NotFoundError):
             for page in _pages(self, m.HolderList, request):
                 for row in page.rows:
                     # An older keeper sends neither the name nor the bytes.
-                    yield dataclasses.replace(holder_info(row), name=name, nbytes=version.nbytes)
+                    yield dataclasses.replace(holder_info(row), name=name, nbytes=nbytes)
 
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.

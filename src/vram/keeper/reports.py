@@ -5,8 +5,11 @@ They have the fields of the rows in :mod:`.messages` by the same names, so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from . import messages as m
 from .fields import record_from
@@ -16,6 +19,7 @@ __all__ = [
     "ArrayInfo",
     "EntryInfo",
     "HolderInfo",
+    "PackedMeta",
     "RevokeInfo",
     "StatisticsInfo",
     "VersionInfo",
@@ -25,6 +29,38 @@ __all__ = [
     "statistics_info",
     "version_info",
 ]
+
+
+# One after the other is looked at, each for all that it says: the last ones need not be unpacked for every key.
+_unpacked = functools.lru_cache(maxsize=4)(msgspec.msgpack.Decoder(dict[str, str]).decode)
+
+
+class PackedMeta(Mapping[str, str]):
+    """What a publisher said of a version; ``dict(meta)`` copies it.
+
+    It is kept in bytes, as it was sent: strangers may publish many entries with 512 keys each, which as dicts take
+    twenty times as many.
+    """
+
+    __slots__ = ("_packed",)
+
+    def __init__(self, meta: Mapping[str, str]) -> None:
+        self._packed: bytes = m.encode(meta)
+
+    def __getitem__(self, key: str) -> str:
+        return _unpacked(self._packed)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_unpacked(self._packed))
+
+    def __len__(self) -> int:
+        return len(_unpacked(self._packed))
+
+    def __repr__(self) -> str:
+        return repr(_unpacked(self._packed))
+
+
+_SAYS_NOTHING = PackedMeta({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +102,8 @@ class HolderInfo:
 class RevokeInfo:
     """The leases that are left after a revoke; none, if all readers released in time or were ended by force.
 
+    At most 1,000 leases are listed.
+
     Attributes
     ----------
     holders : tuple of HolderInfo
@@ -75,12 +113,15 @@ class RevokeInfo:
     forced : tuple of HolderInfo
         The leases that were ended by force. Their processes keep their mappings, and the kernel keeps the memory for
         them, until they close it or end: the keeper does not count it any more.
+    more : int
+        How many leases there were beyond those that are listed.
     """
 
     name: str
     holders: tuple[HolderInfo, ...]
     nbytes: int
     forced: tuple[HolderInfo, ...] = ()
+    more: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +143,7 @@ class VersionInfo:
     ttl_left: float | None
     publisher_pid: int | None
     publisher_label: str
-    meta: dict[str, str]
+    meta: Mapping[str, str]
     holders: tuple[HolderInfo, ...] = ()
     is_revoked: bool = False
     publisher_host: str = ""
@@ -151,7 +192,7 @@ class EntryInfo:
     retired: int
     age: float
     ttl_left: float | None
-    meta: dict[str, str] = field(default_factory=dict)
+    meta: Mapping[str, str] = field(default_factory=dict)
     versions: tuple[VersionInfo, ...] = ()
     arrays: tuple[ArrayInfo, ...] | None = None
     leases: int = 0
@@ -195,6 +236,7 @@ def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionI
         publisher_pid=row.publisher_pid or None,
         publisher_label=clip_label(row.publisher_label),
         publisher_host=clip_host(row.publisher_host),
+        meta=PackedMeta(row.meta) if row.meta else _SAYS_NOTHING,
         holders=holders,
         is_revoked=bool(row.is_revoked),
     )
@@ -202,7 +244,7 @@ def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionI
 
 def entry_info(row: m.EntryRow) -> EntryInfo:
     """Read a row of a listing."""
-    return record_from(EntryInfo, row)
+    return record_from(EntryInfo, row, meta=PackedMeta(row.meta) if row.meta else _SAYS_NOTHING)
 
 
 def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:

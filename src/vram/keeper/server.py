@@ -497,8 +497,10 @@ class KeeperServer:
                 looked_at[uid] = looked_at.get(uid, 0) + 1
                 if self._is_late(connection):
                     self._end_later(connection)
-                elif not connection.closed and connection.waiting_since is None and not connection.partials:
-                    self._watched.pop(connection, None)
+                    continue
+                if connection.closed or connection.waiting_since is not None or connection.partials:
+                    continue
+                self._watched.pop(connection, None)
         if self._watched:
             self._ticking = True
             self.loop.call_later(min(1.0, self.patience / 4), self._tick)

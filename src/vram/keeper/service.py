@@ -254,7 +254,10 @@ class Service:
             return
         self._at_work = True
         try:
-            while ready := self._due.keys() - self._later:
+            while True:
+                ready = self._due.keys() - self._later
+                if not ready:
+                    break
                 for uid in ready:
                     self._work_for(uid, most)
         finally:

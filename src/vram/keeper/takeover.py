@@ -466,7 +466,9 @@ def _receive(channel: Channel) -> tuple[State, list[int], Bodies, bool]:
     fds = Collector(offer.total)
     try:
         channel.send(m.encode(m.Received(0)), timeout=PATIENCE)
-        while not fds.is_complete:
+        while True:
+            if fds.is_complete:
+                break
             part, came = _hear_with_fds(channel, m.Descriptors)
             try:
                 fds.take(part.offset, came)

@@ -450,6 +450,11 @@ class Channel(lifetime.Owned):
         except OSError:  # whoever receives it hears what is wrong
             return b""
 
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for room to send, or for something to receive, such as the end: return whether that is there."""
+        self.handle  # noqa: B018  (the check)
+        return any(event != select.POLLOUT for _, event in self._poll(select.POLLIN | select.POLLOUT, timeout))
+
     def give_away(self) -> int:
         """Lend the descriptor for another process to take this end over. Closing this object then ends nothing."""
         fd = self.fileno()
@@ -608,11 +613,11 @@ class Channel(lifetime.Owned):
             self.handle  # noqa: B018  (closed here, in another thread, reads as an end of file too)
             raise PeerGoneError("the other side closed the connection")
 
-    def _poll(self, events: int, timeout: float | None) -> None:
+    def _poll(self, events: int, timeout: float | None) -> list[tuple[int, int]]:
         poll = select.poll()
         poll.register(self._sock, events)
         # Callers look at their own deadline afterwards, and come again.
-        poll.poll(None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
+        return poll.poll(None if timeout is None else min(max(0.0, timeout), _DAY) * 1000)
 
     def _translate(self, error: OSError) -> Exception:
         if error.errno in _GONE:

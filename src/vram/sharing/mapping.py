@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from .. import driver as drivers
 from ..driver import visible
-from ..driver.protocol import Driver
-from ..errors import AccessDeniedError, BusyError, ProtocolError, UnsupportedError, UsageError
+from ..errors import ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
 from ..open_files import is_read_only
@@ -127,8 +126,10 @@ def map_memory(
     try:
         if sealed and location == HOST:
             for one in received:
+                # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
+                # writes to the memory, who may do so from a page that never comes, and no interrupt ends that wait.
                 if not is_read_only(one.fd):
-                    _complete_seal(driver, one)
+                    raise _not_sealed()
         total = sum([one.nbytes for one in received])
         capacity, private = memory.capacity if follow else total, access == "cow"
         users = () if user is None or location == HOST else (user,)
@@ -148,20 +149,12 @@ def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequenc
         raise _not_memory(error) from None
 
 
-def _complete_seal(driver: Driver, one: Received) -> None:
-    """Seal memory that is said to be read-only, and is not quite.
-
-    Versions of vram before the one that asks for ``F_SEAL_WRITE`` made their own mappings read-only, and then set
-    ``F_SEAL_FUTURE_WRITE``. What they published is still served by a keeper that took it over, or was never updated.
-    With such memory the kernel grants the other seal, too, unless somebody kept a mapping that can write.
-    """
-    try:
-        with PhysicalAllocation.import_(driver, one.fd, one.nbytes) as memory:
-            memory.seal()
-    except (BusyError, AccessDeniedError) as error:
-        raise ProtocolError(
-            f"memory that is said to be read-only can still be written by others, its publisher for one: {error}"
-        ) from None
+def _not_sealed() -> ProtocolError:
+    return ProtocolError(
+        "memory that is said to be read-only can still be written by others, its publisher for one: it is not sealed "
+        "with F_SEAL_WRITE, which the first versions of vram did not set. Have it published or lent anew by a newer "
+        "version, or with writable=True"
+    )
 
 
 def _received(segments: Sequence[SegmentEntry], fds: Sequence[int]) -> list[Received]:

@@ -1,0 +1,368 @@
+"""What a stranger does to a client who borrows, receives or lists what is the stranger's, or asks strangers to let go.
+
+Each of these costs a client a bounded time and bounded memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.hostile import fuse_files
+from tests.hostile.fuse_files import unanswered_files
+from tests.hostile.test_keeper_fairness import GREEDY, being
+from tests.hostile.test_trial3_keeper import locked_for_ever
+from tests.hostile.test_trial6_channel import ended, long_array
+from tests.keeper_here import later, open_to_all
+from tests.processes.other_users import _become
+
+import vram
+from vram.cli import app
+from vram.entries.placement import Placement
+from vram.errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from vram.handover import array_channel
+from vram.handover.messages import AwaitedPart, MemoryPart, NextPart, Part, Reference, Shared, Value, encode
+from vram.keeper import client as client_module
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment, close_client
+from vram.keeper.private import short_directory
+from vram.sharing.channel import Channel, close_fds
+from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
+from vram.testing.keeper import FUTURE_WRITE, SOON, WRITABLE, make_memfd, memfds
+
+GRANULE = 2 << 20
+GET_SEALS = 1034
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+needs_fuse = pytest.mark.skipif(fuse_files.missing() is not None, reason=str(fuse_files.missing()))
+
+
+@contextlib.contextmanager
+def stranger(act: Callable[[], object]) -> Iterator[None]:
+    """Have another user do something, in a process that keeps what came of it until the end of the block."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            _become(GREEDY)
+            kept = act()
+            os.write(writer, b"r")
+            signal.pause()
+            assert kept
+        except BaseException as error:
+            print("the stranger:", repr(error), file=sys.stderr)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    try:
+        with open(reader, "rb") as pipe:
+            assert pipe.read(1) == b"r", "the attack did not begin"
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@contextlib.contextmanager
+def lent_by_a_stranger(fd: int) -> Iterator[str]:
+    """Memory that another user lends as read-only and has not sealed; yields the path."""
+
+    def lend(path: str) -> Any:
+        Placement.freeze, Placement.descriptors = (lambda self: None), (lambda self: [fd])  # type: ignore[method-assign]
+        return vram.lend(vram.zeros(4096, "uint8", device="host"), at=path, mode=0o666)
+
+    with short_directory() as place:
+        os.chown(place, GREEDY, -1)
+        os.chmod(place, 0o755)
+        with vram.zeros(8, "uint8", device="host") as array, vram.lend(array, at=f"{place}/s"):
+            pass  # loads what the other user may not be able to read
+        with stranger(lambda: lend(f"{place}/s")):
+            yield f"{place}/s"
+        close_client(f"{place}/s")
+
+
+# -- borrowing --------------------------------------------------------------------------------------------------------
+@needs_root
+@needs_fuse
+def test_a_borrower_does_not_wait_for_whoever_writes_to_what_is_lent() -> None:
+    """No interrupt ends a wait for the lock of a file, which its lender holds for as long as it likes."""
+    fd = make_memfd(GRANULE, seals=WRITABLE)
+    try:
+        with lent_by_a_stranger(fd) as path, unanswered_files() as files, locked_for_ever(files.place, fd):
+            thread, came = later(lambda: vram.borrow(path, timeout=1.0))
+            thread.join(4.0)
+            ended = not thread.is_alive()
+            assert files.is_served
+            files.die()
+            thread.join(SOON)
+        assert ended, "it waits for a lock that the lender holds"
+        assert isinstance(came[0], ProtocolError), came
+        assert "said to be read-only can still be written by others" in str(came[0])
+    finally:
+        os.close(fd)
+
+
+@needs_root
+@pytest.mark.parametrize("sealed", [WRITABLE, WRITABLE | FUTURE_WRITE], ids=["not at all", "future"])
+def test_a_borrower_seals_nothing_of_a_stranger(sealed: int) -> None:
+    fd = make_memfd(GRANULE, seals=sealed)
+    try:
+        with lent_by_a_stranger(fd) as path:
+            with pytest.raises(ProtocolError, match=r"said to be read-only.*F_SEAL_WRITE.*writable=True"):
+                vram.borrow(path)
+            assert fcntl.fcntl(fd, GET_SEALS) == sealed
+    finally:
+        os.close(fd)
+
+
+# -- receiving --------------------------------------------------------------------------------------------------------
+def shown(number: int, *, asks: bool) -> bytes:
+    """Memory of one descriptor, whose sender waits for the acknowledgement or not."""
+    memory = MemoryDescriptor("host", (SegmentEntry(GRANULE, 1),), 0, GRANULE, GRANULE)
+    part = MemoryPart(number, 0, True, True, memory)
+    return encode(AwaitedPart(part) if asks else Part(part))
+
+
+def fill(channel: vram.ArrayChannel) -> int:
+    """Send until the other end, which reads nothing, has no room; return how many messages that took."""
+    for count in itertools.count():
+        try:
+            channel.send(b"x" * 1000, timeout=0)
+        except WaitTimeoutError:
+            return count
+    raise AssertionError
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for longer than its deadline waits for ever."""
+    monkeypatch.setattr(array_channel, "_PATIENCE", 1e9)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_a_receiver_hears_of_its_deadline_where_its_peer_reads_no_acknowledgement(timeout: float) -> None:
+    """And nothing is lost: each part is acknowledged once, as soon as the other end reads."""
+    count = 5
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, memfds(1, GRANULE, seals=WRITABLE) as fds:
+        sent = fill(channel)
+        for number in range(1, count + 1):
+            raw.send(shown(number, asks=True), fds, timeout=SOON)
+        for _ in range(3):
+            found = ended(lambda: channel.recv(timeout=timeout), channel)
+            assert isinstance(found, WaitTimeoutError), found
+        raw.send(encode(Shared(Reference(count, 1, 0, "uint8", (4,)))), timeout=SOON)
+        raw.send(encode(Value("last")), timeout=SOON)
+        assert channel.recv(timeout=SOON).numpy().tobytes() == b"0\0\0\0", "what comes behind is not held up"
+        for _ in range(sent):
+            raw.recv(timeout=SOON)
+        assert channel.recv(timeout=SOON) == "last"
+        assert [raw.recv(timeout=SOON)[0] for _ in range(count)] == [encode(NextPart())] * count
+        with pytest.raises(WaitTimeoutError):
+            raw.recv(timeout=0)
+
+
+def test_a_receiver_acknowledges_as_soon_as_its_peer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for that as it waits for messages: its peer may send nothing before."""
+    waits = threading.Event()
+    poll = Channel._poll
+
+    def told(self: Channel, events: int, timeout: float | None) -> list[tuple[int, int]]:
+        waits.set()
+        return poll(self, events, timeout)
+
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, memfds(1, GRANULE, seals=WRITABLE) as fds:
+        sent = fill(channel)
+        raw.send(shown(1, asks=True), fds, timeout=SOON)
+        with pytest.raises(WaitTimeoutError):
+            channel.recv(timeout=0)
+        monkeypatch.setattr(Channel, "_poll", told)
+        thread, came = later(lambda: channel.recv(timeout=SOON))
+        assert waits.wait(SOON)
+        monkeypatch.undo()
+        for _ in range(sent):
+            raw.recv(timeout=SOON)
+        assert raw.recv(timeout=SOON)[0] == encode(NextPart())
+        raw.send(encode(Value("then")), timeout=SOON)
+        thread.join(SOON)
+        assert came == ["then"]
+
+
+def test_a_sender_acknowledges_what_its_peer_had_no_room_for() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, memfds(1, GRANULE, seals=WRITABLE) as fds:
+        sent = fill(channel)
+        raw.send(shown(1, asks=True), fds, timeout=SOON)
+        with pytest.raises(WaitTimeoutError):
+            channel.recv(timeout=0)
+        for _ in range(sent):
+            raw.recv(timeout=SOON)
+        channel.send("more", timeout=SOON)
+        assert {raw.recv(timeout=SOON)[0] for _ in range(2)} == {encode(NextPart()), encode(Value("more"))}
+
+
+def test_what_a_peer_sent_before_it_went_is_received_though_it_hears_no_acknowledgement() -> None:
+    raw, end = Channel.pair()
+    with vram.ArrayChannel(end) as channel, memfds(1, GRANULE, seals=WRITABLE) as fds:
+        with raw:
+            raw.send(shown(1, asks=True), fds, timeout=SOON)
+            raw.send(encode(Shared(Reference(1, 1, 0, "uint8", (4,)))), timeout=SOON)
+        assert channel.recv(timeout=SOON).numpy().tobytes() == b"0\0\0\0"
+        with pytest.raises(PeerGoneError):
+            channel.recv(timeout=SOON)
+
+
+# -- sending ----------------------------------------------------------------------------------------------------------
+class Clock:
+    """The time, which somebody can turn on."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self) -> None:
+        self.turned = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.turned
+
+
+def test_one_deadline_is_for_all_parts_of_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that takes each part just in time has a sender wait for one timeout, not for one a part."""
+    clock = Clock()
+    monkeypatch.setattr(array_channel, "time", clock)
+    raw, end = Channel.pair()
+
+    def take_one() -> None:
+        close_fds(raw.recv(timeout=SOON)[1])
+        clock.turned += 2 * SOON
+        raw.send(encode(NextPart()), timeout=SOON)
+
+    with raw, vram.ArrayChannel(end) as channel, long_array() as one, long_array() as other:
+        thread, came = later(take_one)
+        found = ended(lambda: channel.send([one, other], timeout=SOON), channel)
+        thread.join(SOON)
+        assert came == [None]
+        assert isinstance(found, WaitTimeoutError), found
+        assert "took no part of the memory" in str(found)
+
+
+@pytest.mark.parametrize("timeout", [-1, "1", True, float("nan"), 10**400])
+def test_a_sender_says_what_is_no_timeout(timeout: object) -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, pytest.raises(UsageError, match="not a number of seconds"):
+        channel.send(1, timeout=timeout)  # type: ignore[arg-type]
+
+
+# -- listing ----------------------------------------------------------------------------------------------------------
+TALKATIVE = {f"k{number:03}": f"{number:03}" for number in range(512)}
+MANY = 150
+
+
+@pytest.fixture
+def talkative() -> Iterator[KeeperClient]:
+    """A keeper with entries of another user that say as much as can be, each with as many keys as can be."""
+    with open_to_all() as path, memfds(1) as fds:
+        with being(GREEDY):
+            connected = KeeperClient.connect(path)
+        with connected as bad:
+            for number in range(MANY):
+                bad.publish(f"bad/{number:03}", [Segment(4096)], fds, meta=TALKATIVE)
+            held = [bad.attach("bad/000")]
+            for _ in range(MANY):  # versions that are held
+                bad.publish("bad/000", [Segment(4096)], fds, meta=TALKATIVE)
+                held.append(bad.attach("bad/000"))
+            for one in held:
+                close_fds(one.fds)
+            with KeeperClient.connect(path) as client:
+                yield client
+    close_client(path)
+
+
+def peak(act: Callable[[], object]) -> int:
+    """Return the bytes that Python allocates at most while something is done, what it returns included."""
+    act()  # what is loaded once, and remembered
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        del kept
+
+
+WIRE = MANY * len(encode(Value(TALKATIVE)))  # bytes that go through the socket, nearly
+
+
+@needs_root
+@pytest.mark.parametrize("verb", ["list", "show", "revoke"])
+def test_a_listing_takes_no_more_than_some_times_what_is_sent(talkative: KeeperClient, verb: str) -> None:
+    acts = {
+        "list": lambda: talkative.list(),
+        "show": lambda: talkative.show("bad/000"),
+        "revoke": lambda: talkative.revoke("bad/000", timeout=0),
+    }
+    if verb == "revoke":
+        talkative.remove("bad/000")
+    most = peak(acts[verb])
+    assert most < 3 * WIRE + (1 << 20), f"{most} bytes for {WIRE}"
+
+
+@needs_root
+def test_the_command_takes_no_more(talkative: KeeperClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        most = peak(lambda: app.list_("", holders=False, socket=talkative.path, as_json=True))
+    assert most < 3 * WIRE + (1 << 20), f"{most} bytes for {WIRE}"
+
+
+@needs_root
+def test_the_command_prints_what_it_printed(talkative: KeeperClient, capsys: pytest.CaptureFixture[str]) -> None:
+    app.list_("bad/00", holders=False, socket=talkative.path, as_json=True)
+    text = capsys.readouterr().out
+    rows = json.loads(text)
+    assert [row["name"] for row in rows] == [f"bad/{number:03}" for number in range(10)]
+    assert rows[3]["meta"] == TALKATIVE
+    assert text == json.dumps(rows, indent=2) + "\n"
+    app.list_("none", holders=False, socket=talkative.path, as_json=True)
+    assert capsys.readouterr().out == "[]\n"
+
+
+# -- asking to let go -------------------------------------------------------------------------------------------------
+def test_a_revocation_names_some_of_the_holders_and_says_how_many_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over by then: how many leases a stranger has is no reason to go on."""
+    monkeypatch.setattr(client_module, "_LISTED", 10)
+    with open_to_all() as path, memfds(1) as fds, KeeperClient.connect(path) as client:
+        held = []
+        for count in (4, 8, 3):
+            client.publish("n", [Segment(4096)], fds)
+            held += [client.attach("n") for _ in range(count)]
+        for one in held:
+            close_fds(one.fds)
+        asked: list[object] = []
+        ask = KeeperClient._ask
+        monkeypatch.setattr(KeeperClient, "_ask", lambda *words: (asked.append(words[1]), ask(*words))[1])
+        left = client.revoke("n", timeout=0)
+        assert [one.lease_id for one in left.holders] == [one.lease_id for one in held[:10]]
+        assert (left.more, left.nbytes) == (5, 3 * 4096)
+        assert sum(isinstance(one, m.Holders) for one in asked) == 2, "the third version's are not asked for"
+        client.release([one.lease_id for one in held[:5]])
+        again = client.revoke("n", timeout=0)
+        assert (len(again.holders), again.more, again.nbytes) == (10, 0, 2 * 4096)
+        with KeeperClient.connect(path) as other:
+            taken = other.revoke("n", timeout=0, force=True)
+            assert (len(taken.forced), taken.holders, taken.more) == (10, (), 0)
