@@ -36,6 +36,14 @@ def serve(channel: vram.ArrayChannel) -> None:
                 channel.send("go on")
                 held[key] = channel.recv(stream=stream if on_stream else None)
                 channel.send("taken")
+            elif word == "take in vain":
+                channel.send("go on")
+                try:
+                    channel.recv(timeout=given[1])
+                except vram.errors.VramError as error:  # the stand-in ends a wait that has no end
+                    channel.send(type(error).__name__)
+                held[given[0]] = channel.recv()
+                channel.send("taken")
             elif word == "take and drop":
                 channel.send("go on")
                 for _ in range(given[0]):

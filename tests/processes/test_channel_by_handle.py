@@ -474,6 +474,21 @@ def test_s10_with_a_stream_the_other_end_waits(
     assert deferred.live()["events"] == 1, "one for the stream, however often"
 
 
+def test_a_deadline_is_for_the_work_of_the_sender_too_and_loses_nothing(
+    own_peer: Peer, sources: Sources, deferred: standin.Standin, stream: int
+) -> None:
+    driver: Any = drivers.get(GPU)
+    with vram.share(sources.make("cuda:0")) as x:
+        driver.fill_async(x.address, 7, x.nbytes, stream)
+        assert own_peer.tell("take in vain", "", 0.2) == "go on"
+        own_peer.channel.send(x, stream=stream, timeout=SOON)
+        assert own_peer.channel.recv(timeout=SOON) == "WaitTimeoutError"
+        assert deferred.live()["pending"] > 0
+        driver.stream_synchronize(stream, GPU)
+        assert own_peer.channel.recv(timeout=SOON) == "taken"
+        assert own_peer.tell("read", "") == [0x07070707] * COUNT
+
+
 def test_s10_more_streams_than_events_are_waited_for(
     own_peer: Peer, sources: Sources, deferred: standin.Standin
 ) -> None:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -319,7 +320,7 @@ class ArrayChannel(Owned):
         Raises
         ------
         WaitTimeoutError
-            If nothing came in time.
+            If nothing came in time, or the work that fills it was not done by then: it comes again.
         PeerGoneError
             If the other end is closed.
         ProtocolError
@@ -350,14 +351,15 @@ class ArrayChannel(Owned):
                 self._ahead -= self._ahead // len(inbox)
                 taken = (inbox[0],)
                 del inbox[0]
-            return self._finished(taken[0], stream)
+            return self._finished(taken[0], stream, deadline)
         except BaseException as error:
-            if taken and not isinstance(error, VramError):  # an interrupt: nobody got it, so it comes again (I12)
+            # An interrupt, or the sender's work took longer than the deadline: nobody got it, so it comes again (I12).
+            if taken and (not isinstance(error, VramError) or isinstance(error, WaitTimeoutError)):
                 inbox.appendleft(taken[0])
             taken = ()  # or an error in there, which keeps this frame, would keep itself and all that its callers hold
             raise
 
-    def _finished(self, value: object, stream: StreamLike | None) -> Any:
+    def _finished(self, value: object, stream: StreamLike | None, deadline: float | None) -> Any:
         """Return what was received, once it may be used."""
         if type(value) is _Failure:
             try:
@@ -365,17 +367,18 @@ class ArrayChannel(Owned):
             finally:
                 del value  # as in recv
         if type(value) is _Ordered:
-            return self._when_filled(value, None if stream is None else as_stream(stream))
+            return self._when_filled(value, None if stream is None else as_stream(stream), deadline)
         if type(value) is _Mixed:
             waits = None if stream is None else as_stream(stream)
-            return unpack(value.tree, [self._when_filled(array, waits) for array in value.arrays])
+            return unpack(value.tree, [self._when_filled(array, waits, deadline) for array in value.arrays])
         return value
 
-    def _when_filled(self, found: Array | _Ordered, stream: int | None) -> Array:
+    def _when_filled(self, found: Array | _Ordered, stream: int | None, deadline: float | None) -> Array:
         """Return a received array once what fills it is done, or a stream waits for that."""
         if not isinstance(found, _Ordered):
             return found
-        self._stream_events.wait(found.event, found.array.region, stream)
+        check = None if deadline is None else partial(_in_time, deadline)
+        self._stream_events.wait(found.event, found.array.region, stream, check)
         return found.array
 
     def close(self, *, strict: bool = False) -> None:
@@ -811,6 +814,12 @@ class ArrayChannel(Owned):
             return wrong
         unpack(message.value, arrays)  # the check (S7)
         return _Mixed(message.value, arrays)
+
+
+def _in_time(deadline: float) -> None:
+    """Raise once a deadline is over."""
+    if time.monotonic() >= deadline:
+        raise WaitTimeoutError("the work that fills the array was not done before the deadline; it comes again")
 
 
 def _left(deadline: float | None) -> float | None:
