@@ -44,7 +44,8 @@ def borrow(
     access : {"r", "rw", "cow"}
         As of :func:`vram.attach`; ``"rw"`` if it is lent writable.
     timeout : float or None
-        Seconds to wait for somebody to lend there; 0 looks once, None waits for ever.
+        Seconds to wait for somebody to lend there; 0 looks once, None waits for ever. Work of the lender's stream is
+        waited for besides, as long as it takes.
     device : str, optional
         The GPU that will work on memory of a GPU; by default the one that it is on.
     stream : int or stream, optional
