@@ -877,3 +877,27 @@ def test_s5_a_close_that_waits_is_known_to_whoever_asks_next(kept: vram.Keeper) 
         closing.join(SOON)
         assert not closing.is_alive()
         assert another.statistics().leases == 0
+
+
+def test_s5_a_lease_that_a_signal_handler_closes_in_the_middle_of_a_call_is_given_back(
+    kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot wait for an answer there: so the release goes with what is said next."""
+    with made() as a:
+        vram.publish("vectors", {"emb": a})
+    lease = vram.attach("vectors")
+    before = signal.signal(signal.SIGALRM, lambda *_: lease.close(wait=True))
+    really = Channel.send
+
+    def send(*arguments: Any, **options: Any) -> None:
+        if not lease.is_closed:
+            signal.raise_signal(signal.SIGALRM)
+        really(*arguments, **options)
+
+    monkeypatch.setattr(Channel, "send", send)
+    try:
+        vram.statistics()
+        assert lease.is_closed
+        assert vram.statistics().leases == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)

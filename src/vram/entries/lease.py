@@ -439,9 +439,10 @@ class Lease(Owned, Mapping[str, Array]):
         try:
             self._unmap()
             if self._return.is_due:
-                with contextlib.suppress(VramError):  # a keeper that is gone has nothing to be told
+                # A keeper that is gone has nothing to be told. Nor could it be said in the middle of another call.
+                with contextlib.suppress(VramError):
                     self._client.release([self._return.lease_id])
-                self._return.take()
+                    self._return.take()
         finally:
             self._return.send_on()  # also what an interrupt kept from being given back (I12)
 
