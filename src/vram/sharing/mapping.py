@@ -9,7 +9,7 @@ from ..driver import visible
 from ..errors import ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
-from ..open_files import is_read_only
+from ..open_files import is_memory, is_read_only
 from ..spec import HOST, Access, HandleKind, Location
 from .descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
 
@@ -128,7 +128,7 @@ def map_memory(
             for one in received:
                 # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
                 # writes to the memory, who may do so from a page that never comes, and no interrupt ends that wait.
-                if not is_read_only(one.fd):
+                if not is_read_only(one.fd) and is_memory(one.fd):  # what is none, the driver refuses
                     raise _not_sealed()
         total = sum([one.nbytes for one in received])
         capacity, private = memory.capacity if follow else total, access == "cow"
