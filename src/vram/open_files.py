@@ -21,9 +21,9 @@ from collections.abc import Sequence
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
+__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
 
-_F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
+F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
 _NO_ADVICE = -1  # none that posix_fadvise knows
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
@@ -43,7 +43,7 @@ def is_memory(fd: int) -> bool:
         ``EBADF``: it is not open.
     """
     try:
-        fcntl.fcntl(fd, _F_GET_SEALS)
+        fcntl.fcntl(fd, F_GET_SEALS)
     except OSError as error:
         if error.errno != errno.EINVAL:
             fcntl.fcntl(fd, fcntl.F_GETFD)  # raises, unless it stands for no more than a path (O_PATH)
@@ -60,7 +60,7 @@ def is_read_only(fd: int) -> bool:
         ``EBADF``, as :func:`is_memory`.
     """
     try:
-        seals: int = fcntl.fcntl(fd, _F_GET_SEALS)
+        seals: int = fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:
         is_memory(fd)  # raises, if it is not open
         return False
@@ -172,7 +172,8 @@ def _close_elsewhere(fds: Sequence[int]) -> None:
         with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
             thread.start()
             _threads.append(thread)
-    closed.acquire(timeout=_MOMENT)
+    if len(_slow) < 2:  # what waits behind something else is not waited for: no thread comes to it in a moment
+        closed.acquire(timeout=_MOMENT)
 
 
 def _close_slowly() -> None:

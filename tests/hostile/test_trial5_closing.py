@@ -23,6 +23,7 @@ from tests.unit.test_catalogue import publish, waits
 from tests.unit.test_keeper_server import make
 from tests.unit.test_keeper_turns import Gate, gated, hear, raw, reopen, say, wait_for, within
 
+from vram import open_files
 from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper import server as server_module
@@ -112,6 +113,26 @@ def test_who_replaces_faster_than_is_closed_leaves_others_their_descriptors() ->
             thread.join(SOON)
         assert came == [None]
         assert "still being closed; try again when they are" in heard[0]
+
+
+def test_what_is_not_counted_any_more_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader leaves what takes it long to threads of its own: a keeper that did the same counted what was open as
+    closed, and one user filled its table."""
+    monkeypatch.setattr(open_files, "_MOMENT", 0.0)
+    monkeypatch.setattr(open_files, "_MAX_THREADS", 0)
+    monkeypatch.setattr(slow_close, "_MAX_THREADS", 0)  # the test does it itself
+    closer = SlowCloser(10_000, 400, ME, lambda: None)
+    with memfds(1) as (little,):
+        numbers = [os.dup(little) for _ in range(2 * slow_close._PART + 1)]
+        closer.free(list(numbers), 4096, ANOTHER)
+        assert closer.of(ANOTHER) == Unclosed(handles=len(numbers), nbytes=4096)
+        lane = closer._lanes[ANOTHER]
+        while lane:
+            close, counted = lane.popleft()
+            before = sum(map(is_open, numbers))
+            close()
+            assert before - sum(map(is_open, numbers)) == counted.handles, "it counts as closed, and is open"
+        assert not any(map(is_open, numbers))
 
 
 def test_descriptors_that_are_still_open_count_for_who_publishes(path: str) -> None:

@@ -171,6 +171,7 @@ class ArrayChannel(Owned):
 
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
+        channel.only_memory = True
         self._channel = channel
         self._exports = ExportTable(_weakly(self._note_unmap), by_handle=True, remembers=True)
         self._imports = ImportTable(_weakly(self._note_unref))

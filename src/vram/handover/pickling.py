@@ -328,6 +328,7 @@ class FetchClient:
     """
 
     def __init__(self, channel: Channel) -> None:
+        channel.only_memory = True
         self.channel = channel
         self.fd = channel.fileno()
         self._imports = ImportTable()

@@ -25,7 +25,7 @@ from ..sharing.channel import OwnedFds, check_timeout
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
-from .leases import Attachment, PublishClaim, Segment, attachment
+from .leases import Attachment, PublishClaim, Segment, attachment, check_total
 from .notices import Signal, Subscription, listen, signal
 from .paths import find_path
 from .queries import Queries
@@ -483,6 +483,7 @@ class KeeperClient(Queries):
             if not (type(timeout) is float and timeout >= 0):  # as every attach has it; a call costs more
                 check_timeout(timeout)
             timeout = min(float(timeout), 1e9)
+        began = time.monotonic()
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
         answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
@@ -492,7 +493,7 @@ class KeeperClient(Queries):
                 self._expect(m.Claimed, reply)
                 return answer
             if len(answer.fds) < reply.total:
-                self._collect(reply, answer)
+                self._collect(reply, answer, None if timeout is None else began + timeout + self.grace)
             leased = attachment(reply, answer)
             if owner not in (None, leased.owner):  # an older keeper does not look
                 raise MismatchError(
@@ -505,15 +506,19 @@ class KeeperClient(Queries):
             answer.give_back()  # now, and not once the traceback is gone
             raise
 
-    def _collect(self, reply: m.Attached, answer: Answer) -> None:
-        """Ask for the descriptors of a lease that did not come with it."""
+    def _collect(self, reply: m.Attached, answer: Answer, deadline: float | None) -> None:
+        """Ask for the descriptors of a lease that did not come with it, all of them before a deadline."""
+        left = self.grace
         fds = Collector(reply.total)
         try:
+            check_total(reply)
             fds.take(0, answer.fds)
             answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
             while not fds.is_complete:
                 part = next(self._calls)
-                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), self.grace)
+                if deadline is not None:
+                    left = max(0.0, min(self.grace, deadline - time.monotonic()))
+                more = self._converse(m.More(part, reply.lease, len(fds)), part, (), left)
                 fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
         except ProtocolError as error:
             raise self._fail(error) from None

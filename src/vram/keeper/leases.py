@@ -13,7 +13,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from .rpc_connection import Answer
 
-__all__ = ["Attachment", "PublishClaim", "Segment", "attachment"]
+__all__ = ["Attachment", "PublishClaim", "Segment", "attachment", "check_total"]
 
 
 class Segment(NamedTuple):
@@ -69,6 +69,13 @@ class PublishClaim:
     name: str
     seconds: float | None = None
     answer: Answer | None = field(default=None, repr=False, compare=False)
+
+
+def check_total(reply: m.Attached) -> None:
+    """Raise :class:`ProtocolError` unless as many descriptors are to come as the entry has."""
+    total = len(reply.entry.segments) + reply.entry.manifest_fd
+    if reply.total != total:
+        raise ProtocolError(f"a lease is said to come with {reply.total} descriptors for {total}")
 
 
 def attachment(reply: m.Attached, answer: Answer) -> Attachment:

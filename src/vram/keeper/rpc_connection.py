@@ -115,6 +115,7 @@ class RpcConnection:
         self.path = path
         self.label = label
         self.server_pid = server_pid
+        channel.only_memory = True
         self._channel = channel
         self._pid = os.getpid()
         self._calls = itertools.count(1)

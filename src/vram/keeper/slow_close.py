@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..sharing.channel import close_fds, receive
+from ..sharing.channel import receive
 from ..sharing.unread import hang_up as end_connection
 
 __all__ = ["SlowCloser", "Unclosed", "brings_fds", "receive_whole"]
 
 _MAX_THREADS = 64  # and one for the keeper's own user
 _STAYS = 0.5  # seconds
+_PART = 64  # descriptors of memory that are closed, and not counted any more, at a time
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _PEEK = int(getattr(socket, "MSG_PEEK", 0)) | _DONTWAIT
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
@@ -123,8 +124,11 @@ class SlowCloser:
         nbytes : int
             Bytes of memory behind them, as they were counted.
         """
-        if fds:
-            self._put(uid, (partial(close_fds, fds), Unclosed(handles=len(fds), nbytes=nbytes)))
+        parts = [fds[first : first + _PART] for first in range(0, len(fds), _PART)]
+        tasks = [(partial(_close_each, part), Unclosed(handles=len(part))) for part in parts]
+        if tasks:
+            tasks[-1][1].nbytes = nbytes
+        self._put(uid, *tasks)
 
     def close_socket(self, sock: socket.socket, uid: int, closed: Callable[[], None], *, hang_up: bool = True) -> bool:
         """Close a unix socket with all that is unread in it.
@@ -244,6 +248,13 @@ def receive_whole(sock: socket.socket, room: int) -> tuple[bytes, list[int], boo
     if not cut:
         sock.recvmsg(1, 0, _DONTWAIT)
     return payload, fds, cut
+
+
+def _close_each(fds: Sequence[int]) -> None:
+    """Close memory here, however long that takes: not as a reader does, who leaves it to threads that nobody counts."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _close_sent(fd: int) -> None:

@@ -30,6 +30,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+if sys.platform != "win32":
+    import fcntl
+    import resource
+
 from .. import lifetime
 from ..errors import (
     AccessDeniedError,
@@ -43,7 +47,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import close_fds
+from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory
 from .unread import close_filled, pass_rights
 
 __all__ = [
@@ -81,6 +85,7 @@ _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _TRUNC = int(getattr(socket, "MSG_TRUNC", 0))
 _CTRUNC = int(getattr(socket, "MSG_CTRUNC", 0))
 _TRUNCATED = _TRUNC | _CTRUNC
+_STRANGERS = 1 << 30  # none of the kernel's flags: descriptors of what is no memory
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN)
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _Raw = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what recvmsg returns
@@ -176,8 +181,10 @@ def receive(sock: socket.socket, flags: int = 0, room: int = ALL_FDS) -> tuple[b
     return payload, fds, cut != 0
 
 
-def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL_FDS) -> tuple[bytes, list[int], int]:
-    """The same, but says which part was cut off: MSG_TRUNC, MSG_CTRUNC, both or 0.
+def _receive(
+    sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL_FDS, only_memory: bool = False
+) -> tuple[bytes, list[int], int]:
+    """The same, but says what is wrong: MSG_TRUNC, MSG_CTRUNC, _STRANGERS, several or 0.
 
     What an interrupt keeps from being returned goes to `left`, and comes from there the next time.
     """
@@ -188,7 +195,7 @@ def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL
         else:
             (raw,) = map(sock.recvmsg, (MAX_MESSAGE + 1,), (room,), (flags | _CLOEXEC,))
     except IndexError:  # another thread was quicker
-        return _receive(sock, flags, left, room)
+        return _receive(sock, flags, left, room, only_memory)
     try:
         payload, ancillary, said, _ = raw
         cut = said & _TRUNCATED
@@ -198,6 +205,13 @@ def _receive(sock: socket.socket, flags: int, left: deque[_Raw], room: int = ALL
             return payload, [], cut
         fds = OwnedFds(_numbers(ancillary))
         fds.guard = weakref.ref(fds, lifetime.unclosed)
+        if only_memory:
+            try:
+                for fd in fds:
+                    fcntl.fcntl(fd, F_GET_SEALS)  # as is_memory does it, for the most that ever come
+            except OSError:
+                if not all(is_memory(fd) or is_gpu(fd) for fd in fds):
+                    cut |= _STRANGERS
     except BaseException:
         left.appendleft(raw)
         raise
@@ -361,6 +375,12 @@ class Channel(lifetime.Owned):
     sock : socket.socket
         A connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket, taken over: the caller must not close or use it any more.
 
+    Attributes
+    ----------
+    only_memory : bool
+        Whether descriptors that come are to be of memory. Others are refused with the connection: closing them may
+        take as long as whoever sent them likes, and more of them than a message has would use up what this process has.
+
     Notes
     -----
     Any thread may send and any may receive; each message goes to one receiver. Closing wakes threads that wait here
@@ -368,7 +388,7 @@ class Channel(lifetime.Owned):
     parent does) and every call raises :class:`ForkedError`.
     """
 
-    __slots__ = ("_handle", "_left", "_naps", "_ours", "_sock", "_warn_on_leak")
+    __slots__ = ("_handle", "_has_hung_up", "_left", "_naps", "_ours", "_sock", "_warn_on_leak", "only_memory")
 
     def __init__(self, sock: _socket.socket) -> None:
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
@@ -379,6 +399,8 @@ class Channel(lifetime.Owned):
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._naps = False  # whether the kernel ends a wait for a message after _NAP
         self._ours = ours = [True]  # until it was given away
+        self.only_memory = False
+        self._has_hung_up = False
         self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
         left = self._left
         _open_channels.add(self)
@@ -557,7 +579,8 @@ class Channel(lifetime.Owned):
         PeerGoneError
             If the other side has closed and everything it sent was read.
         ProtocolError
-            If the message is too long. All that came with it is closed.
+            If the message is too long, or its descriptors are of what is no memory, where :attr:`only_memory` says so:
+            that ends the connection. All that came with it is closed.
         DescriptorsLostError
             A ProtocolError: if this process has no room for all of its descriptors. Those that came are closed; the
             payload is with the error.
@@ -576,6 +599,8 @@ class Channel(lifetime.Owned):
         """
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
+        if self._has_hung_up:
+            raise PeerGoneError("the connection was ended here: what came over it was no memory")
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
         deadline = None
@@ -588,7 +613,7 @@ class Channel(lifetime.Owned):
                 self._poll(select.POLLIN, timeout)
         while True:
             try:
-                payload, fds, cut = _receive(self._sock, flags, self._left)
+                payload, fds, cut = _receive(self._sock, flags, self._left, ALL_FDS, self.only_memory)
             except OSError as error:
                 if error.errno == errno.ECONNRESET and not reset:
                     reset = True  # it closed without reading what we sent; what it had said comes behind this
@@ -607,11 +632,20 @@ class Channel(lifetime.Owned):
                 continue
             if payload and not cut:
                 return payload, fds
+            came = len(fds)
+            if cut & _STRANGERS:
+                self._hang_up()
             close_fds(fds)
             if cut:
-                raise _cut_off(payload, len(fds), cut)
+                raise _cut_off(payload, came, cut)
             self.handle  # noqa: B018  (closed here, in another thread, reads as an end of file too)
             raise PeerGoneError("the other side closed the connection")
+
+    def _hang_up(self) -> None:
+        """End the connection, and receive nothing that is left in it."""
+        self._has_hung_up = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _poll(self, events: int, timeout: float | None) -> list[tuple[int, int]]:
         poll = select.poll()
@@ -652,6 +686,11 @@ def check_timeout(timeout: object, what: str = "timeout") -> float | None:
 
 
 def _cut_off(payload: bytes, came: int, cut: int) -> ProtocolError:
+    if cut & _STRANGERS:
+        return ProtocolError(
+            f"of {came} descriptors that came some are no shared memory, nor a GPU's: a file, a directory or a pipe, a "
+            f"socket or the like. The connection is ended"
+        )
     if cut & _TRUNC:
         return ProtocolError(f"a message was longer than {MAX_MESSAGE} bytes, the most that one has")
     error = DescriptorsLostError(
@@ -670,8 +709,6 @@ def _no_room(call: str, error: OSError) -> Exception:
 
 def descriptor_limit() -> str:
     """How many descriptors this process may have and how to have more, for errors."""
-    import resource  # only ever needed on the way to an error, and not there on Windows
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
 

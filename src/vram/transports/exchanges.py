@@ -97,6 +97,7 @@ class SocketExchange(Owned):
     most = MAX_MESSAGE
 
     def __init__(self, channel: Channel) -> None:
+        channel.only_memory = True
         self._channel = channel
         self._claim = own("exchange over a socket", channel.close)
 
