@@ -10,6 +10,7 @@ LONG = {
     "vram/lifetime.py": "one protocol of counts, queue and undo, whose correctness is only seen when read in one place",
     "vram/handover/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
+    "vram/sharing/channel.py": "one socket: every place where a message, its descriptors or an interrupt could be lost",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 

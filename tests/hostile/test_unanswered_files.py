@@ -270,9 +270,9 @@ def test_a_client_that_is_given_one_says_so_in_time(files: Unanswered, what: str
     fd = files.open()
     by_fd = what == "manifest"
     entry = m.Entry("w", 1, 0, False, [m.SegmentRow(GRANULE, 1, 0)], ["host"], b"" if by_fd else manifest(), by_fd, {})
-    with impostor(hands_out(fd, entry, 1 + by_fd)) as path:
+    with impostor(hands_out(fd, entry, 1 + by_fd), times=3) as path:
         try:
-            with promptly(files):
+            with promptly(files):  # each ends the connection, and the next is made anew
                 for _ in range(3):
                     with pytest.raises(ProtocolError, match="no shared memory"):
                         vram.attach("w", keeper=path, access=access, timeout=1.0)
