@@ -112,8 +112,8 @@ channel._CLOEXEC = 0
 """
 TRUNCATION_IGNORED = """
 right = channel._receive
-def receive(sock, flags, left):
-    payload, fds, _ = right(sock, flags, left)
+def receive(sock, flags, left, *more):
+    payload, fds, _ = right(sock, flags, left, *more)
     return payload[:1000], fds, 0
 channel._receive = receive
 """
