@@ -61,9 +61,11 @@ def test_i9_a_message_that_is_too_long_is_refused_and_its_descriptors_closed(
     with memfds(2) as fds:
         socket.send_fds(sock, [b"x" * (MAX_MESSAGE + 1)], fds)
         socket.send_fds(sock, [b"x" * (MAX_MESSAGE + 1000)], fds)
+    before = os.listdir("/proc/self/fd")
     for _ in range(2):
-        with pytest.raises(ProtocolError, match=str(MAX_MESSAGE)):
+        with pytest.raises(ProtocolError, match=str(MAX_MESSAGE)) as caught:
             channel.recv(timeout=SOON)
+        assert len(os.listdir("/proc/self/fd")) == len(before), f"as long as the error is kept: {caught.value}"
     sock.send(b"and on")
     assert channel.recv(timeout=SOON) == (b"and on", [])
 
