@@ -322,6 +322,7 @@ def _as_json(value: Any) -> str:
 
 
 def _builtin(value: object) -> dict[str, str]:
+    """Make a dict of a mapping, as a hook of msgspec's; of all else it asks this error."""
     if isinstance(value, Mapping):
         return dict(value)
     raise NotImplementedError(f"{type(value)} in JSON")

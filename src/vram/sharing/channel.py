@@ -208,7 +208,7 @@ def _receive(
         if only_memory:
             try:
                 for fd in fds:
-                    fcntl.fcntl(fd, F_GET_SEALS)  # as is_memory does it, for the most that ever come
+                    fcntl.fcntl(fd, F_GET_SEALS)  # is_memory spelt out: a call less for each
             except OSError:
                 if not all(is_memory(fd) or is_gpu(fd) for fd in fds):
                     cut |= _STRANGERS
