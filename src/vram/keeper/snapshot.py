@@ -38,7 +38,7 @@ from .records import (
 )
 from .users import by_number
 
-__all__ = ["Ahead", "Bodies", "Books", "join_bodies", "restore", "save", "split_bodies"]
+__all__ = ["Ahead", "Bodies", "Books", "join_bodies", "restore", "save", "silent", "split_bodies"]
 
 MAX_PART = 1 << 20  # bytes of bodies that go ahead at once, but for the end of the last: a millisecond or so
 _MOST_OF_PART = 1024  # of them
@@ -164,7 +164,7 @@ def _in_steps(rows: Iterable[_T], tell: Callable[[], None]) -> Iterator[_T]:
             tell()
 
 
-def _silent() -> None:
+def silent() -> None:
     """Tell nobody."""
 
 
@@ -172,7 +172,7 @@ def save(
     catalogue: Catalogue,
     number: Callable[[Any], int],
     ahead: Container[Version] = (),
-    tell: Callable[[], None] = _silent,
+    tell: Callable[[], None] = silent,
 ) -> Books:
     """Write down a catalogue.
 
@@ -240,7 +240,7 @@ def restore(
     why_not: Callable[[int, str], str] = by_number,
     now: float = 0.0,
     bodies: Bodies | None = None,
-    tell: Callable[[], None] = _silent,
+    tell: Callable[[], None] = silent,
 ) -> tuple[Catalogue, dict[int, Publication]]:
     """Make a catalogue that goes on where another stopped.
 

@@ -79,7 +79,7 @@ from .killed import was_killed
 from .records import Version
 from .rpc_connection import greet, open_channel
 from .server import KeeperServer
-from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, split_bodies
+from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, silent, split_bodies
 
 __all__ = ["Succession", "hand_over", "take_over"]
 
@@ -177,10 +177,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _silent() -> None:
-    """Tell nobody."""
 
 
 class _Work:
@@ -304,7 +300,7 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
 
 @_uncollected()
 def _collect(
-    server: KeeperServer, ahead: Container[Version], tell: Callable[[], None] = _silent
+    server: KeeperServer, ahead: Container[Version], tell: Callable[[], None] = silent
 ) -> tuple[bytes, list[int]]:
     numbers: dict[Held, int] = {}
 
@@ -489,7 +485,7 @@ def _unpack(
     quotas: Quotas,
     claim_timeout: float,
     bodies: Bodies,
-    tell: Callable[[], None] = _silent,
+    tell: Callable[[], None] = silent,
 ) -> list[socket.socket]:
     """Rebuild everything; return the sockets, the listener first. What is in `fds` afterwards is nobody's."""
     count = 1 + len(state.connections)
