@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,19 @@ def test_the_demo_proves_its_story(file: Path, tmp_path: Path) -> None:
     assert facts["workers"] == 1
     assert facts["tensors"] == 2
     assert facts["copies"] < 1.02
+
+
+def test_the_demo_waits_for_leases_that_are_on_their_way(kept: vram.Keeper, file: Path) -> None:
+    """A reader may be gone before the keeper has read that its lease came back."""
+    vram.publish("n", {"x": np.arange(3)})
+    lease = vram.attach("n")
+    assert demo._wait_for_leases(0.0).leases == 1
+    timer = threading.Timer(0.2, lease.close)
+    timer.start()
+    try:
+        assert demo._wait_for_leases(SOON).leases == 0
+    finally:
+        timer.join()
 
 
 def on_a_terminal(*arguments: object, **environment: str) -> str:

@@ -29,6 +29,7 @@ import vram
 from .. import driver as drivers
 from ..arrays.weights import plan as weights_plan
 from ..errors import InternalError, VramError
+from ..keeper.reports import StatisticsInfo
 from ..spec import Location, format_count, format_size
 from .tables import printer
 
@@ -150,7 +151,7 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
         _replace(crew, file, chosen, story)
         for child in crew:
             child.ask("stop")
-        left = vram.statistics()
+        left = _wait_for_leases()
         story.prove(left.leases == 0, "every lease came back")
         story.tell(
             f"all readers are gone: 0 leases, {format_size(left.nbytes)} kept under "
@@ -290,6 +291,18 @@ def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None
         second_version=published.version,
     )
     story.measure("replace", f"version {published.version}, under {readers} of version 1", published.nbytes, seconds)
+
+
+def _wait_for_leases(seconds: float = DEADLINE) -> StatisticsInfo:
+    """Ask until no lease is left, at most `seconds`; return what was said last.
+
+    Who closes a lease does not wait for the keeper's answer, and what one connection has sent may be read after what
+    another one asks: the readers can be gone before the keeper has heard of it.
+    """
+    deadline = time.monotonic() + seconds
+    while (said := vram.statistics()).leases and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return said
 
 
 # -- the children -----------------------------------------------------------------------------------------------
