@@ -213,7 +213,8 @@ def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: 
             assert apart.ask("stale") is False
             thread, came = later(lambda: vram.revoke("n", timeout=SOON, force=True))
             until(lambda: polite.ask("revoked"))
-            assert polite.ask("close") is None
+            assert polite.ask("close") is None  # which does not wait until the keeper has heard of it
+            until(lambda: {one.pid for one in vram.holders()} == {reader.pid, apart.pid}, what="the end of its lease")
             assert reader.ask("sum") == 6
             assert not came, "who has not let go is waited for"
             thread2, came2 = later(lambda: vram.revoke("n", timeout=0, force=True))
