@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -489,6 +491,13 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
         client.remove("w1")
 
 
+def processor_time(pid: int) -> float:
+    """Seconds that a process, and the children of this one that have ended, have had of a processor."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + children.ru_utime + children.ru_stime
+
+
 @pytest.mark.parametrize(
     ("count", "seconds"), [(1_500, 6.0), pytest.param(10_000, 2.0, marks=pytest.mark.slow)], ids=["some", "many"]
 )
@@ -498,10 +507,10 @@ def test_a_listing_of_many_entries_that_say_much_is_quick(count: int, seconds: f
         with memfds(1) as fds:
             for number in range(count):
                 good.publish(f"w{number:05}", [KIB4], fds, meta=TALKATIVE)
-        started = time.monotonic()
+        before = processor_time(keeper.pid)
         command = [sys.executable, "-P", "-c", "from vram.cli import main; main()", "ls", "--socket", keeper.path]
         done = subprocess.run(command, capture_output=True, check=True, timeout=SOON * 10)
-        assert time.monotonic() - started < seconds
+        assert processor_time(keeper.pid) - before < seconds
         lines = done.stdout.decode().splitlines()
         assert len(lines) == count + 1
         assert lines[1].startswith("w00000")
