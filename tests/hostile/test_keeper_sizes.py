@@ -41,7 +41,7 @@ from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
+from vram.testing.keeper import AT_ONCE, FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 MIB = 1 << 20
 HUGE = 2**63 - 4096
@@ -474,14 +474,14 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
                 for number in range(count):
                     client.publish(f"w{number}", [KIB4], fds[:1], meta=TALKATIVE)
                 # The keeper may just hold the 64 KiB that it receives into.
-                until(lambda: taken() < count * 8_000, what="8,000 bytes for each entry")
+                until(lambda: taken() < count * 8_000, seconds=AT_ONCE, what="8,000 bytes for each entry")
                 published = taken()
                 for number in range(16):  # half a publication, and one who waits, remember as much
                     half = m.Publish(2 * number + 1, f"h{number}", [SEGMENT] * 2, ["host"], meta=TALKATIVE)
                     assert isinstance(peer.ask(m.encode(half), fds[:1]), m.NextPart)
                     peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
                 until(lambda: client.statistics().waiting == 16)
-                until(lambda: taken() - published < 32 * 8_000, what="8,000 bytes for each that waits")
+                until(lambda: taken() - published < 32 * 8_000, seconds=AT_ONCE, what="8,000 bytes for each that waits")
             finally:
                 tracemalloc.stop()
         assert client.show("w1").meta == TALKATIVE

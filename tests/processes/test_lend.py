@@ -380,7 +380,7 @@ def test_i4_a_path_where_somebody_listens_is_busy_and_nothing_is_frozen(path: st
 
 def test_a_keeper_is_no_lender(kept: vram.Keeper, path: str) -> None:
     with pytest.raises(AccessDeniedError, match="is a keeper, not a lender"):
-        vram.borrow(kept.path, timeout=SOON)
+        vram.borrow(kept.path, timeout=AT_ONCE / 2)
 
 
 def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
