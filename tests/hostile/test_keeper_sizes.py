@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
+from vram.testing.keeper import AT_ONCE, FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 MIB = 1 << 20
 HUGE = 2**63 - 4096
@@ -372,22 +374,23 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
 
 
 def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
-    with open_keeper("--patience", "2") as keeper, memfds(4) as fds:
+    with open_keeper("--patience", "4") as keeper, memfds(4) as fds:
         peer = Peer(keeper.path)
         reply = peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 4, ["host"])), fds[:1])
         for index in range(1, 4):
             assert reply == m.NextPart(max(1, index), index)
-            time.sleep(0.8)  # together longer than the keeper's patience
+            time.sleep(1.4)  # together longer than the keeper's patience
             reply = peer.ask(m.encode(m.Part(index + 1, 1, index)), fds[index : index + 1])
         assert reply == m.Published(4, 1)
         peer.close()
 
 
 def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
-    with open_keeper("--patience", "1") as keeper, memfds(1, MIB) as fds:
+    # The first one is patient: a successor may take long to start.
+    with open_keeper("--patience", "300") as keeper, memfds(1, MIB) as fds:
         peer = Peer(keeper.path)
         assert peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 2, ["host"])), fds) == m.NextPart(1, 1)
-        with running(keeper.path, "--mode", "0666", "--patience", "1", "--takeover"):
+        with running(keeper.path, "--mode", "0666", "--patience", "3", "--takeover"):
             with KeeperClient.connect(keeper.path) as good:
                 assert good.statistics().nbytes == MIB
                 until(lambda: not good.statistics().nbytes, what="the end of the publication")
@@ -471,14 +474,14 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
                 for number in range(count):
                     client.publish(f"w{number}", [KIB4], fds[:1], meta=TALKATIVE)
                 # The keeper may just hold the 64 KiB that it receives into.
-                until(lambda: taken() < count * 8_000, seconds=2, what="8,000 bytes for each entry")
+                until(lambda: taken() < count * 8_000, seconds=AT_ONCE, what="8,000 bytes for each entry")
                 published = taken()
                 for number in range(16):  # half a publication, and one who waits, remember as much
                     half = m.Publish(2 * number + 1, f"h{number}", [SEGMENT] * 2, ["host"], meta=TALKATIVE)
                     assert isinstance(peer.ask(m.encode(half), fds[:1]), m.NextPart)
                     peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
                 until(lambda: client.statistics().waiting == 16)
-                until(lambda: taken() - published < 32 * 8_000, seconds=2, what="8,000 bytes for each that waits")
+                until(lambda: taken() - published < 32 * 8_000, seconds=AT_ONCE, what="8,000 bytes for each that waits")
             finally:
                 tracemalloc.stop()
         assert client.show("w1").meta == TALKATIVE
@@ -486,6 +489,13 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
         close_fds(got.fds)
         assert got.meta == TALKATIVE
         client.remove("w1")
+
+
+def processor_time(pid: int) -> float:
+    """Seconds that a process, and the children of this one that have ended, have had of a processor."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + children.ru_utime + children.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -497,10 +507,10 @@ def test_a_listing_of_many_entries_that_say_much_is_quick(count: int, seconds: f
         with memfds(1) as fds:
             for number in range(count):
                 good.publish(f"w{number:05}", [KIB4], fds, meta=TALKATIVE)
-        started = time.monotonic()
+        before = processor_time(keeper.pid)
         command = [sys.executable, "-P", "-c", "from vram.cli import main; main()", "ls", "--socket", keeper.path]
         done = subprocess.run(command, capture_output=True, check=True, timeout=SOON * 10)
-        assert time.monotonic() - started < seconds
+        assert processor_time(keeper.pid) - before < seconds
         lines = done.stdout.decode().splitlines()
         assert len(lines) == count + 1
         assert lines[1].startswith("w00000")

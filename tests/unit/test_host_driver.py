@@ -58,10 +58,10 @@ def fds() -> Iterator[list[int]]:
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in an interpreter of its own, which must be done in a minute."""
+    """Run a script in an interpreter of its own, which is ended with its stacks if it hangs."""
     prelude = """
     import faulthandler, os
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(250, exit=True)
     os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
     from vram.driver.host import HostDriver
     from vram.driver import libc
