@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import close_when_unused
+from ..driver.protocol import UNDECIDED
 from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
@@ -126,6 +128,7 @@ class Lease(Owned, Mapping[str, Array]):
         *,
         user: Location | None = None,
         stream: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         self.access = access
         self._user = user
@@ -151,13 +154,18 @@ class Lease(Owned, Mapping[str, Array]):
             if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
             depends = (claim.handle,)
+            # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
+            # others; what the kernel needs is not that.
+            until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
             handles = {entry.memory: entry for entry in self._manifest.handles}
             for number, memory in enumerate(self._manifest.memories):
                 entry = handles.get(number)
                 if entry is None:
                     count = len(memory.segments)
                     some, sealed = fds[at : at + count], not attachment.writable
-                    regions.append(map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed))
+                    regions.append(
+                        map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed, until=until)
+                    )
                     at += count
                 else:
                     from ..handover.by_handle import open_leased  # most leases are on what has descriptors
@@ -337,6 +345,7 @@ class Lease(Owned, Mapping[str, Array]):
             client.lease(self.name, access=wire_access(self.access), timeout=left),
             self.access,
             user=self._user,
+            timeout=left,
         )
 
     # -- when it is wanted back ---------------------------------------------------------------------------------
