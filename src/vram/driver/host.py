@@ -78,7 +78,7 @@ class HostDriver:
     name = "host"
 
     def __init__(self) -> None:
-        self._books = Books()
+        self._books = Books(GRANULARITY)
         self._available = AvailableMemory()
         self._ballast = Ballast()
         self._memfds = Memfds()
