@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
-from ..arrays.views import close_when_unused
+from ..arrays.views import close_when_unused, part_of_view
 from ..driver.protocol import UNDECIDED
 from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "Provenance", "array_on", "asked", "attach_array", "wire_access"]
 
 _F = TypeVar("_F", bound=Callable[..., bool])
+_W = TypeVar("_W")  # a memory as a whole
+_P = TypeVar("_P")  # an array in it
 
 
 class _Question(functools.partial[bool]):
@@ -251,8 +253,14 @@ class Lease(Owned, Mapping[str, Array]):
         return self[next(iter(self))]
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return all arrays as numpy arrays over the same memory."""
-        return {name: self[name].numpy() for name in self}
+        """Return all arrays as numpy arrays over the same memory.
+
+        With ``access="r"`` those that lie in one memory keep it together: by one view of all its bytes.
+        """
+        self.handle  # noqa: B018  (closed leases say so)
+        if self.access != "r" or len(self) <= len(self._regions):  # each in a memory of its own, or nearly
+            return {name: self[name].numpy() for name in self}
+        return self._parts(Array.numpy, part_of_view, Array.numpy)
 
     def torch(self) -> dict[str, torch.Tensor]:
         """Return all arrays as torch tensors over the same memory.
@@ -263,8 +271,17 @@ class Lease(Owned, Mapping[str, Array]):
         from ..arrays.torch import Tensors  # torch stays optional
 
         self.handle  # noqa: B018  (closed leases say so)
-        wholes: dict[int, Tensors] = {}
-        found: dict[str, torch.Tensor] = {}
+        return self._parts(lambda whole: Tensors(whole.torch()), Tensors.part, Array.torch)
+
+    def _parts(
+        self,
+        show: Callable[[Array], _W],
+        part_of: Callable[[_W, int, np.dtype[Any], tuple[int, ...]], _P | None],
+        alone: Callable[[Array], _P],
+    ) -> dict[str, _P]:
+        """Show each memory once, as bytes, and every array as a part of that."""
+        wholes: dict[int, _W] = {}
+        found: dict[str, _P] = {}
         for name, entry in self._manifest.arrays.items():
             memory = self._manifest.memories[entry.memory]
             part = None
@@ -273,10 +290,10 @@ class Lease(Owned, Mapping[str, Array]):
                 whole = wholes.get(entry.memory)
                 if whole is None:
                     region = self._regions[entry.memory]
-                    whole = wholes[entry.memory] = Tensors(Array(region, "uint8", region.nbytes).torch())
-                part = whole.part(memory.offset + entry.offset, dtype, entry.shape)
+                    whole = wholes[entry.memory] = show(Array(region, "uint8", region.nbytes))
+                part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
             # What is seldom, or wrong, is looked at alone.
-            found[name] = self[name].torch() if part is None else part
+            found[name] = alone(self[name]) if part is None else part
         return found
 
     # -- newer versions -----------------------------------------------------------------------------------------
