@@ -167,6 +167,8 @@ def _close_elsewhere(fds: Sequence[int]) -> None:
     closed.acquire()
     _slow.append((fds, closed))
     _threads[:] = [thread for thread in tuple(_threads) if thread.is_alive()]
+    if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
+        return
     if len(_threads) < _MAX_THREADS:
         thread = threading.Thread(target=_close_slowly, name="vram: closing", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along

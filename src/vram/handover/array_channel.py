@@ -19,6 +19,7 @@ import msgspec
 from ..arrays import Array
 from ..arrays.share import share
 from ..arrays.streams import as_stream
+from ..driver.protocol import UNDECIDED
 from ..errors import ClosedError, PeerGoneError, ProtocolError, ReleaseWarning, UsageError, VramError, WaitTimeoutError
 from ..lifetime import Owned, uninterrupted
 from ..memory import Region
@@ -340,6 +341,8 @@ class ArrayChannel(Owned):
         taken: tuple[object, ...] = ()
         try:
             with self._receiving:
+                # Beyond the timeout: what cannot be mapped now is not sent again.
+                self._imports.until = None if deadline is None else deadline + UNDECIDED
                 while True:
                     if inbox:
                         break
