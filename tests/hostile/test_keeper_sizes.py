@@ -193,7 +193,7 @@ def test_s5_a_lease_that_came_with_words_that_cannot_be_read_is_given_back() -> 
                 heard.append(request)
             with memfds(1) as fds:
                 whole = m.encode(m.Done(request.call)) if said is None else m.encode([said[0], request.call, *said[1:]])
-                channel.send(whole, fds if said else (), timeout=SOON)
+                channel.send(whole, fds if said and said[0] == "attached" else (), timeout=SOON)
 
     with impostor(answer) as path, KeeperClient.connect(path) as client:
         for _ in range(3):
