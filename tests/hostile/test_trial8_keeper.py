@@ -108,6 +108,24 @@ def test_a_publisher_with_many_locks_has_no_more_held_than_twice_its_ceiling() -
 
 
 @needs_root
+def test_memory_that_is_refused_is_closed_whatever_of_its_sender_closes_slowly() -> None:
+    """It counts for no ceiling: behind what does not close, it was a message and some, of any size."""
+    with for_all(max_bytes_per_user=16 * MIB) as server, contextlib.ExitStack() as stack:
+        fds = stack.enter_context(memfds(1, 8 * MIB))
+        one = connect(stack, server.path, GREEDY)
+        closer = server.slow_closer
+        with stuck(closer, GREEDY, 0):
+            for _ in range(3):
+                one.publish("w", [MIB8], fds)
+                one.remove("w")
+            for _ in range(10):
+                with pytest.raises(QuotaError):
+                    one.publish("w", [MIB8, MIB8], [*fds, *fds])
+            until(lambda: not closer.of(GREEDY).sent, what="the end of what was refused")
+            assert closer.of(GREEDY).nbytes == 24 * MIB
+
+
+@needs_root
 def test_all_that_waits_to_be_freed_is_bounded_for_all_users_together() -> None:
     """Each user's was: together they had the keeper hold as many times its ceiling as they were."""
     with for_all(max_bytes=16 * MIB) as server, contextlib.ExitStack() as stack:
@@ -176,12 +194,12 @@ def test_it_takes_a_dozen_users_to_fill_the_room_for_what_closes_slowly(
         server = KeeperServer(f"{place}/k", raises_limit=False)
     closer, message = server.slow_closer, (server.ancillary - socket.CMSG_LEN(0)) // 4
     users = 0
-    while closer.takes(MODEST):
+    while closer.takes(GREEDY):
         users += 1
         for count in (closer._few, message):
-            if closer.takes(-users):
-                closer.close_fds(range(-count, 0), -users)
-        assert not closer.takes(-users)
+            if closer.takes(GREEDY + users):
+                closer.close_fds(range(-count, 0), GREEDY + users)
+        assert not closer.takes(GREEDY + users)
     assert users >= 12
     assert message >= 32, "a client sends so many at once"
 
