@@ -86,8 +86,8 @@ class SlowCloser:
     are more lanes than threads, each has one task done before any has its next. What was not taken has a lane of its
     own, as no ceiling of bytes counts it: behind memory that closes slowly, it would be as much as its sender likes.
 
-    The threads are daemons, at most 64. The process cannot end while one of them is stuck in the kernel, not even killed:
-    what it has open stays so until then (:mod:`vram.keeper.killed`).
+    The threads are daemons, at most 64. The process cannot end while one of them is stuck in the kernel, not even
+    killed: what it has open stays so until then (:mod:`vram.keeper.killed`).
     """
 
     def __init__(self, room: int, message: int, own: int, on_room: Callable[[], None]) -> None:
