@@ -470,7 +470,7 @@ class RemoteTransport(Endpoint):
                     self.handle  # noqa: B018  (closed meanwhile?)
                     self._hear(deadline)
             except WaitTimeoutError:
-                raise WaitTimeoutError(f"{what} for {timeout or 0:g} s") from None
+                raise WaitTimeoutError(f"{what} for {round(timeout or 0, 3):g} s") from None
             finally:
                 if held:
                     self._reading.release()
