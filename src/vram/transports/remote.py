@@ -432,21 +432,22 @@ class RemoteTransport(Endpoint):
         """Tell the other end that one more message was received; if this raises, that is not counted."""
         is_counted = held = False
         try:
-            held = uninterrupted(self._acking.acquire, True, _patience(deadline))
-            if not held:
-                raise WaitTimeoutError(ACKED_ELSEWHERE)
-            self._received_count += 1
-            is_counted = True
-            self._acknowledge(Received(self._received_count), deadline)
-            self._is_back = False
+            try:
+                held = uninterrupted(self._acking.acquire, True, _patience(deadline))
+                if not held:
+                    raise WaitTimeoutError(ACKED_ELSEWHERE)
+                self._received_count += 1
+                is_counted = True
+                self._acknowledge(Received(self._received_count), deadline)
+                self._is_back = False
+            finally:
+                if held:
+                    self._acking.release()
         except BaseException:
             if is_counted:  # told of it or not, the other end is told of the same number again, which does no harm
                 self._received_count -= 1
                 self._is_back = True
             raise
-        finally:
-            if held:
-                self._acking.release()
 
     # -- what is heard ------------------------------------------------------------------------------------------
     def _until(self, is_done: Callable[[], bool], timeout: float | None, what: str) -> None:
