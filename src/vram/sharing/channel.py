@@ -472,6 +472,8 @@ class Channel(lifetime.Owned):
     def peek(self, count: int) -> bytes:
         """Return the first bytes of the next message, which stays there; none if there is no message now."""
         self.handle  # noqa: B018  (the check)
+        if self._has_hung_up:
+            return b""
         try:
             return self._sock.recv(count, _DONTWAIT | _PEEK)
         except OSError:  # whoever receives it hears what is wrong
@@ -618,7 +620,7 @@ class Channel(lifetime.Owned):
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
-            raise PeerGoneError("the connection was ended here: what came over it was no memory")
+            raise PeerGoneError("the connection was ended here: what came over it was no memory, or no sense")
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
         deadline = None
@@ -652,14 +654,14 @@ class Channel(lifetime.Owned):
                 return payload, fds
             came = len(fds)
             if cut & _STRANGERS:
-                self._hang_up()
+                self.hang_up()
             close_fds(fds, self._sender)
             if cut:
                 raise _cut_off(payload, came, cut)
             self.handle  # noqa: B018  (closed here, in another thread, reads as an end of file too)
             raise PeerGoneError("the other side closed the connection")
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         """End the connection, and receive nothing that is left in it."""
         self._has_hung_up = True
         with contextlib.suppress(OSError):
