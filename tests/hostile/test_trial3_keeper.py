@@ -37,8 +37,7 @@ from vram.testing.keeper import GROW, READ_ONLY, SHRINK, WRITABLE, make_memfd, u
 
 SEQPACKET = socket.SOCK_SEQPACKET
 SOON = 4.0  # seconds in which a keeper answers whatever others do; everything that hangs here does so for longer
-_SET_LOCK = 37  # F_OFD_SETLK
-LOCKS = 15_000
+LOCKS = 100_000  # a close takes milliseconds then, and those of one message seconds
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 needs_fuse = pytest.mark.skipif(fuse_files.missing() is not None, reason=str(fuse_files.missing()))
@@ -412,8 +411,9 @@ def test_memory_with_thousands_of_locks_is_not_closed_while_everybody_waits() ->
 
         def act() -> object:
             fds.append(make_memfd(4096, seals=SHRINK | GROW))
-            for number in range(LOCKS, 0, -1):
-                fcntl.fcntl(fds[0], _SET_LOCK, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * number, 1, 0))
+            fcntl.lockf(fds[0], fcntl.LOCK_EX, 2 * LOCKS, 0)
+            for hole in range(LOCKS - 1, 0, -1):  # from the end on each is made at once, however many there are
+                fcntl.lockf(fds[0], fcntl.LOCK_UN, 1, 2 * hole)
             return fds
 
         def then() -> None:
@@ -425,4 +425,4 @@ def test_memory_with_thousands_of_locks_is_not_closed_while_everybody_waits() ->
             moments = [moment(other.ask(m.encode(m.Statistics(call)))) for call in range(1, 3_001)]
         other.close()
         longest = max(after - before for before, after in pairwise(moments))
-        assert longest < 0.1, f"nobody was answered for {longest:.3f} s"
+        assert longest < 0.5, f"nobody was answered for {longest:.3f} s"

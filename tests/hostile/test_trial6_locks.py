@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -52,11 +53,12 @@ def test_who_receives_them_waits_a_moment_for_their_close(monkeypatch: pytest.Mo
     with locked(100_000) as fd:
         numbers = [os.dup(fd) for _ in range(110)]
         some, others = numbers[:10], numbers[10:]
-        each = min([timed(os.close, one) for one in some])
+        each = statistics.median([timed(os.close, one) for one in some])
         monkeypatch.setattr(open_files, "_MOMENT", 3 * each)
         spent = timed(open_files.close_fds, others)
         assert others == []
-        assert spent < 30 * each, f"{spent:.3f} s, where one takes {each:.3f} s"
+        # Less than a third of the hundred, and some for beginning threads.
+        assert spent < 30 * each + 0.1, f"{spent:.3f} s, where one takes {each:.3f} s"
         until(lambda: not any(map(is_open, numbers)), what="the close of the rest in another thread")
 
 
