@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..driver.protocol import HostAddressable, StreamOrdered
 from ..errors import BackupError, UsageError
-from ..lifetime import Claim, Handle, close_all, own, unwinding
+from ..lifetime import Claim, Handle, close_all, noted, own, unwinding
 from ..spec import Access, Location, format_size
 from .allocation import Memory, PhysicalAllocation
 from .pinned import Span, store_of
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Backup", "Copies", "FileBackup", "KeptBackup", "PinnedBackup", "open_file"]
 
+_INTERRUPTS = 5  # in a row, after which nobody waits any more
 _PIECE = 32 << 20  # bytes of a file that are read or written, and checked, at once
 
 
@@ -42,10 +43,10 @@ class Copies:
         """Queue a copy on the stream of the region's device."""
         place = region.users[0]
         if place not in self._streams:
-            made = cast("Any", region.driver)
-            number = made.stream_create(place)
-            self._claim.handle.keep("stream for sleeping memory", partial(made.stream_destroy, number))
-            self._streams[place] = made, number
+            able, made = cast("StreamOrdered", region.driver), list[int]()
+            self._claim.handle.keep("stream for sleeping memory", partial(_destroy, able, made))
+            made.append(able.stream_create(place))
+            self._streams[place] = able, made[0]
         driver, stream = self._streams[place]
         driver.copy_async(destination, source, nbytes, stream)
 
@@ -54,9 +55,24 @@ class Copies:
         for place, (driver, stream) in self._streams.items():
             driver.stream_synchronize(stream, place)
 
+    def settle(self, error: BaseException) -> None:
+        """Return when nothing is under way any more, since `error` came: another one becomes a note on that."""
+        for _ in range(_INTERRUPTS):
+            try:
+                with noted(error):
+                    self.finish()
+                return
+            except BaseException:  # noqa: BLE001  (an interrupt: the first error is raised when this is over)
+                continue
+
     def close(self) -> None:
         """Give the streams back. Idempotent."""
         self._claim.release()
+
+
+def _destroy(driver: StreamOrdered, streams: list[int]) -> None:
+    for stream in streams:
+        driver.stream_destroy(stream)
 
 
 class Backup:

@@ -26,31 +26,25 @@ _LEAST_SLAB = 64 << 20  # bytes that are pinned at once, at least
 Span = tuple[int, int]  # an address, and a number of bytes
 
 
-class _Slab:
-    """Memory that was pinned in one call, and the undo of that.
-
-    `free` is in the order of addresses; two spans that touch are one.
-    """
-
-    claim: Claim
+class _Unpin:
+    """The undo of pinning. It knows nothing of the slab: what a live handle's undo refers to is never collected."""
 
     def __init__(self, driver: Any, address: int, nbytes: int) -> None:
         self._driver = driver
-        self.address = address
-        self.nbytes = nbytes
-        self.free: list[Span] = [(address, nbytes)]
+        self._address = address
+        self._nbytes = nbytes
         self._is_pinned = False
         self._is_sure = True  # not after an interrupt in the middle of the driver's call
 
     def describe(self) -> str:
         """What its handle is called."""
-        return f"{format_size(self.nbytes)} of pinned memory at {self.address:#x}"
+        return f"{format_size(self._nbytes)} of pinned memory at {self._address:#x}"
 
     def pin(self, location: Location) -> None:
         """Pin it, once a handle has this for its undo."""
         self._is_pinned = True
         try:
-            self._driver.host_register(self.address, self.nbytes, location)
+            self._driver.host_register(self._address, self._nbytes, location)
         except Exception:
             self._is_pinned = False  # a call that fails has done nothing
             raise
@@ -61,11 +55,24 @@ class _Slab:
     def __call__(self) -> None:
         if self._is_pinned:
             try:
-                self._driver.host_unregister(self.address)
+                self._driver.host_unregister(self._address)
             except UsageError:
                 if self._is_sure:
                     raise
             self._is_pinned = False
+
+
+class _Slab:
+    """Memory that was pinned in one call.
+
+    `free` is in the order of addresses; two spans that touch are one.
+    """
+
+    def __init__(self, claim: Claim, address: int, nbytes: int) -> None:
+        self.claim = claim
+        self.address = address
+        self.nbytes = nbytes
+        self.free: list[Span] = [(address, nbytes)]
 
     def put_back(self, address: int, nbytes: int) -> None:
         """Join a span with what is free beside it. It may be called again for the same one."""
@@ -160,15 +167,16 @@ class PinnedStore:
                 f"its bytes (to=None)",
             )  # fmt: skip
         with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
-            slab = _Slab(self._driver, memory.address, size)
-            slab.claim = own(slab.describe, slab, depends=[memory.handle])
+            undo = _Unpin(self._driver, memory.address, size)
+            claim = own(undo.describe, undo, depends=[memory.handle])
+            address = memory.address
         try:
-            slab.pin(location)
+            undo.pin(location)
+            self._slabs = [*self._slabs, _Slab(claim, address, size)]
         except BaseException as error:
             with unwinding(error):
-                slab.claim.release()
+                claim.release()
             raise
-        self._slabs = [*self._slabs, slab]
 
 
 _stores: dict[object, PinnedStore] = {}

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from ..driver.protocol import StreamOrdered
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
-from ..lifetime import Claim, noted, unwinding
+from ..lifetime import Claim, unwinding
 from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
@@ -180,6 +180,7 @@ def sleep_regions(
     using = [region.handle.claim("sleep") for region in marks]  # another thread may close one meanwhile
     copies = Copies()
     file: list[Claim] = []
+    rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
     try:
         try:
             for region, mark in marks.items():
@@ -191,17 +192,23 @@ def sleep_regions(
                 if mark.backup is not None:
                     mark.backup.store(region, mark.nbytes, copies)
             copies.finish()
+            rows = {region: region._chunks.row for region in marks}  # from here on it falls asleep, whatever comes
+            _unmap(rows, marks)
         except BaseException as error:
-            with unwinding(error):
-                copies.finish()  # what is under way writes where something else would be put
-            _take_back(marks, error)
+            if rows:
+                _unmap(rows, marks)  # an interrupt: what was begun is finished
+            else:
+                copies.settle(error)  # what is under way writes where something else would be put
+                _take_back(marks, error)
             raise
-        freed, stored = _unmap(marks)
     finally:
         copies.close()
         for claim in (*file, *using):
             claim.release()
     _tell("sleep", "after", marks, True)
+    freeing = [(mark, mark.backup) for mark in marks.values() if mark.backup is not None and mark.backup.frees]
+    freed = sum(sum(backup.sizes) for _, backup in freeing)
+    stored = sum(mark.nbytes for mark, backup in freeing if not backup.discards)
     return SleepReport(stored, freed, time.perf_counter() - started)
 
 
@@ -277,28 +284,14 @@ def _wait(marks: dict[Region, Asleep], after: int | None) -> None:
             driver.synchronize(place)
 
 
-def _unmap(marks: dict[Region, Asleep]) -> tuple[int, int]:
-    """Unmap everything; return the bytes that are free now, and those that were put aside."""
-    rows = {region: region._chunks.row for region in marks}
-    try:
-        _unmap_rows(rows)
-    except BaseException as error:  # an interrupt: what was begun is finished
-        with noted(error):
-            _unmap_rows(rows)
-        raise
-    finally:
-        for mark in marks.values():
-            mark.state = "asleep"
-    backups = [(mark, mark.backup) for mark in marks.values() if mark.backup is not None]
-    freed = sum(sum(backup.sizes) for _, backup in backups if backup.frees)
-    return freed, sum(mark.nbytes for mark, backup in backups if backup.frees and not backup.discards)
-
-
-def _unmap_rows(rows: dict[Region, tuple[chunks.Chunk, ...]]) -> None:
+def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asleep]) -> None:
+    """Unmap everything, on which no device works any more; after an interrupt it can be called again."""
     for region, row in rows.items():
         for chunk in row:
             chunk.undo.is_idle = True
         region._chunks.unmap(row)
+    for mark in marks.values():
+        mark.state = "asleep"
 
 
 def _take_back(marks: dict[Region, Asleep], error: BaseException) -> None:
@@ -319,6 +312,7 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
     marks: dict[Region, Asleep] = {}
     using = []
     copies = Copies()
+    is_whole = False
     try:
         try:
             for region in regions:
@@ -330,18 +324,24 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
                 _take_turn(region, mark, marks)
             _tell("wake", "before", marks, False)
             _fill(marks, copies, discard)
+            is_whole = True  # from here on it is awake, whatever comes
+            _show(marks)
         except BaseException as error:
-            with unwinding(error):
-                copies.finish()  # what is under way writes to what goes now
-            _sleep_on(marks, error)
+            if is_whole:
+                _show(marks)  # an interrupt: what was begun is finished
+            else:
+                copies.settle(error)  # what is under way writes to what goes now
+                _sleep_on(marks, error)
             raise
-        restored, discarded = _show(marks, discard)
     finally:
         copies.close()
         for claim in using:
             claim.release()
     _tell("wake", "after", marks, True)
-    return WakeReport(restored, discarded, time.perf_counter() - started)
+    filled = [mark for mark in marks.values() if mark.backup is not None and mark.backup.frees]
+    zeroed = [mark.nbytes for mark in filled if discard or (mark.backup is not None and mark.backup.discards)]
+    restored = sum(mark.nbytes for mark in filled) - sum(zeroed)
+    return WakeReport(restored, sum(zeroed), time.perf_counter() - started)
 
 
 def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> None:
@@ -380,25 +380,8 @@ def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
             region._chunks.protect(region.access)
 
 
-def _show(marks: dict[Region, Asleep], discard: bool) -> tuple[int, int]:
-    """Everything is there again: let everybody at it, and go of what was put aside."""
-    restored = discarded = 0
-    for mark in marks.values():
-        if mark.backup is not None and mark.backup.frees:
-            if discard or mark.backup.discards:
-                discarded += mark.nbytes
-            else:
-                restored += mark.nbytes
-    try:
-        _awaken(marks)
-    except BaseException as error:  # an interrupt: what was begun is finished
-        with noted(error):
-            _awaken(marks)
-        raise
-    return restored, discarded
-
-
-def _awaken(marks: dict[Region, Asleep]) -> None:
+def _show(marks: dict[Region, Asleep]) -> None:
+    """Everything is there again: let everybody at it, and go of what was put aside. It can be called again."""
     for region, mark in marks.items():
         if region.asleep is mark:
             region.asleep = None
@@ -409,7 +392,5 @@ def _awaken(marks: dict[Region, Asleep]) -> None:
 def _sleep_on(marks: dict[Region, Asleep], error: BaseException) -> None:
     """Unmap what was mapped: everything is still asleep, and whole."""
     with unwinding(error):
-        _unmap_rows({region: region._chunks.row for region in marks})
-        for mark in marks.values():
-            mark.state = "asleep"
+        _unmap({region: region._chunks.row for region in marks}, marks)
         _tell("wake", "after", marks, False)
