@@ -55,7 +55,7 @@ def sleep(
         If somebody else holds the memory; names who. Nothing has changed then.
     AsleepError
         If some of it is asleep already. Nothing has changed then.
-    OutOfMemoryError, BackupError
+    OutOfMemoryError, CapacityError, BackupError
         If there is not enough room for the bytes. Nothing has changed then.
 
     Examples

@@ -11,6 +11,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -71,8 +72,13 @@ class Copies:
 
 
 def _destroy(driver: StreamOrdered, streams: list[int]) -> None:
-    for stream in streams:
-        driver.stream_destroy(stream)
+    """Give streams back. An undo that was interrupted is called again, and finds the last one gone."""
+    while True:
+        if not streams:
+            break
+        with suppress(UsageError):
+            driver.stream_destroy(streams[-1])
+        streams.pop()
 
 
 class Backup:
@@ -120,6 +126,7 @@ class PinnedBackup(Backup):
         self._spans: list[Span] = []
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
+        """Put the first `nbytes` aside; see the base class, here and below."""
         store = store_of(region.driver)
         spans = self._spans
         self._handle = region._chunks.handle.keep("pinned backup", partial(store.give_back, spans))
@@ -128,6 +135,7 @@ class PinnedBackup(Backup):
             copies.start(region, pinned, region.address + start, size)
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
+        """Bring back the bytes from `start` up to `stop`."""
         for pinned, first, size in self._parts(start, stop):
             copies.start(region, region.address + first, pinned, size)
 
@@ -141,6 +149,7 @@ class PinnedBackup(Backup):
             offset += nbytes
 
     def drop(self, region: Region) -> None:
+        """Let go of the spans."""
         handle, self._handle = self._handle, None
         if handle is not None:
             region._chunks.handle.drop_dependency(handle)
@@ -163,6 +172,7 @@ class FileBackup(Backup):
         self._sums: dict[int, int] = {}
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
+        """Write the first `nbytes`, piece by piece, with their checksums."""
         region._chunks.handle.depend(cast("Handle", self._file))
         self._whole = nbytes
         for offset, size in self._pieces(0, nbytes):
@@ -171,6 +181,7 @@ class FileBackup(Backup):
                 _all_of(os.pwrite, self._fd, view, self._at + offset)
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
+        """Read the bytes from `start` up to `stop`, and compare their checksums."""
         for offset, size in self._pieces(start, min(stop, self._whole)):
             with _Window(region, offset, size, write=True) as view:
                 _all_of(lambda fd, part, at: os.preadv(fd, [part], at), self._fd, view, self._at + offset)
@@ -190,6 +201,7 @@ class FileBackup(Backup):
             first += size
 
     def drop(self, region: Region) -> None:
+        """Let go of the file, which goes with the last region in it."""
         file, self._file = self._file, None
         if file is not None:
             region._chunks.handle.drop_dependency(file)
@@ -208,16 +220,19 @@ class KeptBackup(Backup):
         self._memories: list[Memory] = []
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
+        """Hold on to the memory, beside its mapping."""
         for chunk in region._chunks.row:
             memory = chunk.memory
             region._chunks.handle.depend(memory.handle)
             self._memories.append(memory)
 
     def map(self, region: Region, number: int) -> None:
+        """Map the same memory again."""
         with PhysicalAllocation.of(self._memories[number]) as allocation:
             region._chunks.append([allocation], region._access)
 
     def drop(self, region: Region) -> None:
+        """Leave the memory to its mapping."""
         while True:
             if not self._memories:
                 break

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
 
-from ..errors import OutOfMemoryError, UsageError
+from ..errors import CapacityError, UsageError
 from ..lifetime import Claim, own, unwinding
 from ..spec import HOST, Location, format_size, parse_size, round_up
 from .region import Region
@@ -110,7 +110,9 @@ class PinnedStore:
         Raises
         ------
         OutOfMemoryError
-            If the host has not enough, or more would be pinned than ``VRAM_PINNED_LIMIT`` allows. Nothing is lent then.
+            If the host has not enough. Nothing is lent then.
+        CapacityError
+            If more would be pinned than ``VRAM_PINNED_LIMIT`` allows.
         """
         needed = round_up(nbytes, _GRANULE)
         with self._lock:
@@ -160,12 +162,11 @@ class PinnedStore:
         size = round_up(nbytes, _GRANULE)
         limit = _limit()
         if limit is not None and self.nbytes + size > limit:
-            raise OutOfMemoryError(
-                "pin", 0, "limit",
-                f"{format_size(size)} more would be pinned than the {format_size(self.nbytes)} that are, and "
-                f"{LIMIT} allows {format_size(limit)}: raise it, or let memory sleep in a directory (to=) or without "
-                f"its bytes (to=None)",
-            )  # fmt: skip
+            raise CapacityError(
+                f"{format_size(size)} more would be pinned than the {format_size(self.nbytes)} that are, and {LIMIT} "
+                f"allows {format_size(limit)}: raise it, or let memory sleep in a directory (to=) or without its bytes "
+                f"(to=None)"
+            )
         with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
             undo = _Unpin(self._driver, memory.address, size)
             claim = own(undo.describe, undo, depends=[memory.handle])

@@ -19,8 +19,6 @@ from .reservation import copy_on_write
 if TYPE_CHECKING:
     from typing import Self
 
-    from .sleep import Asleep
-
 __all__ = ["Region"]
 
 _LEAST_SHARE = 256  # a chunk is at least this part of the capacity: no region needs many more descriptors than that
@@ -74,9 +72,8 @@ class Region(Owned):
         self._least, self._exact = least, exact
         self._imported = imported
         self._frozen = self._shown_full = False
-        self.asleep: Asleep | None = (
-            None  # what it takes to wake it, from when it begins to fall asleep until it is awake
-        )
+        # What it takes to wake it, which only sleep.py knows: from when it begins to fall asleep until it is awake.
+        self.asleep: object = None
         self._nbytes = self._reached = 0  # bytes; of the latter: its largest size, as far as that memory is still here
         self._size_lock = threading.RLock()
         self._changing_lock = threading.RLock()

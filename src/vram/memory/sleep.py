@@ -317,7 +317,7 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
         try:
             for region in regions:
                 mark = region.asleep
-                if mark is None or region in marks:
+                if not isinstance(mark, Asleep) or region in marks:
                     continue
                 using.append(region.handle.claim("wake"))
                 marks[region] = mark

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from ..driver.protocol import Driver, StreamOrdered
-from ..errors import AsleepError, BackupError, BusyError, UsageError
+from ..errors import AsleepError, BackupError, BusyError, CapacityError, UsageError
 from ..memory import PhysicalAllocation, Region
 from ..memory.pinned import store_of, trim
 from ..memory.sleep import Remapped, on_remap, sleep_regions, wake_regions
@@ -117,7 +117,7 @@ class SleepContract(MemorySuite):
         if not isinstance(driver, StreamOrdered):
             pytest.skip(f"{driver.name} memory is no better off in pinned memory")
         monkeypatch.setenv("VRAM_PINNED_LIMIT", "1MiB")
-        with pytest.raises(MemoryError, match="VRAM_PINNED_LIMIT"):
+        with pytest.raises(CapacityError, match="VRAM_PINNED_LIMIT"):
             sleep_regions(regions, "host")
         self.check(driver, *regions, granule)
 
