@@ -59,7 +59,7 @@ class Scene:
         store(self.driver, self.other.address, b"other")
 
     def sleep(self) -> object:
-        return sleep_regions([self.one, self.other], self.to)
+        return sleep_regions(dict.fromkeys([self.one, self.other], self.to))
 
     def wake(self) -> object:
         return wake_regions([self.one, self.other])

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..errors import UsageError
 from ..memory import Region
-from ..memory.sleep import SleepReport, WakeReport, sleep_regions, wake_regions
+from ..memory.sleep import Place, SleepReport, WakeReport, sleep_regions, wake_regions
 from . import streams
 from .array import Array
 
@@ -69,11 +69,11 @@ def sleep(
     if shared not in ("refuse", "unmap"):
         raise UsageError(f'shared is "refuse" or "unmap", not {shared!r:.40}')
     try:
-        where = to if to is None or to == "host" else Path(os.fspath(to))
+        where: Place = "host" if to == "host" else None if to is None else Path(os.fspath(to))
     except TypeError:
         raise UsageError(f'to is "host", a directory, or None, not {to!r:.40}') from None
     event = None if after is None else streams.as_event(after)
-    return sleep_regions(_regions(things), where, after=event, unmap_shared=shared == "unmap")  # type: ignore[arg-type]
+    return sleep_regions(dict.fromkeys(_regions(things), where), after=event, unmap_shared=shared == "unmap")
 
 
 def wake(things: Array | Region | Iterable[Array | Region], *, discard: bool = False) -> WakeReport:

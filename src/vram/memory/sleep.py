@@ -9,11 +9,11 @@ held over driver calls; locks in a row could be left taken by an interrupt (I12)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 from ..driver.protocol import StreamOrdered
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
@@ -25,7 +25,9 @@ from .backups import Backup, Copies, FileBackup, KeptBackup, PinnedBackup, open_
 from .foreign import ForeignRegion
 from .region import Region
 
-__all__ = ["Asleep", "Remapped", "SleepReport", "WakeReport", "on_remap", "sleep_regions", "wake_regions"]
+__all__ = ["Asleep", "Place", "Remapped", "SleepReport", "WakeReport", "on_remap", "sleep_regions", "wake_regions"]
+
+Place: TypeAlias = Path | Literal["host"] | None
 
 
 class Asleep:
@@ -158,34 +160,30 @@ def _tell(
 
 # -- sleep ------------------------------------------------------------------------------------------------------
 def sleep_regions(
-    regions: Iterable[Region],
-    to: Path | Literal["host"] | None,
-    *,
-    after: int | None = None,
-    unmap_shared: bool = False,
+    places: Mapping[Region, Place], *, after: int | None = None, unmap_shared: bool = False
 ) -> SleepReport:
     """Put regions to sleep, all or none; see :func:`vram.sleep`, which takes arrays as well.
 
     Parameters
     ----------
-    to : Path, "host" or None
-        A directory, pinned memory of the host, or nowhere.
+    places : dict of Region to Path, "host" or None
+        Where the bytes of each go: to a file in a directory, to pinned memory of the host, or nowhere.
     after : int, optional
         An event of a device; by default all work of the devices is waited for.
     unmap_shared : bool
         Unmap what others hold as well, instead of refusing.
     """
     started = time.perf_counter()
-    marks = {region: Asleep() for region in regions}
+    marks = {region: Asleep() for region in places}
     using = [region.handle.claim("sleep") for region in marks]  # another thread may close one meanwhile
     copies = Copies()
-    file: list[Claim] = []
+    files: list[Claim] = []
     rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
     try:
         try:
             for region, mark in marks.items():
-                _begin(region, mark, to, unmap_shared)
-            _choose(marks, to, file)
+                _begin(region, mark, unmap_shared)
+            _choose(marks, places, files)
             _tell("sleep", "before", marks, False)
             _wait(marks, after)
             for region, mark in marks.items():
@@ -203,7 +201,7 @@ def sleep_regions(
             raise
     finally:
         copies.close()
-        for claim in (*file, *using):
+        for claim in (*files, *using):
             claim.release()
     _tell("sleep", "after", marks, True)
     freeing = [(mark, mark.backup) for mark in marks.values() if mark.backup is not None and mark.backup.frees]
@@ -212,7 +210,7 @@ def sleep_regions(
     return SleepReport(stored, freed, time.perf_counter() - started)
 
 
-def _begin(region: Region, mark: Asleep, to: Path | str | None, unmap_shared: bool) -> None:
+def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
     """Mark a region, from when on nobody gets at its memory; then see whether anybody has."""
     if isinstance(region, ForeignRegion):
         raise UsageError(f"{region!r} is not ours to unmap: another library's memory, or a lender's")
@@ -235,8 +233,6 @@ def _begin(region: Region, mark: Asleep, to: Path | str | None, unmap_shared: bo
         )
     if others:
         mark.backup = KeptBackup(row)
-    elif to is None:
-        mark.backup = Backup([chunk.stop - chunk.start for chunk in row])
 
 
 def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
@@ -250,27 +246,32 @@ def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
     return (*found, "whoever it was exported to") if memory.has_left else found
 
 
-def _choose(marks: dict[Region, Asleep], to: Path | str | None, file: list[Claim]) -> None:
-    """Say where the bytes of each region go. What is put into a file goes into one, all behind one another."""
-    rest = {region: mark for region, mark in marks.items() if mark.backup is None}
-    if not rest or to is None:
-        return
-    if not isinstance(to, Path):
-        for region, mark in rest.items():
-            if not isinstance(region.driver, StreamOrdered):
-                raise UsageError(
-                    f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to "
-                    f"let its bytes go"
-                )
-            mark.backup = PinnedBackup([chunk.stop - chunk.start for chunk in region._chunks.row])
-        return
-    claim, fd = open_file(to, sum(mark.nbytes for mark in rest.values()))
-    file.append(claim)
-    at = 0
-    for region, mark in rest.items():
-        sizes = [chunk.stop - chunk.start for chunk in region._chunks.row]
-        mark.backup = FileBackup(sizes, claim.handle, fd, at)
-        at += mark.nbytes
+def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: list[Claim]) -> None:
+    """Say where the bytes of each region go. What is put into one directory goes into one file, one behind another."""
+    into: dict[Path, dict[Region, Asleep]] = {}
+    for region, mark in marks.items():
+        if mark.backup is not None:
+            continue
+        to, sizes = places[region], [chunk.stop - chunk.start for chunk in region._chunks.row]
+        if to is None:
+            mark.backup = Backup(sizes)
+        elif isinstance(to, Path):
+            into.setdefault(to, {})[region] = mark
+        elif isinstance(region.driver, StreamOrdered):
+            mark.backup = PinnedBackup(sizes)
+        else:
+            raise UsageError(
+                f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to let its "
+                f"bytes go"
+            )
+    for directory, due in into.items():
+        claim, fd = open_file(directory, sum(mark.nbytes for mark in due.values()))
+        files.append(claim)
+        at = 0
+        for region, mark in due.items():
+            sizes = [chunk.stop - chunk.start for chunk in region._chunks.row]
+            mark.backup = FileBackup(sizes, claim.handle, fd, at)
+            at += mark.nbytes
 
 
 def _wait(marks: dict[Region, Asleep], after: int | None) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -18,14 +18,13 @@ from ..driver.protocol import Driver, StreamOrdered
 from ..errors import AsleepError, BackupError, BusyError, CapacityError, UsageError
 from ..memory import PhysicalAllocation, Region
 from ..memory.pinned import store_of, trim
-from ..memory.sleep import Remapped, on_remap, sleep_regions, wake_regions
+from ..memory.sleep import Place, Remapped, SleepReport, on_remap, sleep_regions, wake_regions
 from ..spec import Access, Location
 from .region import MemorySuite, load, store
 
 __all__ = ["SleepContract"]
 
 RW, READ = Access.READ_WRITE, Access.READ
-Place = Path | Literal["host"] | None
 
 
 class SleepContract(MemorySuite):
@@ -74,7 +73,7 @@ class SleepContract(MemorySuite):
         addresses, layout = (one.address, other.address), one.chunks
         with one.pin(5, 10, "a view"):  # keeps the address, not the bytes
             for _ in range(2):
-                slept = sleep_regions(regions, place)
+                slept = put(regions, place)
                 assert (slept.nbytes, slept.freed) == (3 * granule - 5 + 100, 4 * granule)
                 assert slept.seconds > 0
                 assert slept.rate == slept.nbytes / slept.seconds
@@ -97,13 +96,13 @@ class SleepContract(MemorySuite):
     def test_pinned_memory_is_kept_for_the_next_time(self, driver: Driver, regions: tuple[Region, Region]) -> None:
         if not isinstance(driver, StreamOrdered):
             with pytest.raises(UsageError, match="directory"):
-                sleep_regions(regions, "host")
+                put(regions, "host")
             assert regions[0].asleep is None
             return
         kept = store_of(driver)
         assert kept.nbytes == 0
         for _ in range(3):
-            sleep_regions(regions, "host")
+            put(regions, "host")
             pinned = kept.nbytes
             assert pinned >= sum(region.nbytes for region in regions)
             assert trim() == 0  # the bytes are in there
@@ -118,12 +117,12 @@ class SleepContract(MemorySuite):
             pytest.skip(f"{driver.name} memory is no better off in pinned memory")
         monkeypatch.setenv("VRAM_PINNED_LIMIT", "1MiB")
         with pytest.raises(CapacityError, match="VRAM_PINNED_LIMIT"):
-            sleep_regions(regions, "host")
+            put(regions, "host")
         self.check(driver, *regions, granule)
 
     def test_what_is_discarded_is_zero_and_said_so(self, driver: Driver, regions: tuple[Region, Region]) -> None:
         one, other = regions
-        slept = sleep_regions(regions, None)
+        slept = put(regions, None)
         assert slept.nbytes == 0
         woke = wake_regions(regions)
         assert (woke.nbytes, woke.discarded) == (0, one.nbytes + other.nbytes)
@@ -132,7 +131,7 @@ class SleepContract(MemorySuite):
 
     def test_asleep_it_is_of_no_use_i13(self, driver: Driver, regions: tuple[Region, Region], granule: int) -> None:
         one, other = regions
-        sleep_regions([one], None)
+        put([one], None)
         calls: list[Any] = [
             lambda: one.pin(0, 1),
             lambda: one.segments(0, 1),
@@ -142,7 +141,7 @@ class SleepContract(MemorySuite):
             lambda: one.resize(one.nbytes),
             one.clear,
             one.freeze,
-            lambda: sleep_regions([other, one], None),
+            lambda: put([other, one], None),
         ]
         for call in calls:
             with pytest.raises(AsleepError, match=r"asleep|wake"):
@@ -159,7 +158,7 @@ class SleepContract(MemorySuite):
     ) -> None:
         woke = wake_regions(regions)
         assert (woke.nbytes, woke.discarded) == (0, 0)
-        sleep_regions(regions[:1], place)
+        put(regions[:1], place)
         wake_regions(regions)
         assert wake_regions(regions).nbytes == 0
         assert load(driver, regions[0].address, 3) == b"\1\1\1"
@@ -170,7 +169,7 @@ class SleepContract(MemorySuite):
         fds = len(os.listdir("/proc/self/fd"))
         for given in (place, None):
             region = Region.create(location, driver=driver, capacity=granule, nbytes=5)
-            sleep_regions([region], given)
+            put([region], given)
             region.close()
             trim()  # all of it: nothing is lent
             assert len(os.listdir("/proc/self/fd")) == fds
@@ -189,7 +188,7 @@ class SleepContract(MemorySuite):
                 held.export()
             for given in (place, None):
                 with pytest.raises(BusyError, match="unmap") as caught:
-                    sleep_regions([other, one], given)
+                    put([other, one], given)
                 assert len(caught.value.holders) >= 1
                 self.check(driver, one, other, granule)
                 assert (one.asleep, other.asleep) == (None, None)
@@ -202,22 +201,22 @@ class SleepContract(MemorySuite):
         one, other = regions
         held, _ = one.segments(0, one.nbytes)
         with Region.from_allocations(driver, held, access=RW) as alias:
-            slept = sleep_regions([one, other], place, unmap_shared=True)
+            slept = put([one, other], place, unmap_shared=True)
             assert (slept.freed, slept.nbytes) == (granule, 100)
             store(driver, alias.address, b"meanwhile")
             wake_regions([one, other])
             assert load(driver, one.address, 9) == b"meanwhile"
             store(driver, alias.address, b"\1" * 9)
             with pytest.raises(BusyError):
-                sleep_regions([alias], None)
-            slept = sleep_regions([alias], None, unmap_shared=True)
+                put([alias], None)
+            slept = put([alias], None, unmap_shared=True)
             assert slept.freed == 0
             assert alias.mapped == 0
             wake_regions([alias])
             assert load(driver, alias.address, 9) == b"\1" * 9
         del held
         self.check(driver, one, other, granule)
-        sleep_regions([one], place)
+        put([one], place)
         wake_regions([one])
         self.check(driver, one, other, granule)
 
@@ -227,14 +226,14 @@ class SleepContract(MemorySuite):
         with PhysicalAllocation.create(driver, granule, location) as made:
             with Region.from_allocations(driver, [made], access=RW, private=True) as region:
                 with pytest.raises(UsageError, match="private"):
-                    sleep_regions([region], None)
+                    put([region], None)
 
     def test_read_only_memory_is_read_only_again(
         self, driver: Driver, regions: tuple[Region, Region], granule: int, place: Place
     ) -> None:
         one, other = regions
         one.freeze()
-        sleep_regions(regions, place)
+        put(regions, place)
         assert one.is_frozen
         wake_regions(regions)
         self.check(driver, one, other, granule)
@@ -249,7 +248,7 @@ class SleepContract(MemorySuite):
         self, driver: Driver, regions: tuple[Region, Region], granule: int, tmp_path: Path
     ) -> None:
         one, other = regions
-        sleep_regions(regions, tmp_path)
+        put(regions, tmp_path)
         assert os.listdir(tmp_path) == []
         (fd,) = (int(link.name) for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in _target(link))
         os.pwrite(fd, b"!", 7)
@@ -261,7 +260,7 @@ class SleepContract(MemorySuite):
         wake_regions([other])
         wake_regions([one])
         self.check(driver, one, other, granule)
-        sleep_regions(regions, tmp_path)
+        put(regions, tmp_path)
         os.ftruncate(fd, 10)
         with pytest.raises(BackupError):
             wake_regions(regions)
@@ -275,12 +274,12 @@ class SleepContract(MemorySuite):
         resource.setrlimit(resource.RLIMIT_FSIZE, (granule, limits[1]))  # Python ignores the signal
         try:
             with pytest.raises(BackupError, match="EFBIG"):
-                sleep_regions(regions, tmp_path)
+                put(regions, tmp_path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         self.check(driver, *regions, granule)
         with pytest.raises(UsageError, match="no directory"):
-            sleep_regions(regions, tmp_path / "nowhere")
+            put(regions, tmp_path / "nowhere")
         self.check(driver, *regions, granule)
 
     # -- who wants to know --------------------------------------------------------------------------------------
@@ -290,12 +289,12 @@ class SleepContract(MemorySuite):
         told: list[Remapped] = []
         end = on_remap(told.append)
         try:
-            sleep_regions(regions, place)
+            put(regions, place)
             wake_regions(regions)
         finally:
             end()
         end()
-        sleep_regions(regions, place)
+        put(regions, place)
         wake_regions(regions)
         spans = tuple((region.location, region.address, sum(region.chunks)) for region in regions)
         assert told == [
@@ -318,10 +317,10 @@ class SleepContract(MemorySuite):
         end = on_remap(object_to)
         try:
             with pytest.raises(RuntimeError, match="not now"):
-                sleep_regions(regions, place)
+                put(regions, place)
             self.check(driver, *regions, granule)
             end()
-            sleep_regions(regions, place)
+            put(regions, place)
             end = on_remap(object_to)
             with pytest.raises(RuntimeError, match="not now"):
                 wake_regions(regions)
@@ -340,10 +339,10 @@ class SleepContract(MemorySuite):
     def test_nothing_and_empty_regions_sleep(
         self, driver: Driver, location: Location, granule: int, place: Place
     ) -> None:
-        assert sleep_regions([], place).freed == 0
+        assert put([], place).freed == 0
         assert wake_regions([]).nbytes == 0
         with Region.create(location, driver=driver, capacity=granule) as region:
-            assert sleep_regions([region], place).freed == 0
+            assert put([region], place).freed == 0
             with pytest.raises(AsleepError):
                 region.grow(1)
             wake_regions([region])
@@ -358,7 +357,7 @@ class SleepContract(MemorySuite):
 
         end = on_remap(close)
         try:
-            sleep_regions(regions, place)
+            put(regions, place)
         finally:
             end()
         assert regions[0].is_closed
@@ -373,3 +372,8 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except FileNotFoundError:
         return ""
+
+
+def put(regions: Iterable[Region], place: Place, *, unmap_shared: bool = False) -> SleepReport:
+    """Put regions to sleep, all in one place."""
+    return sleep_regions(dict.fromkeys(regions, place), unmap_shared=unmap_shared)
