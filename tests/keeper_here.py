@@ -1,4 +1,6 @@
-"""What happens beside a test: a keeper in a thread of its own process, one for every user, a call that may wait."""
+"""What happens beside a test: a keeper in a thread of its own process, one for every user, a call that may wait, a
+process that stands still.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.testing.keeper import SOON
 
-__all__ = ["later", "open_to_all", "serving"]
+__all__ = ["is_stopped", "later", "open_to_all", "serving"]
 
 
 @contextlib.contextmanager
@@ -41,6 +44,15 @@ def open_to_all() -> Iterator[str]:
             yield keeper.path
         finally:
             keeper.stop()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process are: the signal reaches one after the other."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return all(state == "T" for state in states)
 
 
 def later(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_memory", "is_read_only"]
+__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_memory", "is_read_only", "unclosed"]
 
 F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
@@ -30,7 +30,29 @@ _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidi
 _MAX_THREADS = 8
 _MOMENT = 0.1  # seconds in which whatever is well served is closed, and those of this thread that closing may take
 
-_slow: deque[tuple[Sequence[int], threading.Lock]] = deque()
+
+class _Slow:
+    """Descriptors that a thread closes, from the end of a list on.
+
+    Attributes
+    ----------
+    sender : str
+        Whom they came from; empty where nobody counts that.
+    closed : threading.Lock
+        Released once all are closed. Not an Event, which an interrupt could leave locked.
+    """
+
+    __slots__ = ("closed", "fds", "sender")
+
+    def __init__(self, fds: list[int], sender: str) -> None:
+        self.fds = fds
+        self.sender = sender
+        self.closed = threading.Lock()
+        self.closed.acquire()
+
+
+_slow: deque[_Slow] = deque()
+_closing: list[_Slow] = []  # those that a thread has taken from there
 _threads: list[threading.Thread] = []
 
 
@@ -106,7 +128,7 @@ def _is_special(fd: int) -> bool:
     return False
 
 
-def close_fds(fds: Sequence[int]) -> None:
+def close_fds(fds: Sequence[int], sender: str = "") -> None:
     """Close descriptors that the caller owns; one that is closed already does not keep the others open.
 
     A list is emptied, each number in the step that closes it: after an interrupt it has those that are still open.
@@ -114,6 +136,11 @@ def close_fds(fds: Sequence[int]) -> None:
     a file has as many locks as its sender likes, and each close goes through them. Everything else is closed in
     another thread, since it may block: this waits a moment for it, and leaves it to that thread. A process with such a
     file open can end no sooner than it is closed: that is the kernel's doing.
+
+    Parameters
+    ----------
+    sender : str
+        Whom they came from, so that :func:`unclosed` can count what other threads have still to close of it.
     """
     left = fds if isinstance(fds, list) else list(fds)
     slow: list[int] = []
@@ -124,7 +151,12 @@ def close_fds(fds: Sequence[int]) -> None:
         raise
     finally:
         if slow:
-            _close_elsewhere(slow)
+            _close_elsewhere(slow, sender)
+
+
+def unclosed(sender: str) -> int:
+    """Return how many descriptors of one sender other threads have still to close: see :func:`close_fds`."""
+    return sum(len(one.fds) for one in (*tuple(_slow), *tuple(_closing)) if one.sender == sender)
 
 
 def _close_quick(fds: list[int], slow: list[int]) -> None:
@@ -162,33 +194,38 @@ def is_gpu(fd: int) -> bool:
     return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
 
 
-def _close_elsewhere(fds: Sequence[int]) -> None:
-    closed = threading.Lock()  # not an Event, which an interrupt could leave locked
-    closed.acquire()
-    _slow.append((fds, closed))
+def _close_elsewhere(fds: list[int], sender: str) -> None:
+    slow = _Slow(fds, sender)
+    _slow.append(slow)
     _threads[:] = [thread for thread in tuple(_threads) if thread.is_alive()]
+    if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
+        return
     if len(_threads) < _MAX_THREADS:
         thread = threading.Thread(target=_close_slowly, name="vram: closing", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
             thread.start()
             _threads.append(thread)
     if len(_slow) < 2:  # what waits behind something else is not waited for: no thread comes to it in a moment
-        closed.acquire(timeout=_MOMENT)
+        slow.closed.acquire(timeout=_MOMENT)
 
 
 def _close_slowly() -> None:
     with contextlib.suppress(IndexError):
         while True:
-            fds, closed = _slow.popleft()
-            for fd in fds:
+            one = _slow.popleft()
+            _closing.append(one)
+            while one.fds:
                 with contextlib.suppress(OSError):
-                    os.close(fd)
-            closed.release()
+                    os.close(one.fds[-1])
+                del one.fds[-1]
+            _closing.remove(one)
+            one.closed.release()
 
 
 def _after_fork_in_child() -> None:
     """The threads are the parent's; what they had to close, this process has as well."""
     _threads.clear()
+    _closing.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 __all__ = ["DEADLINE", "Unanswered", "missing", "unanswered_files"]
 
-DEADLINE = 12.0  # seconds until the daemon is killed, and nothing is stuck any more
+DEADLINE = 40.0  # seconds until the daemon is killed, and nothing is stuck any more
 _LOOKUP, _FORGET, _GETATTR, _OPEN, _RELEASE, _INIT, _BATCH_FORGET = 1, 2, 3, 14, 18, 26, 42
 _HEADER = struct.Struct("<IIQQIIIHH")  # fuse_in_header
 _MODES = {b"file": stat.S_IFREG, b"nvidia0": stat.S_IFREG, b"nvidiactl": stat.S_IFIFO}

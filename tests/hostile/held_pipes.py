@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 __all__ = ["DEADLINE", "HeldPipe", "Refused", "held_pipe"]
 
-DEADLINE = 12.0  # seconds until the process is killed, and nothing waits for the pipe any more
+DEADLINE = 40.0  # seconds until the process is killed, and nothing waits for the pipe any more
 _OTHER = 4242  # any user but root
 _REFUSED = 77  # the exit status of what may have no such namespace
 _NAME = "/dev/nvidia0"

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from tests.hostile import fuse_files
-from tests.hostile.fuse_files import unanswered_files
+from tests.hostile.fuse_files import DEADLINE, unanswered_files
 from tests.hostile.test_keeper_fairness import GREEDY, being
 from tests.hostile.test_trial3_keeper import locked_for_ever
 from tests.hostile.test_trial6_channel import ended, long_array
@@ -102,8 +102,8 @@ def test_a_borrower_does_not_wait_for_whoever_writes_to_what_is_lent() -> None:
     fd = make_memfd(GRANULE, seals=WRITABLE)
     try:
         with lent_by_a_stranger(fd) as path, unanswered_files() as files, locked_for_ever(files.place, fd):
-            thread, came = later(lambda: vram.borrow(path, timeout=1.0))
-            thread.join(4.0)
+            thread, came = later(lambda: vram.borrow(path, timeout=SOON))
+            thread.join(DEADLINE / 2)
             ended = not thread.is_alive()
             assert files.is_served
             files.die()

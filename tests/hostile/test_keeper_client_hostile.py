@@ -95,8 +95,7 @@ def test_what_greets_like_no_keeper(greeting: bytes | None, expected: type[VramE
     def answer(channel: Channel) -> None:
         channel.recv(timeout=SOON)
         if greeting is not None:
-            with memfds(1) as fds:
-                channel.send(greeting, fds * 5, timeout=SOON)
+            channel.send(greeting, timeout=SOON)
 
     with impostor(answer) as path, pytest.raises(expected) as caught:
         KeeperClient.connect(path)
@@ -231,7 +230,7 @@ def test_a_page_that_never_ends_ends() -> None:
 
 def test_errors_are_raised_and_the_connection_goes_on() -> None:
     words = [
-        (m.encode(m.Error(1, "NotFoundError", "no such thing")), 4),
+        m.encode(m.Error(1, "NotFoundError", "no such thing")),
         m.encode(m.Error(2, "KeyboardInterrupt", "?")),
         m.encode(m.Listing(3, [], False)),
     ]
@@ -253,8 +252,8 @@ def test_answers_that_nobody_waits_for_are_given_back() -> None:
         call = m.decode_request(channel.recv(timeout=SOON)[0]).call
         with memfds(1) as fds:
             channel.send(m.encode(m.Attached(99, 7, 1, ENTRY)), fds, timeout=SOON)
-            channel.send(m.encode(m.Claimed(98, 8)), fds * 3, timeout=SOON)
-            channel.send(m.encode(m.Notice(0, "w", 1, "replaced", 2)), fds, timeout=SOON)
+            channel.send(m.encode(m.Claimed(98, 8)), timeout=SOON)
+            channel.send(m.encode(m.Notice(0, "w", 1, "replaced", 2)), timeout=SOON)
         channel.send(m.encode(m.Listing(call, [], False)), timeout=SOON)
         heard.extend(m.decode_request(channel.recv(timeout=SOON)[0]) for _ in range(2))
 
@@ -301,8 +300,8 @@ def test_a_claim_is_a_claim() -> None:
         assert client.attach_or_claim("w") == PublishClaim(5, "w")
 
 
-def test_a_claim_whose_descriptors_were_lost_is_given_back_and_the_connection_goes_on() -> None:
-    """F6: also for what no keeper sends: an answer without descriptors that comes with some."""
+def test_a_lease_whose_descriptors_were_lost_is_given_back_and_the_connection_goes_on() -> None:
+    """F6."""
     heard: list[m.Request] = []
     room = threading.Event()
 
@@ -314,7 +313,7 @@ def test_a_claim_whose_descriptors_were_lost_is_given_back_and_the_connection_go
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))  # of the one process that both sides are
             try:
-                channel.send(m.encode(m.Claimed(1, 5)), fds, timeout=SOON)
+                channel.send(m.encode(m.Attached(1, 5, 1, ENTRY)), fds, timeout=SOON)
                 room.wait(SOON)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limit)
@@ -329,4 +328,4 @@ def test_a_claim_whose_descriptors_were_lost_is_given_back_and_the_connection_go
         finally:
             room.set()
         assert client.list() == []
-    assert heard == [m.Abandon(0, 5)]
+    assert heard == [m.Release(0, [5])]

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
 from vram.keeper.snapshot import restore, save
 from vram.sharing.channel import Channel, close_fds
-from vram.testing.keeper import FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
+from vram.testing.keeper import AT_ONCE, FUTURE_WRITE, READ_ONLY, SOON, WRITABLE, make_memfd, memfds, until
 
 MIB = 1 << 20
 HUGE = 2**63 - 4096
@@ -191,7 +193,7 @@ def test_s5_a_lease_that_came_with_words_that_cannot_be_read_is_given_back() -> 
                 heard.append(request)
             with memfds(1) as fds:
                 whole = m.encode(m.Done(request.call)) if said is None else m.encode([said[0], request.call, *said[1:]])
-                channel.send(whole, fds if said else (), timeout=SOON)
+                channel.send(whole, fds if said and said[0] == "attached" else (), timeout=SOON)
 
     with impostor(answer) as path, KeeperClient.connect(path) as client:
         for _ in range(3):
@@ -372,22 +374,23 @@ def test_half_a_publication_counts_as_it_comes_and_not_for_ever() -> None:
 
 
 def test_who_goes_on_sending_parts_has_all_the_time_it_needs() -> None:
-    with open_keeper("--patience", "2") as keeper, memfds(4) as fds:
+    with open_keeper("--patience", "4") as keeper, memfds(4) as fds:
         peer = Peer(keeper.path)
         reply = peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 4, ["host"])), fds[:1])
         for index in range(1, 4):
             assert reply == m.NextPart(max(1, index), index)
-            time.sleep(0.8)  # together longer than the keeper's patience
+            time.sleep(1.4)  # together longer than the keeper's patience
             reply = peer.ask(m.encode(m.Part(index + 1, 1, index)), fds[index : index + 1])
         assert reply == m.Published(4, 1)
         peer.close()
 
 
 def test_half_a_publication_is_ended_by_the_keeper_that_took_over_as_well() -> None:
-    with open_keeper("--patience", "1") as keeper, memfds(1, MIB) as fds:
+    # The first one is patient: a successor may take long to start.
+    with open_keeper("--patience", "300") as keeper, memfds(1, MIB) as fds:
         peer = Peer(keeper.path)
         assert peer.ask(m.encode(m.Publish(1, "w", [SEGMENT] * 2, ["host"])), fds) == m.NextPart(1, 1)
-        with running(keeper.path, "--mode", "0666", "--patience", "1", "--takeover"):
+        with running(keeper.path, "--mode", "0666", "--patience", "3", "--takeover"):
             with KeeperClient.connect(keeper.path) as good:
                 assert good.statistics().nbytes == MIB
                 until(lambda: not good.statistics().nbytes, what="the end of the publication")
@@ -471,14 +474,14 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
                 for number in range(count):
                     client.publish(f"w{number}", [KIB4], fds[:1], meta=TALKATIVE)
                 # The keeper may just hold the 64 KiB that it receives into.
-                until(lambda: taken() < count * 8_000, seconds=2, what="8,000 bytes for each entry")
+                until(lambda: taken() < count * 8_000, seconds=AT_ONCE, what="8,000 bytes for each entry")
                 published = taken()
                 for number in range(16):  # half a publication, and one who waits, remember as much
                     half = m.Publish(2 * number + 1, f"h{number}", [SEGMENT] * 2, ["host"], meta=TALKATIVE)
                     assert isinstance(peer.ask(m.encode(half), fds[:1]), m.NextPart)
                     peer.send(m.encode(m.Attach(2 * number + 2, f"h{number}", expect=TALKATIVE, wait=SOON)))
                 until(lambda: client.statistics().waiting == 16)
-                until(lambda: taken() - published < 32 * 8_000, seconds=2, what="8,000 bytes for each that waits")
+                until(lambda: taken() - published < 32 * 8_000, seconds=AT_ONCE, what="8,000 bytes for each that waits")
             finally:
                 tracemalloc.stop()
         assert client.show("w1").meta == TALKATIVE
@@ -486,6 +489,13 @@ def test_an_entry_costs_the_keeper_8_kb_at_most() -> None:
         close_fds(got.fds)
         assert got.meta == TALKATIVE
         client.remove("w1")
+
+
+def processor_time(pid: int) -> float:
+    """Seconds that a process, and the children of this one that have ended, have had of a processor."""
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + children.ru_utime + children.ru_stime
 
 
 @pytest.mark.parametrize(
@@ -497,10 +507,10 @@ def test_a_listing_of_many_entries_that_say_much_is_quick(count: int, seconds: f
         with memfds(1) as fds:
             for number in range(count):
                 good.publish(f"w{number:05}", [KIB4], fds, meta=TALKATIVE)
-        started = time.monotonic()
+        before = processor_time(keeper.pid)
         command = [sys.executable, "-P", "-c", "from vram.cli import main; main()", "ls", "--socket", keeper.path]
         done = subprocess.run(command, capture_output=True, check=True, timeout=SOON * 10)
-        assert time.monotonic() - started < seconds
+        assert processor_time(keeper.pid) - before < seconds
         lines = done.stdout.decode().splitlines()
         assert len(lines) == count + 1
         assert lines[1].startswith("w00000")
@@ -548,7 +558,7 @@ def test_nothing_that_a_client_sent_is_closed_on_the_loop(monkeypatch: pytest.Mo
         server.dispose(numbers[2:], 2 * 4096, OTHER)
         assert [is_open(fd) for fd in numbers] == [True] * 4, "closed on the loop"
         assert closer.of(OTHER) == Unclosed(sent=2, handles=2, nbytes=2 * 4096)
-        for close, _ in closer._lanes[OTHER]:
+        for close, _ in (*closer._lanes[OTHER], *closer._lanes[~OTHER]):
             close()
         assert [is_open(fd) for fd in numbers] == [False] * 4
 
@@ -587,10 +597,10 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
         server.slow_closer._put(os.geteuid(), (lambda: assert_set(busy), Unclosed()))
         try:
             with memfds(1, 8 * MIB) as fds:
-                for _ in range(3):
+                for _ in range(4):
                     client.publish("w", [Segment(8 * MIB)], fds)
                     client.remove("w")
-                with pytest.raises(QuotaError, match=r"24 MiB that uid \d+ had here are still being freed"):
+                with pytest.raises(QuotaError, match=r"it holds 0 B, and 32 MiB are still being freed"):
                     client.publish("w", [Segment(8 * MIB)], fds)
                 with pytest.raises(QuotaError, match="still being freed"):
                     client.offer("w", 1)
@@ -602,12 +612,12 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
 
 
 @needs_root
-def test_what_readers_give_back_does_not_make_its_publisher_wait_until_it_is_freed() -> None:
-    """It counted against them before, and it does while it is freed."""
+def test_what_readers_give_back_counts_against_its_publisher_until_it_is_freed() -> None:
+    """How long that takes is for the publisher to say. On the readers' account, it bounded nobody's memory."""
     busy = threading.Event()
     with keeper_here(mode=0o666, max_bytes_per_user=16 * MIB) as server:
         os.chmod(os.path.dirname(server.path), 0o711)
-        server.slow_closer._put(OTHER + 1, (lambda: assert_set(busy), Unclosed()))
+        server.slow_closer._put(OTHER, (lambda: assert_set(busy), Unclosed()))
         try:
             with contextlib.ExitStack() as stack:
                 fds = stack.enter_context(memfds(1, 8 * MIB))
@@ -624,10 +634,14 @@ def test_what_readers_give_back_does_not_make_its_publisher_wait_until_it_is_fre
                 assert not server.slow_closer.total.nbytes
                 reader.close()
                 until(lambda: server.slow_closer.total.nbytes == 24 * MIB, what="the end of the reader")
-                assert server.slow_closer.of(OTHER + 1).nbytes == 24 * MIB
+                assert server.slow_closer.of(OTHER).nbytes == 24 * MIB
+                assert server.slow_closer.of(OTHER + 1) == Unclosed()
                 owner.publish("w", [Segment(8 * MIB)], fds)
+                with pytest.raises(QuotaError, match=rf"uid {OTHER} may hold 16 MiB.*24 MiB are still being freed"):
+                    owner.publish("v", [Segment(8 * MIB)], fds)
                 busy.set()
                 until(lambda: not server.slow_closer.total.nbytes, what="the end of what was given back")
+                owner.publish("v", [Segment(8 * MIB)], fds)
         finally:
             os.seteuid(0)
             busy.set()

@@ -111,12 +111,12 @@ def locked_for_ever(place: str, fd: int) -> Iterator[None]:
         os._exit(0)
     try:
 
-        def is_stuck() -> bool:
-            with open(f"/proc/{child}/stat") as status:
-                return status.read().rsplit(")", 1)[1].split()[0] in "DS"
+        def is_inside() -> bool:
+            """Whether it waits in write(2), as its first and third argument tell."""
+            call = Path(f"/proc/{child}/syscall").read_text().split()
+            return len(call) > 4 and (int(call[1], 16), int(call[3], 16)) == (fd, 4096)
 
-        until(is_stuck)
-        time.sleep(0.3)  # nothing tells when it is inside of write(2)
+        until(is_inside, what="a write that waits for its page")
         yield
     finally:
         os.kill(child, signal.SIGKILL)
@@ -294,8 +294,9 @@ def threads(pid: int) -> list[tuple[int, str]]:
     """The threads of a process, and what each does."""
     found = []
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{thread}/stat") as status:
-            found.append((int(thread), status.read().rsplit(")", 1)[1].split()[0]))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended meanwhile
+            status = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+            found.append((int(thread), status.rsplit(")", 1)[1].split()[0]))
     return found
 
 

@@ -17,7 +17,7 @@ from vram.keeper import messages as m
 from vram.keeper import takeover
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
-from vram.testing.keeper import SOON, memfds
+from vram.testing.keeper import AT_ONCE, SOON, memfds
 
 if TYPE_CHECKING:
     import pytest
@@ -50,7 +50,7 @@ def test_what_was_decided_in_the_turn_of_a_takeover_is_told(monkeypatch: pytest.
             assert publisher.hear() == m.Published(1, 2)
             told = 0
             for peer in watchers:
-                peer.sock.settimeout(1.0)
+                peer.sock.settimeout(AT_ONCE)
                 try:
                     told += peer.hear() == m.Notice(0, "w", 1, "replaced", 2)
                 except TimeoutError:

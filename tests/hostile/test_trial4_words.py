@@ -27,6 +27,7 @@ from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.records import Lease, packed
 from vram.keeper.rules import MAX_MANIFEST, MAX_META
 from vram.keeper.server import KeeperServer
+from vram.keeper.service import _DEVICE
 from vram.keeper.snapshot import MAX_PART, restore, save
 from vram.sharing.channel import MAX_FDS, MAX_MESSAGE, close_fds
 from vram.testing.keeper import SOON, memfds, until
@@ -213,7 +214,7 @@ def test_what_all_entries_of_one_user_say_is_bounded_where_no_ceiling_is_set() -
             with being(uid):
                 peers[name] = Peer(keeper.path)
             stack.callback(peers[name].close)
-        for number in range(MOST_WORDS // len(wordy("w0000"))):
+        for number in range(MOST_WORDS // (len(wordy("w0000")) + 64 * _DEVICE)):
             assert publish(peers["greedy"], f"w{number:04d}", fds) == m.Published(1, 1)
         check_full(peers, fds)
         successor = KeeperServer(keeper.path)

@@ -291,7 +291,7 @@ def test_what_is_due_is_charged_to_whose_it_is(monkeypatch: pytest.MonkeyPatch, 
         within(server, act)
         found = [(uid, [type(effect) for effect in effects]) for uid, effects in carried]
         assert found == [(3, [Notify]), (1, [Free]), (2, [Refused])]
-        assert charged == {1: 1, 2: 1, 3: 1}
+        assert charged == {1: 2, 2: 2, 3: 1}, "for each that was due, and for each whom it is told to"
 
 
 @contextlib.contextmanager

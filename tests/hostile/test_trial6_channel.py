@@ -200,7 +200,7 @@ def test_a_sender_goes_on_once_there_is_room_and_the_answer_came(monkeypatch: py
             raw.send(encode(Value(number)))
         raw.send(encode(NextPart()))
         with pytest.raises(WaitTimeoutError):
-            channel.send(array, timeout=0.1)
+            channel.send(array, timeout=1.0)  # in which it takes three of the numbers that came
         assert len(channel._inbox) == 3
         assert [channel.recv(timeout=SOON) for _ in range(3)] == [0, 1, 2]
         channel.send(array, timeout=SOON)

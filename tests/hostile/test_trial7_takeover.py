@@ -190,7 +190,7 @@ def test_whoever_writes_much_down_or_reads_it_looks_for_no_garbage(server: Keepe
     ann = books.connect(books.accounts.keeper_uid)
     for number in range(MANY):
         publish(books, ann, f"w{number}")
-        books._names[f"w{number}"].current.token = takeover.Held([], 0, server.dispose)  # type: ignore[union-attr]
+        books._names[f"w{number}"].current.token = takeover.Held([], 0, ann.uid, server.dispose)  # type: ignore[union-attr]
     listener = socket.socket(socket.AF_UNIX)
     server.listener = SimpleNamespace(sock=listener)  # type: ignore[assignment]
     seen: list[str] = []
@@ -315,7 +315,7 @@ def test_both_say_that_they_are_at_work(server: KeeperServer, monkeypatch: pytes
         publish(server.catalogue, ann, f"w{number}")
         version = server.catalogue._names[f"w{number}"].current
         assert version is not None
-        version.token = takeover.Held([os.memfd_create("w")], 0, server.dispose)
+        version.token = takeover.Held([os.memfd_create("w")], 0, ann.uid, server.dispose)
     with serving(server):
         monkeypatch.setattr(m, "decode_succession", note)
         assert takeover.take_over(second) is not None
@@ -334,7 +334,7 @@ def test_s9_an_older_successor_does_not_hear_that_the_keeper_is_at_work(server: 
     publish(server.catalogue, ann, "w")
     version = server.catalogue._names["w"].current
     assert version is not None
-    version.token = takeover.Held([os.memfd_create("w")], 0, server.dispose)
+    version.token = takeover.Held([os.memfd_create("w")], 0, ann.uid, server.dispose)
     with serving(server):
         older = Peer(server.path)
         older.send(m.encode(m.Takeover(1, goes_on=True)))

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from tests.hostile import fuse_files
-from tests.hostile.fuse_files import Unanswered, unanswered_files
+from tests.hostile.fuse_files import DEADLINE, Unanswered, unanswered_files
 from tests.hostile.held_pipes import HeldPipe, Refused, held_pipe
 from tests.hostile.test_keeper_client_hostile import impostor
 from tests.hostile.test_keeper_fairness import MODEST, being, open_to_all
@@ -275,7 +275,7 @@ def test_a_client_that_is_given_one_says_so_in_time(files: Unanswered, what: str
             with promptly(files):  # each ends the connection, and the next is made anew
                 for _ in range(3):
                     with pytest.raises(ProtocolError, match="no shared memory"):
-                        vram.attach("w", keeper=path, access=access, timeout=1.0)
+                        vram.attach("w", keeper=path, access=access, timeout=DEADLINE / 4)
         finally:
             close_client(path)
 
@@ -288,7 +288,7 @@ def test_a_client_that_is_given_one_as_memory_of_a_gpu_says_so_in_time(gpu: str,
     with impostor(hands_out(fd, entry, 1)) as path:
         try:
             with promptly(files), pytest.raises(ProtocolError, match="a file, a directory or a pipe"):
-                vram.attach("w", keeper=path, timeout=1.0)
+                vram.attach("w", keeper=path, timeout=DEADLINE / 4)
         finally:
             close_client(path)
 

@@ -38,7 +38,7 @@ from vram.keeper import rpc_connection
 from vram.keeper.client import close_client
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.sharing.channel import Channel
-from vram.testing.keeper import AT_ONCE, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 X = {"x": np.arange(3)}
 DEEP = np.zeros((1,) * 40)
@@ -315,7 +315,8 @@ def test_s7_what_does_not_speak_the_protocol_is_no_keeper(
     place: str, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function = rpc_connection.RpcConnection.connect.__func__
-    monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "timeout": 0.2})
+    seconds = 0.2 if answer is None else SOON
+    monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "timeout": seconds})
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(place)
         listener.listen()

@@ -214,6 +214,7 @@ def test_through_pools() -> None:
         part = executor.submit(workers.second_row, a).result(SOON)
         assert part.numpy().tolist() == [[5, 6, 7, 8]]
         part.close()
+    until(landed)  # what the workers said of it before they ended, our endpoint may hear after that
     assert mappings() == 0
 
 
@@ -328,13 +329,14 @@ def test_unpickling_twice_gives_two_arrays_on_one_memory(servant: Servant) -> No
 
 def test_flights_that_nobody_ends_end_in_time(monkeypatch: pytest.MonkeyPatch, servant: Servant) -> None:
     module.shut_down()
-    monkeypatch.setattr(pickling, "FLIGHT_SECONDS", 0.3)
     with rows() as kept_array:
         forgotten = dumps(kept_array)
         with rows() as a:
             pickled = dumps(a)
         del a
         assert mappings() == 2
+        monkeypatch.setattr(pickling, "FLIGHT_SECONDS", 0.3)  # not before: on a busy machine it would be over by now
+        endpoint()._poke()
         until(lambda: mappings() == 1)
         assert endpoint().flights.find(1) is not None, "an array that its sender has is not given up"
         with pytest.raises(ClosedError, match="closed by its sender"):

@@ -77,6 +77,15 @@ def publish(connection: KeeperClient, name: str, **options: object) -> int:
         return connection.publish(name, [KIB4], fds, **options)  # type: ignore[arg-type]
 
 
+def attach_what_expires(connection: KeeperClient, name: str) -> Attachment:
+    """Publish what has little time to live, and attach it within that: on a slow machine it has more."""
+    for ttl in (0.15, 1.5, SOON / 8):
+        publish(connection, name, ttl=ttl)
+        with contextlib.suppress(NotFoundError):
+            return attach(connection, name)
+    raise AssertionError(f"{name} was over each time before it was attached")
+
+
 def attach(connection: KeeperClient, name: str, **options: object) -> Attachment:
     """Attach, and close what came: most tests are about the books."""
     attachment = connection.attach(name, **options)  # type: ignore[arg-type]
@@ -433,6 +442,8 @@ def test_a_signal_handler_cannot_talk_in_the_middle_of_a_call_and_hears_so_at_on
     heard: list[object] = []
 
     def handler(*_: object) -> None:
+        if heard or threading.get_ident() not in one._inside:
+            return  # it has come, or came before the call: it comes again
         started = time.monotonic()
         try:
             heard.append(one.list())
@@ -454,7 +465,7 @@ def test_a_signal_handler_cannot_talk_in_the_middle_of_a_call_and_hears_so_at_on
         else:
             if busy == "waiting":
                 one._reading.acquire()
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
             with pytest.raises(WaitTimeoutError):
                 one._converse(Attach(9**9, "late", 0, "r", None, 0.2, False), 9**9, (), 0.3)
     finally:
@@ -587,7 +598,8 @@ def test_a_signal_becomes_readable_with_the_first_news_and_stays_so(one: KeeperC
         with socket.socket(fileno=os.dup(told.fileno())) as reader:
             assert reader.recv(1) == b"", "whoever reads changes nothing"
         assert is_readable(told)
-        assert one.statistics().connections <= before, "all have one connection"
+        # Once all were told, the connection ends, and who comes late has a new one.
+        until(lambda: one.statistics().connections <= before, what="one connection for all")
     with pytest.raises(ClosedError):
         told.fileno()
     with pytest.raises(UsageError, match="lease"):
@@ -596,9 +608,13 @@ def test_a_signal_becomes_readable_with_the_first_news_and_stays_so(one: KeeperC
 
 @pytest.mark.parametrize("news", ["replaced", "removed", "expired", "revoked"])
 def test_whatever_happens_to_a_version_is_news_of_it_and_of_no_other(one: KeeperClient, news: str) -> None:
-    publish(one, "w", ttl=0.15 if news == "expired" else None)
     publish(one, "other")
-    held, other = attach(one, "w"), attach(one, "other")
+    if news == "expired":
+        held = attach_what_expires(one, "w")
+    else:
+        publish(one, "w")
+        held = attach(one, "w")
+    other = attach(one, "other")
     with contextlib.closing(one.signal(held.lease_id)) as told, contextlib.closing(one.signal(other.lease_id)) as rest:
         if news == "replaced":
             publish(one, "w")
@@ -611,8 +627,7 @@ def test_whatever_happens_to_a_version_is_news_of_it_and_of_no_other(one: Keeper
 
 
 def test_what_has_expired_goes_with_its_last_lease(one: KeeperClient) -> None:
-    publish(one, "short", ttl=0.15)
-    held = attach(one, "short")
+    held = attach_what_expires(one, "short")
     with contextlib.closing(one.signal(held.lease_id)) as told:
         assert is_readable(told, SOON)
     with pytest.raises(NotFoundError):
@@ -709,7 +724,7 @@ def test_i7_a_forked_child_makes_its_own_connection_and_cannot_use_its_parents(k
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        assert mine.statistics().leases == 1
+        until(lambda: mine.statistics().leases == 1, what="the end of the child's own lease")
         assert not mine.is_stale(held.lease_id)
         mine.remove("forked")
     finally:

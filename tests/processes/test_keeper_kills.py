@@ -120,7 +120,8 @@ def test_a_retired_version_goes_with_its_last_reader_however_that_ends(
         assert where == "end"
         publish(watcher)
         assert watcher.statistics().versions == 2
-        assert descriptors(keeper) == idle + 2  # the victim's connection, and the second version
+        # The victim's connection, and the second version.
+        until(lambda: descriptors(keeper) == idle + 2, what="no other descriptors than those")
     until(lambda: watcher.statistics().versions == 1)
     until(lambda: descriptors(keeper) == idle, what="the end of the old version's memory")
 

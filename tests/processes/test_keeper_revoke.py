@@ -145,6 +145,12 @@ def publish(name: str = "n") -> int:
     return vram.publish(name, {"x": np.arange(4)}).version
 
 
+def alone() -> int:
+    """Return how many connections there are, once those of the test before have ended."""
+    until(lambda: vram.statistics().connections == 1, what="the end of all connections but this one")
+    return 1
+
+
 def listens() -> bool:
     return any(thread.name == THREAD for thread in threading.enumerate())
 
@@ -173,7 +179,10 @@ def test_s5_a_reader_that_keeps_it_is_named_and_keeps_it(kept: vram.Keeper) -> N
         started = time.monotonic()
         left = vram.revoke("n", timeout=0.3)
         assert 0.3 <= time.monotonic() - started < SOON
+        assert {holder.pid for holder in left.holders} >= {stubborn.pid, deaf.pid}
         assert polite.line() == "told True True"
+        until(lambda: len(vram.holders()) < 3, what="the end of the lease of who lets go, in that time or later")
+        left = vram.revoke("n", timeout=0)
         assert {holder.pid for holder in left.holders} == {stubborn.pid, deaf.pid}
         assert left.nbytes == 2 * MIB  # which they share
         for holder in left.holders:
@@ -373,7 +382,7 @@ def test_the_descriptor_of_a_lease_becomes_readable(kept: vram.Keeper) -> None:
 
 def test_descriptors_of_leases_cost_one_connection_and_no_thread_once_they_are_closed(kept: vram.Keeper) -> None:
     publish()
-    before = vram.statistics().connections
+    before = alone()
     with contextlib.ExitStack() as stack:
         leases = [stack.enter_context(vram.attach("n")) for _ in range(20)]
         heard: list[vram.Lease] = []
@@ -638,7 +647,7 @@ def test_more_versions_than_one_connection_watches(kept: vram.Keeper, monkeypatc
 def test_many_leases_share_one_connection(kept: vram.Keeper) -> None:
     publish()
     with contextlib.ExitStack() as stack:
-        before = vram.statistics().connections
+        before = alone()
         heard: list[vram.Lease] = []
         for _ in range(50):
             stack.enter_context(vram.attach("n")).on_revoke(heard.append)
@@ -684,7 +693,7 @@ def test_a_listing_counts_who_holds_and_what(kept: vram.Keeper) -> None:
             assert [(one.name, one.version) for one in found] == [("held", 1), ("held", 2), ("held", 2)]
             assert vram.holders("free") == []
             assert found == sorted(found, key=lambda one: one.lease_id)
-    assert vram.holders() == []
+    until(lambda: vram.holders() == [], what="the return of all leases")  # it asks over a connection of its own
 
 
 def test_more_holders_than_one_message_takes(kept: vram.Keeper) -> None:

@@ -422,7 +422,7 @@ def test_a_keeper_killed_before_any_message_is_survived_by_what_its_successor_ha
 def test_a_successor_that_hangs_is_abandoned_and_does_not_serve(place: str) -> None:
     path = f"{place}/k"
     for step in (3, 6):  # before it takes the state; in the middle of the descriptors
-        old = Stopping(path, 10_000, PATIENCE="0.2")
+        old = Stopping(path, 10_000, PATIENCE="2")  # in which a slow machine gets to that step
         assert old.wait_until_it_serves()
         with scene(path) as life:
             new = Stopping(path, step, "--takeover", STOPPED="pause")

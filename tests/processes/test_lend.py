@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.keeper_here import is_stopped
 from tests.processes.lend_children import COUNT, START, Hand, Interface, Sources, numbers
 from tests.processes.other_users import OTHER, as_user
 
@@ -379,7 +380,7 @@ def test_i4_a_path_where_somebody_listens_is_busy_and_nothing_is_frozen(path: st
 
 def test_a_keeper_is_no_lender(kept: vram.Keeper, path: str) -> None:
     with pytest.raises(AccessDeniedError, match="is a keeper, not a lender"):
-        vram.borrow(kept.path, timeout=0.1)
+        vram.borrow(kept.path, timeout=AT_ONCE / 2)
 
 
 def test_a_lender_is_no_keeper(path: str, sources: Sources) -> None:
@@ -617,12 +618,6 @@ def test_what_was_borrowed_can_be_pickled_by_name(kind: str, path: str, hand: Ot
         assert other.call("unpickle", hand.call("pickle")) == numbers()[:3].tolist()
         until(lambda: len(lending.holders()) == 1, what="the lease of who unpickled it")
         hand.call("close")
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether all threads of a process are: the signal reaches one after the other."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def test_s5_a_borrower_needs_no_right_to_trace_its_lender(path: str, hand: OtherProcess) -> None:

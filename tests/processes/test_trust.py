@@ -213,7 +213,8 @@ def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: 
             assert apart.ask("stale") is False
             thread, came = later(lambda: vram.revoke("n", timeout=SOON, force=True))
             until(lambda: polite.ask("revoked"))
-            assert polite.ask("close") is None
+            assert polite.ask("close") is None  # which does not wait until the keeper has heard of it
+            until(lambda: {one.pid for one in vram.holders()} == {reader.pid, apart.pid}, what="the end of its lease")
             assert reader.ask("sum") == 6
             assert not came, "who has not let go is waited for"
             thread2, came2 = later(lambda: vram.revoke("n", timeout=0, force=True))
@@ -236,7 +237,7 @@ def test_the_keepers_user_ends_leases_by_force_and_their_readers_read_on(place: 
             assert reader.ask("stale") is True
             assert reader.ask("sum") == 6
             assert apart.ask("stale") is False
-        assert vram.statistics().leases == 0
+        until(lambda: vram.statistics().leases == 0, what="the end of the last reader's lease")
 
 
 @needs_root
@@ -309,30 +310,28 @@ def test_a_keeper_that_does_not_know_force_is_not_believed() -> None:
 
 @needs_root
 def test_a_claim_of_another_user_is_waited_for_as_long_as_claims_last(place: str) -> None:
-    with running(place, "--claim-timeout", "0.5"), contextlib.ExitStack() as stack:
+    with running(place, "--claim-timeout", "2"), contextlib.ExitStack() as stack:
         squatter, late, patient = (stack.enter_context(of(uid, place)) for uid in (OTHER, THIRD, THIRD))
         fds = stack.enter_context(memfds(1))
         started = time.monotonic()
         claim = squatter.attach_or_claim("n")
         assert isinstance(claim, PublishClaim)
         assert claim.seconds is not None
-        assert 0 < claim.seconds <= 0.5
+        assert 0 < claim.seconds <= 2
         with pytest.raises(BusyError, match=rf"another process, which has had the claim for [0-9]+ s .*uid {OTHER}"):
             late.attach_or_claim("n", timeout=0)
         thread, came = later(lambda: patient.attach_or_claim("n", timeout=SOON))
         thread.join(SOON)
-        assert time.monotonic() - started >= 0.5
+        assert time.monotonic() - started >= 2
         (passed,) = came
         assert isinstance(passed, PublishClaim)
         assert patient.publish("n", [KIB4], fds, claim=passed) == 1
-        with pytest.raises(
-            BusyError, match=rf"passed on after 0.5 s, and version 1 was published since, by uid {THIRD}"
-        ):
+        with pytest.raises(BusyError, match=rf"passed on after 2 s, and version 1 was published since, by uid {THIRD}"):
             squatter.publish("n", [KIB4], fds, claim=claim)
         # Nobody else wants this one: it stays, and who has it publishes late.
         slow = squatter.attach_or_claim("slow")
         with pytest.raises(WaitTimeoutError, match=rf"uid {OTHER}.* has had the claim to publish it for [1-9][0-9]* s"):
-            late.attach("slow", timeout=1.2)
+            late.attach("slow", timeout=2.2)
         assert squatter.publish("slow", [KIB4], fds, claim=slow) == 1  # type: ignore[arg-type]
 
 

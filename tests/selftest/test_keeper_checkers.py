@@ -134,9 +134,9 @@ service.admit = lambda fd, size, **options: size
 NOTHING_HELD_BACK = """
 connection.Held.keep = lambda self: None
 right = connection.Held.drop
-def drop(self, uid):
+def drop(self):
     if self._uses > 0:
-        right(self, uid)
+        right(self)
 connection.Held.drop = drop
 """
 HELLO_NOT_WAITED_FOR = """

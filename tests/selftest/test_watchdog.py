@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from vram.testing.keeper import AT_ONCE, until
+
 pytest.importorskip("xdist", reason="pytest-xdist is not installed here")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,10 +72,20 @@ class Run:
         assert re.search(r"^=+ .*\bin \d[\d.]*s", printed, re.MULTILINE), "no summary:\n" + printed[-3000:]
         noted = self.folder / "pids"
         for pid in noted.read_text().split() if noted.exists() else []:
-            assert not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), (
-                f"{pid} was left behind:\n{printed[-3000:]}"
+            # What was killed takes a moment to go.
+            until(
+                lambda pid=pid: is_gone(pid),
+                seconds=AT_ONCE,
+                what=f"the end of {pid}, whose run said {printed[-3000:]}",
             )
         return printed
+
+
+def is_gone(pid: str) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 SEVERAL = ("-n", "2", "--dist", "loadfile")

@@ -23,7 +23,7 @@ from judge import Sample, grown, look_at, table
 import vram
 from vram.handover.pickling import endpoint
 from vram.keeper.private import PrivateKeeper
-from vram.testing.keeper import SOON, until
+from vram.testing.keeper import AT_ONCE, SOON, until
 
 HAND_OVERS, ATTACHES = 10_000_000, 1_000_000
 ATTACHERS = 4
@@ -225,11 +225,11 @@ class Soak:
             phase.value += 1
 
     def look(self) -> None:
-        """Write down what everybody holds. What is told and not waited for, such as the end of a lease, has 5 s."""
+        """Write down what everybody holds. What is told and not waited for, such as the end of a lease, has time."""
         pids = {"keeper": self.keeper.pid, **{name: one.pid for name, one in self.processes.items()}}
         base = self.base.held if self.base else None
         with self.still():
-            deadline = time.monotonic() + 5.0
+            deadline = time.monotonic() + AT_ONCE
             while True:
                 held = {name: look_at(pid) for name, pid in pids.items()}
                 counts = vram.statistics(keeper=self.keeper.path)

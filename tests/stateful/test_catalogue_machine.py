@@ -586,8 +586,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         )
         assert earliest is None or (deadline is not None and deadline <= earliest)
         real: list[Effect] = []
-        while part := self.real.expire(self.now, 1):
-            real += self.real.at_once(part, self.now)
+        while (due := self.real.next_deadline) is not None and due <= self.now:
+            real += self.real.at_once(self.real.expire(self.now, 1), self.now)
         same(real, expected, in_order=not any_claim)
 
     # -- news ---------------------------------------------------------------------------------------------------

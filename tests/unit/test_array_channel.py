@@ -20,7 +20,7 @@ from strangers import CudaStranger
 from vram import driver as drivers
 from vram.handover.array_channel import _Failure
 from vram.handover.messages import Reference, Returned, Unref, Value, encode
-from vram.handover.remote_refs import RefToken, RemoteRefs
+from vram.handover.remote_refs import RefToken, RemoteRefs, unreturned
 from vram.sharing.channel import Channel
 from vram.spec import Location
 
@@ -445,6 +445,20 @@ class TestKept:
             channel.send(0)  # hears that much, and no more
             assert len(channel._remote_refs) == 0
             assert channel.recv(timeout=120.0) == "kept for recv"
+
+    def test_s7_what_a_wrong_peer_may_have_open_is_kept_when_its_connection_ends(self, pooled: vram.Array) -> None:
+        """A sender that hears it ends the connection; to free what is open elsewhere is undefined."""
+        raw, end = Channel.pair()
+        with raw, vram.ArrayChannel(end) as channel:
+            channel.send(pooled)
+            raw.send(encode(Unref(((1, 5),))))
+            with pytest.raises(vram.errors.PeerGoneError):
+                channel.send(0)
+            assert len(channel._remote_refs) == 0
+            (kept,) = unreturned
+            unreturned.clear()
+            assert len(kept) == 1
+            kept.close()
 
     def test_what_could_not_be_sent_is_not_counted(
         self, pooled: vram.Array, ends: tuple[vram.ArrayChannel, vram.ArrayChannel]

@@ -23,6 +23,7 @@ import pytest
 from vram import driver as drivers
 from vram.driver import libc, seals
 from vram.driver.available import AvailableMemory
+from vram.driver.books import Reservation
 from vram.driver.host import HostDriver
 from vram.driver.protocol import LiveObjects
 from vram.errors import (
@@ -58,10 +59,10 @@ def fds() -> Iterator[list[int]]:
 
 
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in an interpreter of its own, which must be done in a minute."""
+    """Run a script in an interpreter of its own, which is ended with its stacks if it hangs."""
     prelude = """
     import faulthandler, os
-    faulthandler.dump_traceback_later(50, exit=True)
+    faulthandler.dump_traceback_later(250, exit=True)
     os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
     from vram.driver.host import HostDriver
     from vram.driver import libc
@@ -881,3 +882,38 @@ def test_an_alignment_that_no_address_has_unmaps_nothing_of_others():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+# -- rows of mappings -----------------------------------------------------------------------------------------------
+def test_what_follows_in_a_row_is_mapped_without_a_search_in_the_row(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a thousand segments would be sorted a thousand times. What its neighbours do not tell is looked for."""
+    searched: list[int] = []
+    search = Reservation.within
+
+    def within(self: Reservation, start: int, end: int) -> object:
+        searched.append(start)
+        return search(self, start, end)
+
+    monkeypatch.setattr(Reservation, "within", within)
+    base = scene.reserve(16)
+    for number in range(4):
+        scene.map(base + number * G, scene.create())
+    scene.map(base + 4 * G, scene.create(3))
+    scene.map(base + 7 * G, scene.create())
+    assert not searched
+    scene.map(base + 9 * G, scene.create())
+    assert searched == [base + 9 * G], "nothing ends where it begins"
+
+
+def test_i4_what_follows_in_a_row_is_refused_where_something_lies_in_its_way(scene: Scene) -> None:
+    """It begins where the row ends; what it would overlap came before it."""
+    base = scene.reserve(16)
+    for number in (0, 1, 2, 5, 6):
+        scene.map(base + number * G, scene.create())
+    large = scene.create(3)
+    with pytest.raises(RangeError, match="overlap 1 other mappings"):
+        scene.driver.mem_map(base + 3 * G, 3 * G, 0, large)
+    scene.unmap(base + 5 * G)
+    scene.map(base + 3 * G, large)

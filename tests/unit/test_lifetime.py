@@ -67,9 +67,9 @@ def four_things(log: list[str]) -> list[Thing]:
 
 
 def run_script(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a script in an interpreter of its own, which must be done in a minute."""
+    """Run a script in an interpreter of its own, which is ended with its stacks if it hangs."""
     # Cancelled before a fork: its watchdog thread does not exist in the child, which would wait for it at its exit.
-    prelude = "import faulthandler, os; faulthandler.dump_traceback_later(50, exit=True)\n"
+    prelude = "import faulthandler, os; faulthandler.dump_traceback_later(250, exit=True)\n"
     prelude += "os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)\n"
     command = [sys.executable, *options, "-c", prelude + textwrap.dedent(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -539,7 +539,7 @@ def test_i3_an_interrupt_neither_wedges_nor_disorders():
     import threading
     free = []
     def borrow_lock():
-        free.append(lifetime._lock.acquire(timeout=5))
+        free.append(lifetime._lock.acquire(timeout=120))
         lifetime._lock.release()  # or what the last interrupt left queued could not be worked off
     thread = threading.Thread(target=borrow_lock)
     thread.start(); thread.join()

@@ -25,7 +25,16 @@ from ..spec import Access
 from .dtypes import is_plain
 from .numpy_on_use import np
 
-__all__ = ["Exporter", "RegionViews", "buffer", "bytes_of", "claimed_writable", "close_when_unused", "find"]
+__all__ = [
+    "Exporter",
+    "RegionViews",
+    "buffer",
+    "bytes_of",
+    "claimed_writable",
+    "close_when_unused",
+    "find",
+    "part_of_view",
+]
 
 NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -187,6 +196,18 @@ def buffer(view: NDArray) -> memoryview:
 def bytes_of(view: NDArray) -> memoryview:
     """Return the bytes of a contiguous numpy array, flat."""
     return buffer(view.reshape(-1).view(np.uint8))
+
+
+def part_of_view(view: NDArray, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray | None:
+    """Return an array over a part of what a view shows, from `offset` (bytes) on; None where it shows no such part.
+
+    It keeps the view, and with it the view's pin. For memory that is read only here: :meth:`RegionViews.freeze_views`
+    does not find it.
+    """
+    try:
+        return np.ndarray(shape, dtype, cast("bytes", view), offset)
+    except (TypeError, ValueError):
+        return None
 
 
 def claimed_writable(view: NDArray) -> NDArray:

@@ -275,11 +275,18 @@ class Mapping:
 
 
 class Books:
-    """Everything that a driver has given out and not got back."""
+    """Everything that a driver has given out and not got back.
 
-    __slots__ = ("ends", "handles", "late", "mappings", "reservations", "tokens")
+    Parameters
+    ----------
+    granule : int
+        What every address and size is a multiple of, in bytes; 0 where that is not known.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_granule", "ends", "handles", "late", "mappings", "reservations", "tokens")
+
+    def __init__(self, granule: int = 0) -> None:
+        self._granule = granule
         self.reservations: _Spans[Reservation] = _Spans()
         self.handles: dict[int, Memory] = {}
         # Mappings of all reservations together: by base, and by end.
@@ -406,7 +413,9 @@ class Books:
             self.mappings[address] = mapping
             self.ends[mapping.end] = mapping
             # Written down first, looked for conflicts afterwards, so that two threads cannot both miss the other.
-            others = len(reservation.within(address, mapping.end)) - 1 if len(reservation.mappings.at) > 1 else 0
+            others = 0
+            if len(reservation.mappings.at) > 1 and not self._follows(mapping):
+                others = len(reservation.within(address, mapping.end)) - 1
             is_out = self.reservations.at.get(reservation.address) is reservation
             if others or reservation.is_leaving or not is_out:
                 raise RangeError(
@@ -417,6 +426,19 @@ class Books:
             self.withdraw(mapping)
             raise
         return held
+
+    def _follows(self, mapping: Mapping) -> bool:
+        """Whether a mapping that was written down follows a settled one and no other begins in it, as in a row.
+
+        Then it is in nobody's way, without a search in all of the row: what reaches in from before would overlap the
+        settled one, too, and whoever writes such a span down sees that one, or this.
+        """
+        at, granule = mapping.reservation.mappings.at, self._granule
+        before = self.ends.get(mapping.address)
+        if before is None or not before.is_settled or at.get(before.address) is not before or not granule:
+            return False
+        inside = range(mapping.address + granule, mapping.end, granule)
+        return not inside or (len(inside) < len(at) and at.keys().isdisjoint(inside))
 
     def withdraw(self, mapping: Mapping) -> None:
         """Let go of the memory of what was written down and did not come about, or is gone, and take it out.

@@ -48,7 +48,7 @@ from .arguments import (
 )
 from .available import AvailableMemory
 from .books import Books, Mapping, Memory, Reservation, Ticket, duplicate
-from .memfds import Memfds, look, place_again
+from .memfds import Memfds, is_decided, look, place_again
 from .protocol import DeviceInfo, Granularity, LiveObjects, MemoryProperties, Support
 from .seals import seal
 
@@ -78,7 +78,7 @@ class HostDriver:
     name = "host"
 
     def __init__(self) -> None:
-        self._books = Books()
+        self._books = Books(GRANULARITY)
         self._available = AvailableMemory()
         self._ballast = Ballast()
         self._memfds = Memfds()
@@ -213,13 +213,13 @@ class HostDriver:
 
     def mem_map_import(
         self, address: int, nbytes: int, fd: int, kind: HandleKind, access: Access, *, private: bool,
-        location: Location | None = None,
+        location: Location | None = None, until: float | None = None,
     ) -> None:  # fmt: skip
         if location is not None and location is not HOST:
             check_location(location)
         if type(access) is not Access:
             check_access("mem_map_import", access)
-        put = partial(self._map, "mem_map_import", address, access=access, private=private)
+        put = partial(self._map, "mem_map_import", address, access=access, private=private, until=until)
         self._import("mem_map_import", fd, kind, nbytes, put)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
@@ -366,7 +366,9 @@ class HostDriver:
             _give_back(kept, memory)
             raise
 
-    def _map(self, call: str, address: int, memory: Memory, *, access: Access, private: bool) -> None:
+    def _map(
+        self, call: str, address: int, memory: Memory, *, access: Access, private: bool, until: float | None = None
+    ) -> None:
         nbytes = memory.nbytes
         if address < 0 or address % GRANULARITY:
             check_address(call, address)
@@ -384,7 +386,7 @@ class HostDriver:
             flags = _PRIVATE if private else _SHARED
             placed = libc.mmap(address, nbytes, PROTECTION[access], flags, fd, 0)
             if placed == -1 and ctypes.get_errno() == errno.EPERM:
-                placed = place_again(address, nbytes, access, flags, fd)
+                placed = place_again(address, nbytes, access, flags, fd, until)
             if placed == -1:
                 raise _refused(f"{call} of {nbytes} bytes at {address:#x}", fd, access, ctypes.get_errno())
             mapping.access = access
@@ -414,6 +416,11 @@ def _refused(call: str, fd: int, access: Access, code: int) -> Exception:
     """Return the error for an mmap that the kernel refused."""
     if code not in (errno.EACCES, errno.EPERM):
         return libc.failure(f"mmap for {call}", code)
+    if code == errno.EPERM and not is_decided(fd):
+        return ProtocolError(
+            f"{call}: somebody asks for the memory to be sealed against writing, again and again, and meanwhile the "
+            f"kernel maps it for nobody; try again when its owner is done"
+        )
     if access is Access.READ_WRITE and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
         return _read_only(call)
     return ProtocolError(f"{call}: the memory's descriptor does not allow reading")

@@ -18,11 +18,11 @@ from ..open_files import is_read_only
 from ..spec import Access
 from . import libc
 from .addresses import PROTECTION
+from .protocol import UNDECIDED
 
-__all__ = ["Memfds", "look", "place_again", "reading"]
+__all__ = ["Memfds", "is_decided", "look", "place_again", "reading"]
 
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
-_DECIDED = 1.0  # seconds within which the kernel has granted a seal or not: it waits 0.15 s for pages that are pinned
 _PAUSE = 0.001  # seconds
 
 
@@ -133,17 +133,18 @@ def reading(fd: int) -> Iterator[int]:
         claim.release()
 
 
-def place_again(address: int, nbytes: int, access: Access, flags: int, fd: int) -> int:
+def place_again(address: int, nbytes: int, access: Access, flags: int, fd: int, until: float | None) -> int:
     """Map a memfd at an address where ``mmap`` was refused, and return what it does: -1, with an errno, if it still is.
 
     While somebody asks for ``F_SEAL_WRITE`` the kernel refuses shared mappings (EPERM), whether it grants the seal in
-    the end or not: this waits until it is decided. Before Linux 6.7, and in some of 6.12, a descriptor that can write
-    does not map sealed memory at all: then another one is opened.
+    the end or not: this waits until it is decided, up to the time `until` of ``time.monotonic``. Whoever maps several
+    memories gives one time for all: their owner may go on asking. Before Linux 6.7, and in some of 6.12, a descriptor
+    that can write does not map sealed memory at all: then another one is opened.
     """
     protection = PROTECTION[access]
     placed = -1
-    deadline = time.monotonic() + _DECIDED
-    while placed == -1 and ctypes.get_errno() == errno.EPERM and not _is_sealed(fd) and time.monotonic() < deadline:
+    deadline = time.monotonic() + UNDECIDED if until is None else until
+    while placed == -1 and ctypes.get_errno() == errno.EPERM and not is_decided(fd) and time.monotonic() < deadline:
         time.sleep(_PAUSE)
         placed = libc.mmap(address, nbytes, protection, flags, fd, 0)
     if placed == -1 and ctypes.get_errno() == errno.EPERM and access <= Access.READ and is_read_only(fd):
@@ -152,5 +153,6 @@ def place_again(address: int, nbytes: int, access: Access, flags: int, fd: int) 
     return placed
 
 
-def _is_sealed(fd: int) -> bool:
+def is_decided(fd: int) -> bool:
+    """Whether memory is sealed against writing, now or in the future: what the kernel says of mappings then stays."""
     return bool(fcntl.fcntl(fd, libc.F_GET_SEALS) & (libc.F_SEAL_WRITE | libc.F_SEAL_FUTURE_WRITE))

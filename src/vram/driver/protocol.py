@@ -39,6 +39,7 @@ from typing import Protocol, runtime_checkable
 from ..spec import Access, AllocationFlags, HandleKind, Location
 
 __all__ = [
+    "UNDECIDED",
     "CopyOnWrite",
     "DeviceInfo",
     "Driver",
@@ -54,6 +55,10 @@ __all__ = [
     "StreamOrdered",
     "Support",
 ]
+
+# Seconds within which the kernel has granted a seal or not, where nobody goes on asking: it waits 0.15 s for pages that
+# are pinned. Meanwhile it maps nothing.
+UNDECIDED = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,12 +327,15 @@ class DirectMapping(Protocol):
         *,
         private: bool,
         location: Location | None = None,
+        until: float | None = None,
     ) -> None:
         """:meth:`Driver.mem_import`, map and set access in one. `fd` stays the caller's.
 
         Memory that is not at `location`, if one is named, is refused with :class:`~vram.errors.ProtocolError`: its
-        sender said something else. With `private` it is mapped as :meth:`CopyOnWrite.mem_map_private` does. Raises
-        what these calls raise, and has then done nothing.
+        sender said something else. With `private` it is mapped as :meth:`CopyOnWrite.mem_map_private` does. What a
+        kernel refuses for as long as somebody asks for a seal is tried again up to the time `until`, of
+        ``time.monotonic``; by default for :data:`UNDECIDED` seconds. Raises what these calls raise, and has then done
+        nothing.
         """
 
 

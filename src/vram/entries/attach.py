@@ -106,7 +106,7 @@ def attach(
     attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
     )
-    return Lease(client, attachment, access, user=user)
+    return Lease(client, attachment, access, user=user, timeout=left)
 
 
 def attach_or_publish(
@@ -178,7 +178,7 @@ def attach_or_publish(
     while True:
         got = client.lease_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
         if isinstance(got, Attachment):
-            return Lease(client, got, access, user=user)
+            return Lease(client, got, access, user=user, timeout=left)
         before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, whole, ttl, got)

@@ -11,7 +11,10 @@ from ..arrays.streams import as_stream
 from ..errors import AccessDeniedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from ..keeper.client import KeeperClient, client, leave_client
 from ..keeper.failures import no_lender
+from ..keeper.paths import find_path
+from ..keeper.rpc_connection import MOST_UNCLOSED
 from ..keeper.rules import LENT
+from ..open_files import unclosed
 from ..sharing.channel import check_timeout
 from ..spec import Location
 from .attach import check_access, user_of
@@ -61,7 +64,7 @@ def borrow(
     Raises
     ------
     WaitTimeoutError
-        If nobody lends there in time.
+        If nobody lends there in time, or of what came from there before too much has still to be closed.
     AccessDeniedError
         If the socket's permissions keep this user out, it is of a user that this one has no reason to trust, it is a
         keeper's, or writing was asked for and is not allowed.
@@ -82,8 +85,9 @@ def borrow(
     path = as_path(at)
     begin = time.monotonic()
     deadline = None if seconds is None else begin + seconds
-    pause = _FIRST_LOOK
+    sender, pause, has_gone = find_path(path)[0], _FIRST_LOOK, False
     while True:
+        _await_closed(sender, deadline)
         try:
             connection, is_new = _connect(path, for_greeting(seconds, begin))
         except PeerGoneError as error:
@@ -100,9 +104,13 @@ def borrow(
                     raise WaitTimeoutError(f"nothing is lent at {path} any more: it was asked back") from None
             except PeerGoneError:
                 # Who lent here before has gone since it was looked at; somebody else may lend at this path by now.
-                if is_new:
+                if is_new or connection.is_usable:  # one that is there says so itself
                     raise
-                continue
+                if not has_gone:
+                    has_gone = True
+                    continue
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
             except WaitTimeoutError as error:
                 raise WaitTimeoutError(f"who lends at {path} handed nothing over in {seconds:g} s: {error}") from None
             except AccessDeniedError:
@@ -117,6 +125,23 @@ def borrow(
         if connection.is_usable:
             raise
         raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
+
+
+def _await_closed(sender: str, deadline: float | None) -> None:
+    """Wait until few of the descriptors that came from a path before have still to be closed.
+
+    Raises
+    ------
+    WaitTimeoutError
+        If there are more at the deadline: of a lender that has them closed slowly a process gets no more than those.
+    """
+    while (count := unclosed(sender)) > MOST_UNCLOSED:
+        if deadline is not None and time.monotonic() >= deadline:
+            raise WaitTimeoutError(
+                f"{count} descriptors that came from {sender} are still being closed, and nothing more is borrowed "
+                f"there meanwhile: whoever lends there has made that slow"
+            )
+        time.sleep(_LAST_LOOK)
 
 
 def _connect(path: str, timeout: float) -> tuple[KeeperClient, bool]:

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ..arrays import Array
 from ..arrays.dtypes import dtype_of
-from ..arrays.views import close_when_unused
+from ..arrays.views import close_when_unused, part_of_view
+from ..driver.protocol import UNDECIDED
 from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "Provenance", "array_on", "asked", "attach_array", "wire_access"]
 
 _F = TypeVar("_F", bound=Callable[..., bool])
+_W = TypeVar("_W")  # a memory as a whole
+_P = TypeVar("_P")  # an array in it
 
 
 class _Question(functools.partial[bool]):
@@ -126,6 +130,7 @@ class Lease(Owned, Mapping[str, Array]):
         *,
         user: Location | None = None,
         stream: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         self.access = access
         self._user = user
@@ -151,13 +156,18 @@ class Lease(Owned, Mapping[str, Array]):
             if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
             depends = (claim.handle,)
+            # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
+            # others; what the kernel needs is not that.
+            until = time.monotonic() + min(timeout or UNDECIDED, UNDECIDED)
             handles = {entry.memory: entry for entry in self._manifest.handles}
             for number, memory in enumerate(self._manifest.memories):
                 entry = handles.get(number)
                 if entry is None:
                     count = len(memory.segments)
                     some, sealed = fds[at : at + count], not attachment.writable
-                    regions.append(map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed))
+                    regions.append(
+                        map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed, until=until)
+                    )
                     at += count
                 else:
                     from ..handover.by_handle import open_leased  # most leases are on what has descriptors
@@ -178,7 +188,7 @@ class Lease(Owned, Mapping[str, Array]):
                 claim.release()
             raise
         finally:
-            close_fds(fds)  # what is mapped holds descriptors of its own
+            close_fds(fds, client.path)  # what is mapped holds descriptors of its own
             attachment.fds.clear()
         self._regions = tuple(regions)
         self._claim = claim
@@ -243,8 +253,14 @@ class Lease(Owned, Mapping[str, Array]):
         return self[next(iter(self))]
 
     def numpy(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return all arrays as numpy arrays over the same memory."""
-        return {name: self[name].numpy() for name in self}
+        """Return all arrays as numpy arrays over the same memory.
+
+        With ``access="r"`` those that lie in one memory keep it together: by one view of all its bytes.
+        """
+        self.handle  # noqa: B018  (closed leases say so)
+        if self.access != "r" or len(self) <= len(self._regions):  # each in a memory of its own, or nearly
+            return {name: self[name].numpy() for name in self}
+        return self._parts(Array.numpy, part_of_view, Array.numpy)
 
     def torch(self) -> dict[str, torch.Tensor]:
         """Return all arrays as torch tensors over the same memory.
@@ -255,8 +271,17 @@ class Lease(Owned, Mapping[str, Array]):
         from ..arrays.torch import Tensors  # torch stays optional
 
         self.handle  # noqa: B018  (closed leases say so)
-        wholes: dict[int, Tensors] = {}
-        found: dict[str, torch.Tensor] = {}
+        return self._parts(lambda whole: Tensors(whole.torch()), Tensors.part, Array.torch)
+
+    def _parts(
+        self,
+        show: Callable[[Array], _W],
+        part_of: Callable[[_W, int, np.dtype[Any], tuple[int, ...]], _P | None],
+        alone: Callable[[Array], _P],
+    ) -> dict[str, _P]:
+        """Show each memory once, as bytes, and every array as a part of that."""
+        wholes: dict[int, _W] = {}
+        found: dict[str, _P] = {}
         for name, entry in self._manifest.arrays.items():
             memory = self._manifest.memories[entry.memory]
             part = None
@@ -265,10 +290,10 @@ class Lease(Owned, Mapping[str, Array]):
                 whole = wholes.get(entry.memory)
                 if whole is None:
                     region = self._regions[entry.memory]
-                    whole = wholes[entry.memory] = Tensors(Array(region, "uint8", region.nbytes).torch())
-                part = whole.part(memory.offset + entry.offset, dtype, entry.shape)
+                    whole = wholes[entry.memory] = show(Array(region, "uint8", region.nbytes))
+                part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
             # What is seldom, or wrong, is looked at alone.
-            found[name] = self[name].torch() if part is None else part
+            found[name] = alone(self[name]) if part is None else part
         return found
 
     # -- newer versions -----------------------------------------------------------------------------------------
@@ -337,6 +362,7 @@ class Lease(Owned, Mapping[str, Array]):
             client.lease(self.name, access=wire_access(self.access), timeout=left),
             self.access,
             user=self._user,
+            timeout=left,
         )
 
     # -- when it is wanted back ---------------------------------------------------------------------------------

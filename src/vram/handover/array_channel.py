@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,24 @@ import msgspec
 from ..arrays import Array
 from ..arrays.share import share
 from ..arrays.streams import as_stream
-from ..errors import ClosedError, PeerGoneError, ProtocolError, ReleaseWarning, UsageError, VramError, WaitTimeoutError
+from ..driver.protocol import UNDECIDED
+from ..errors import (
+    ClosedError,
+    DriverError,
+    PeerGoneError,
+    ProtocolError,
+    ReleaseWarning,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
 from ..lifetime import Owned, uninterrupted
 from ..memory import Region
-from ..sharing.channel import MAX_MESSAGE, Channel, check_timeout, close_fds
+from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError, check_timeout, close_fds
 from ..sharing.parcels import Unread
 from .containers import Packed, has_tuples, named, pack, refuse, unpack
 from .exports import ExportTable, nothing, refer
-from .imports import ImportTable
+from .imports import ImportTable, UnknownMemoryError
 from .messages import (
     AwaitedPart,
     Closed,
@@ -40,6 +50,7 @@ from .messages import (
     Unref,
     Value,
     decode_message,
+    decode_value,
     encode,
 )
 from .outbox import Outbox
@@ -66,7 +77,7 @@ class _Mixed:
 
     __slots__ = ("arrays", "tree")
 
-    def __init__(self, tree: object, arrays: list[Array | _Ordered]) -> None:
+    def __init__(self, tree: msgspec.Raw, arrays: list[Array | _Ordered]) -> None:
         self.tree, self.arrays = tree, arrays
 
 
@@ -76,7 +87,10 @@ class _Failure:
     __slots__ = ("error",)
 
     def __init__(self, error: VramError) -> None:
-        self.error = error
+        # Without the frames, and without what it was raised from, which has others: they hold the message, the
+        # descriptors that came with it, and what their callers hold.
+        error.__cause__ = error.__context__ = None
+        self.error = error.with_traceback(None)
 
 
 class _Came:
@@ -88,17 +102,20 @@ class _Came:
         The descriptors that came with it, closed with this list.
     message : object
         What it says, once that is known.
+    lost : str
+        What to say if there was no room here for its descriptors.
     is_learned : bool
         Whether the part of memory in it is mapped.
     tries : int
         How often it was begun.
     """
 
-    __slots__ = ("fds", "is_learned", "message", "payload", "tries")
+    __slots__ = ("fds", "is_learned", "lost", "message", "payload", "tries")
 
-    def __init__(self, payload: bytes, fds: list[int]) -> None:
+    def __init__(self, payload: bytes, fds: list[int], lost: str = "") -> None:
         self.payload = payload
         self.fds = fds
+        self.lost = lost
         self.message: Any = None
         self.is_learned = False
         self.tries = 0
@@ -119,6 +136,18 @@ _MOST_AT_ONCE = 64
 # them waits in the socket.
 _MOST_AHEAD = 4096
 _MOST_BYTES_AHEAD = 16 << 20
+_ARRAY_AHEAD = 1024  # bytes that an array in a container counts there: its reference has a few, and it is made at once
+_MOST_LOST = 4096  # memories of which a part was lost here, and which the other end has still to send anew
+# Who only sends listens once in so many messages whether a part of memory was lost at the other end.
+_LISTENS = 256
+
+
+class _LostHereError(ProtocolError):
+    """A message cannot be used for what happened at this end: no mistake of the other one."""
+
+
+_OURS = (_LostHereError, DescriptorsLostError)
+_LOST = (DescriptorsLostError, DriverError)  # why a part of memory may not be had, and may be had later
 
 
 class ArrayChannel(Owned):
@@ -159,6 +188,9 @@ class ArrayChannel(Owned):
         "_last_keep",
         "_last_message",
         "_last_state",
+        "_listens",
+        "_lost",
+        "_lost_there",
         "_outbox",
         "_owed",
         "_receiving",
@@ -189,6 +221,9 @@ class ArrayChannel(Owned):
         self._sending = threading.Lock()
         self._receiving = threading.Lock()
         self._unread = Unread()  # parts of memory
+        self._lost: set[int] = set()  # memory of the other end of which a part was lost here
+        self._lost_there = object()  # another one each time that a part of ours was lost at the other end
+        self._listens = _LISTENS
         self._owed = 0  # acknowledgements of parts that came; with the receiving lock
         # One message at most, taken off the socket and not dealt with yet.
         self._came: list[_Came | tuple[bytes, list[int]]] = []
@@ -263,7 +298,9 @@ class ArrayChannel(Owned):
         if timeout is not None:
             timeout = check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self._owed or self._remote_refs or self._remote_refs.idle or self._exports.remembered:
+        self._listens -= 1
+        if self._owed or self._remote_refs or self._remote_refs.idle or self._exports.remembered or self._listens <= 0:
+            self._listens = _LISTENS
             self._hear()
         try:
             with self._sending:
@@ -325,7 +362,10 @@ class ArrayChannel(Owned):
         PeerGoneError
             If the other end is closed.
         ProtocolError
-            If what came is not what this end understands.
+            If what came is not what this end understands. A sender that heard it, while nobody received here, has ended
+            the connection. Where this process had no room for descriptors, or could not map memory, the next arrays on
+            that memory raise it too, until the other end hears of it, in its next `recv` or some messages later: then
+            it sends the memory anew.
         """
         self.handle  # noqa: B018  (before the lock, as above)
         if self._outbox:  # while the other end read nothing there was no telling it
@@ -340,6 +380,8 @@ class ArrayChannel(Owned):
         taken: tuple[object, ...] = ()
         try:
             with self._receiving:
+                # Beyond the timeout: what cannot be mapped now is not sent again.
+                self._imports.until = None if deadline is None else deadline + UNDECIDED
                 while True:
                     if inbox:
                         break
@@ -371,7 +413,10 @@ class ArrayChannel(Owned):
             return self._when_filled(value, None if stream is None else as_stream(stream), deadline)
         if type(value) is _Mixed:
             waits = None if stream is None else as_stream(stream)
-            return unpack(value.tree, [self._when_filled(array, waits, deadline) for array in value.arrays])
+            arrays = [self._when_filled(array, waits, deadline) for array in value.arrays]
+            return unpack(_parsed(decode_value, value.tree), arrays)
+        if type(value) is msgspec.Raw:
+            return _parsed(decode_value, value)
         return value
 
     def _when_filled(self, found: Array | _Ordered, stream: int | None, deadline: float | None) -> Array:
@@ -491,7 +536,7 @@ class ArrayChannel(Owned):
         else:
             event = self._record(region, stream, deadline)
         # The same array again is what channels are for. Each of these is replaced, never changed.
-        state = (array.shape, region.layout, region.access)
+        state = (array.shape, region.layout, region.access, self._lost_there)
         is_last = not event and self._last() is array and all(map(operator.is_, state, self._last_state))
         if is_last and (not self._last_keep or self._remote_refs.incref(self._last_keep)):
             return self._last_message
@@ -573,7 +618,7 @@ class ArrayChannel(Owned):
             except (PeerGoneError, ClosedError):
                 raise
             except VramError as error:  # somebody else's message: its receiver is to hear of it
-                self._inbox.append(_Failure(error))
+                self._put_aside(error)
             finally:
                 if held:
                     self._receiving.release()
@@ -649,14 +694,14 @@ class ArrayChannel(Owned):
             if held and self._owed:
                 self._acknowledge(0.0)
             while True:
-                if not held or heard >= _MOST_AT_ONCE or self._channel.peek(3) not in _HEARD:
+                if not held or heard >= _MOST_AT_ONCE or self._is_full or self._channel.peek(3) not in _HEARD:
                     break  # whoever receives hears it
                 self._take(0)
                 heard += 1
         except WaitTimeoutError:
             pass
         except VramError as error:
-            self._inbox.append(_Failure(error))
+            self._put_aside(error)
         finally:
             if held:
                 self._receiving.release()
@@ -677,12 +722,28 @@ class ArrayChannel(Owned):
                 self._exports.expect_nothing()
                 self._remote_refs.close()
                 raise
-            self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
+            except DescriptorsLostError as error:
+                self._came += (_Came(error.payload, [], str(error)),)
+            else:
+                self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
         try:
             self._deal_with()
         except VramError:
             self._came.clear()
             raise
+
+    def _put_aside(self, error: VramError) -> None:
+        """Keep for recv what is wrong with a message that a sender took. Called with the receiving lock.
+
+        Where that is the other end's mistake the connection ends: nobody who receives keeps count of them.
+        """
+        self._inbox.append(_Failure(error))
+        if not isinstance(error, ProtocolError) or isinstance(error, _OURS):
+            return
+        self._channel.hang_up()
+        if self._remote_refs:  # as in close: the other end may have it open, and can no longer say that it is done
+            unreturned.append(self._remote_refs)
+            self._remote_refs = RemoteRefs()
 
     def _acknowledge(self, timeout: float | None) -> float | None:
         """Send what acknowledgements are due. Called with the receiving lock; returns what is left of the time.
@@ -709,16 +770,16 @@ class ArrayChannel(Owned):
             self._came[0] = came = _Came(came[0], came[1])
         came.tries += 1
         if came.tries > _TRIES:
-            raise ProtocolError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
+            raise _LostHereError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
         message = came.message
         if message is None:
-            try:
-                came.message = message = decode_message(came.payload)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise ProtocolError(f"not a message between array channels: {error}") from None
+            came.message = message = _parsed(decode_message, came.payload)
+        if came.lost and not isinstance(message, Part):
+            raise DescriptorsLostError(came.lost)
         # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
         if isinstance(message, (Shared, Returned, Mixed, Value)):
-            self._ahead = len(came.payload) + (self._ahead if self._inbox else 0)
+            size = len(came.payload) + (_ARRAY_AHEAD * len(message.arrays) if isinstance(message, Mixed) else 0)
+            self._ahead = size + (self._ahead if self._inbox else 0)
         if isinstance(message, (Shared, Returned, Mixed)):
             if isinstance(message, Mixed):
                 if any(isinstance(one, Shared) and one.keep for one in message.arrays):
@@ -743,11 +804,8 @@ class ArrayChannel(Owned):
         if isinstance(message, Part):
             self._learn(came, message)
         elif isinstance(message, Unmap):
-            done = [number for number in message.memories if self._imports.release(number)]
-            self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
-            for number in done:  # and last: from here on nothing is sent back under these
-                self._outbox.unmapped(number)
-            self._send_outbox()
+            self._forget(message.memories)
+            self._lost.difference_update(message.memories)
         elif isinstance(message, Unref):
             self._came.clear()  # first, as above
             for number, times in message.arrays:
@@ -755,22 +813,44 @@ class ArrayChannel(Owned):
             self._send_outbox()
         elif isinstance(message, Closed):
             for number in message.memories:
+                if self._exports.find(number) is not None:  # a part of it was lost there: it is sent anew, as another
+                    self._lost_there = object()
+                    self._exports.release(number)
+                    continue
                 self._remote_refs.closed(number)
                 self._exports.closed(number)
         elif isinstance(message, EventIs):
             self._came.clear()  # as above
-            self._stream_events.learn(message.number, message.event)
+            # Known where an interrupt came between the sending of it and the note of that.
+            if not self._stream_events.knows(message.number):
+                self._stream_events.learn(message.number, message.event)
         self._came.clear()
 
+    def _forget(self, memories: Iterable[int]) -> None:
+        """Let go of memory of the other end's, and say so."""
+        done = [number for number in memories if self._imports.release(number)]
+        self._last = nothing  # after that: an array on such memory is no longer the other end's; see _refer
+        for number in done:  # and last: from here on nothing is sent back under these
+            self._outbox.unmapped(number)
+        self._send_outbox()
+
     def _learn(self, came: _Came, message: Part) -> None:
-        """Map a part of memory, once, and acknowledge it if its sender waits for that."""
-        wrong: VramError | None = None
+        """Map a part of memory, once, and acknowledge it if its sender waits for that.
+
+        If that fails its sender is told that the memory is not here: it has nothing to send again before.
+        """
+        wrong: VramError | None = DescriptorsLostError(came.lost) if came.lost else None
+        number = message.part.memory
         try:
-            if not came.is_learned:
+            # What follows a part that was lost is of no use, and came before its sender could hear of that.
+            if wrong is None and not came.is_learned and number not in self._lost:
                 self._imports.learn(message.part, came.fds, retried=came.tries > 1)
                 came.is_learned = True
         except VramError as error:
             wrong = error
+        if isinstance(wrong, _LOST) and len(self._lost) < _MOST_LOST:
+            self._lost.add(number)
+            self._forget((number,))
         if type(message) is AwaitedPart or not message.part.last:  # whoever sent it waits for this, and reads meanwhile
             self._owed += 1
             del self._came[:]  # no interrupt divides the two
@@ -785,7 +865,12 @@ class ArrayChannel(Owned):
     def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
         """Return what a reference to an array means here."""
         if isinstance(message, Shared):
-            array = self._imports.array(message.reference, message.keep)
+            try:
+                array = self._imports.array(message.reference, message.keep)
+            except UnknownMemoryError as error:
+                if message.reference.memory not in self._lost:
+                    raise
+                raise _LostHereError(f"a part of its memory was lost at this end: {error}") from None
             return _Ordered(array, message.event) if message.event else array
         local = self._exports.local_array(message.reference, self._remote_refs)
         if local is None:
@@ -797,8 +882,7 @@ class ArrayChannel(Owned):
         try:
             return self._arrived(message)
         except VramError as error:
-            # Without the frames: what they hold would be kept by an error that is kept in one of them.
-            return _Failure(error.with_traceback(None))
+            return _Failure(error)
 
     def _arrived_together(self, message: Mixed) -> _Mixed | _Failure:
         """Return a container, or what is wrong with one of its arrays. All are looked at: each may be kept for us by
@@ -811,10 +895,15 @@ class ArrayChannel(Owned):
                 wrong = wrong or found
             else:
                 arrays.append(found)
-        if wrong is not None:
-            return wrong
-        unpack(message.value, arrays)  # the check (S7)
-        return _Mixed(message.value, arrays)
+        return wrong or _Mixed(message.value, arrays)
+
+
+def _parsed(decode: Callable[[Any], Any], said: bytes | msgspec.Raw) -> Any:
+    """Return what a message says, or a value in it."""
+    try:
+        return decode(said)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message between array channels: {error}") from None
 
 
 def _in_time(deadline: float) -> None:

@@ -48,7 +48,15 @@ class ImportTable:
         must neither wait nor raise. Without it nothing is taken that lives only as long as its maker.
     user : Location, optional
         The GPU that works on what is imported; by default the one that it is on.
+
+    Attributes
+    ----------
+    until : float or None
+        How long to wait while the other end has its memory sealed, as a time of ``time.monotonic``: for who receives
+        several messages in one call. No longer than a second for each.
     """
+
+    until: float | None = None
 
     def __init__(self, dropped: Callable[[int, int], None] | None = None, *, user: Location | None = None) -> None:
         self._dropped = dropped
@@ -81,9 +89,10 @@ class ImportTable:
             self._add(part.memory, self._open(part, fds, region))
         elif region is None:
             access = "rw" if part.writable else "r"
-            self._add(part.memory, map_memory(part.descriptor, fds, access=access, follow=True, user=self._user))
+            made = map_memory(part.descriptor, fds, access=access, follow=True, user=self._user, until=self.until)
+            self._add(part.memory, made)
         else:
-            extend_memory(region, part.descriptor.segments, fds)
+            extend_memory(region, part.descriptor.segments, fds, until=self.until)
 
     def _add(self, number: int, region: Region) -> None:
         handle = region.handle  # first: no interrupt comes between the two that follow

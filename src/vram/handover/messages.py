@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from ..sharing.descriptor import HANDLE_BYTES, MAX_SEGMENTS, EventEntry, MemoryDescriptor
 
@@ -31,6 +31,7 @@ __all__ = [
     "decode_message",
     "decode_reply",
     "decode_request",
+    "decode_value",
     "encode",
 ]
 
@@ -127,18 +128,22 @@ class NextPart(Struct, frozen=True, array_like=True, tag="g"):
 
 
 class Value(Struct, frozen=True, array_like=True, tag="x"):
-    """Anything else that msgpack can say."""
+    """Anything else that msgpack can say. A sender puts in the value itself; what came is as msgpack says it.
 
-    value: Any
+    :func:`decode_value` makes the value of that, not before it is asked for: 64 KiB of empty dicts take 5 MB.
+    """
+
+    value: Raw
 
 
 class Mixed(Struct, frozen=True, array_like=True, tag="t"):
     """A container with arrays or tuples in it, as :mod:`.containers` takes it apart.
 
-    What is in `arrays` is as if it had come in a message of its own. A sender puts in what it has encoded already.
+    `value` as that of a :class:`Value`. What is in `arrays` is as if it had come in a message of its own. A sender puts
+    in what it has encoded already.
     """
 
-    value: Any
+    value: Raw
     arrays: Annotated[tuple[Shared | Returned, ...], Meta(max_length=MAX_ARRAYS)]
 
 
@@ -173,6 +178,7 @@ class Gone(Struct, frozen=True, array_like=True, tag="gone"):
 
 
 encode = msgspec.msgpack.Encoder().encode
+decode_value = msgspec.msgpack.Decoder().decode
 decode_request = msgspec.msgpack.Decoder(Fetch | Received | Bye).decode
 decode_reply = msgspec.msgpack.Decoder(Part | Gone | Unmap).decode
 decode_message = msgspec.msgpack.Decoder(

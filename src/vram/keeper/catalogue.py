@@ -520,12 +520,20 @@ class Catalogue:
         sessions = dict.fromkeys(lease.session.id for lease in held if lease.session is not by)
         return effects + [Evicted(self.sessions[number], version.name, version.number) for number in sessions]
 
-    def expire(self, now: float, most: int | None = None) -> list[Effect]:
+    def expire(self, now: float, most: int | None = None, whose: dict[int, int] | None = None) -> list[Effect]:
         """Do what is due, at most so much of it: end waits whose time has passed, retire versions whose time to live
-        is over, pass claims on whose time is."""
+        is over, pass claims on whose time is.
+
+        What is looked at is counted, also where nothing follows from it; in `whose`, by user.
+        """
         effects: list[Effect] = []
-        while self._deadlines and self._deadlines[0][0] <= now and (most is None or len(effects) < most):
+        looked_at = 0
+        while self._deadlines and self._deadlines[0][0] <= now and (most is None or looked_at < most):
             _, _, due = heapq.heappop(self._deadlines)
+            looked_at += 1
+            if whose is not None:
+                uid = due.owner if isinstance(due, Version) else due.session.uid
+                whose[uid] = whose.get(uid, 0) + 1
             if isinstance(due, Waiter):
                 if due.session.waiters.get(due.call) is due:
                     due.deadline = None  # its place in the heap is gone already
@@ -943,7 +951,7 @@ class Catalogue:
         if known.current is version:
             return []
         del known.older[version.number]
-        effect = self._free(version, uid)
+        effect = self._free(version)
         self._tidy(version.name, known)
         return [effect]
 
@@ -968,14 +976,14 @@ class Catalogue:
             self._tidy(name, known)
         return effects
 
-    def _free(self, version: Version, whose: int | None = None) -> Free:
+    def _free(self, version: Version) -> Free:
         del self._versions[version.serial]
         self.accounts.total.add(-version.charge, 0, -version.handles, -version.words)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1
         version.watchers.clear()
-        return Free(version.token, version.owner if whose is None else whose)
+        return Free(version.token, version.owner)
 
     def _tidy(self, name: str, known: Name) -> None:
         """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:

@@ -20,6 +20,7 @@ from ..errors import (
     ProtocolError,
     UnsupportedError,
     UsageError,
+    WaitTimeoutError,
 )
 from ..sharing.channel import OwnedFds, check_timeout
 from ..sharing.parcels import Collector, Sender
@@ -524,8 +525,10 @@ class KeeperClient(Queries):
             raise self._fail(error) from None
 
 
-_clients: dict[str, KeeperClient] = {}
-_clients_lock = threading.RLock()  # for a signal handler that ends connections while its thread makes one
+_clients: dict[str, KeeperClient] = {}  # changed in single steps, without a lock
+# Held by who connects to a path: one for each, or whoever listens at one and does not greet would keep all others
+# waiting. Reentrant only to be asked who has it: a signal handler must not wait for the thread that it interrupted.
+_connecting: dict[str, threading.RLock] = {}
 
 
 def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT_SECONDS) -> KeeperClient:
@@ -537,7 +540,7 @@ def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT
     label : str
         What this process calls itself there; by default :func:`own_label`. A connection says it once.
     timeout : float
-        Seconds for a new connection: to be let in, and greeted.
+        Seconds for a new connection: to be let in, and greeted, also where another thread makes it.
 
     Raises
     ------
@@ -552,17 +555,28 @@ def client(path: str | None = None, *, label: str = "", timeout: float = CONNECT
     existing = _clients.get(found)
     if existing is not None and existing.is_usable:
         return _labelled(existing, label) if label else existing
-    if _clients_lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
-        raise BusyError(f"this thread is connecting to a keeper: what interrupted it cannot talk to {found} now")
-    with _clients_lock:
+    lock = _connecting.setdefault(found, threading.RLock())
+    if lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        raise BusyError(f"this thread is connecting to {found}: what interrupted it cannot talk to it now")
+    deadline = time.monotonic() + timeout
+    held: list[bool] = []
+    try:
+        # The lock is remembered in the call that takes it: an interrupt comes between calls, and the lock would stay.
+        held.extend(filter(None, map(lock.acquire, (True,), (min(max(0.0, timeout), threading.TIMEOUT_MAX),))))
+        if not held:
+            raise WaitTimeoutError(f"what listens at {found} has not greeted another thread that connects to it either")
         existing = _clients.get(found)
         if existing is not None:
             if existing.is_usable:
                 return _labelled(existing, label)
-            del _clients[found]
+            _clients.pop(found, None)
             existing._fail()  # closes it; leases that were taken over it say that the keeper is gone
-        made = _clients[found] = KeeperClient.connect(path, timeout=timeout, label=label or own_label())
+        left = max(0.001, deadline - time.monotonic())
+        made = _clients[found] = KeeperClient.connect(path, timeout=left, label=label or own_label())
         return made
+    finally:
+        if held:
+            lock.release()
 
 
 def _labelled(existing: KeeperClient, label: str) -> KeeperClient:
@@ -576,23 +590,22 @@ def _labelled(existing: KeeperClient, label: str) -> KeeperClient:
 
 def leave_client(connection: KeeperClient) -> None:
     """Have :func:`client` make a new connection next time; this one lasts as long as the leases over it do."""
-    with _clients_lock:
-        if _clients.get(connection.path) is connection:
-            del _clients[connection.path]
+    taken = _clients.pop(connection.path, None)
+    if taken is not None and taken is not connection:
+        _clients.setdefault(connection.path, taken)
 
 
 def close_client(path: str) -> None:
     """End the connection that :func:`client` made to the keeper at `path`, if there is one."""
-    existing = _clients.pop(path, None)  # in one step, without the lock: a finalizer may come here (I3)
+    existing = _clients.pop(path, None)  # in one step: a finalizer may come here (I3)
     if existing is not None:
         existing.close()
 
 
 def close_clients() -> None:
     """End all connections that :func:`client` made: for tests, and before a fork that should share nothing."""
-    with _clients_lock:
-        for path in tuple(_clients):
-            _clients.pop(path).close()
+    for path in tuple(_clients):
+        close_client(path)
 
 
 def _hand_over(found: Attachment | PublishClaim) -> None:
@@ -619,8 +632,7 @@ def own_label() -> str:
 
 
 def _after_fork_in_child() -> None:
-    global _clients_lock
-    _clients_lock = threading.RLock()
+    _connecting.clear()
     _clients.clear()
 
 

@@ -47,15 +47,22 @@ class Held:
 
     Without the count, a lease given back while its answer is queued would let a number be sent that means another
     file by then.
+
+    Parameters
+    ----------
+    owner : int
+        The user who sent them, and on whose account they are closed, whoever uses them last: how long that takes is
+        their sender's doing.
     """
 
-    __slots__ = ("_dispose", "_uses", "fds", "nbytes")
+    __slots__ = ("_dispose", "_uses", "fds", "nbytes", "owner")
 
     def __init__(
-        self, fds: list[int], nbytes: int, dispose: Callable[[list[int], int, int], None], *, uses: int = 1
+        self, fds: list[int], nbytes: int, owner: int, dispose: Callable[[list[int], int, int], None], *, uses: int = 1
     ) -> None:
         self.fds = fds
         self.nbytes = nbytes
+        self.owner = owner
         self._uses = uses
         self._dispose = dispose
 
@@ -63,12 +70,12 @@ class Held:
         """Count one more use."""
         self._uses += 1
 
-    def drop(self, uid: int) -> None:
-        """Count one use less, which was user `uid`'s; the last one closes the descriptors, on their account."""
+    def drop(self) -> None:
+        """Count one use less; the last one closes the descriptors."""
         self._uses -= 1
         if not self._uses:
             fds, self.fds = self.fds, []
-            self._dispose(fds, self.nbytes, uid)
+            self._dispose(fds, self.nbytes, self.owner)
 
 
 class Partial:
@@ -141,7 +148,7 @@ class ConnectionHost(TurnsHost, Protocol):
         ...
 
     def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
-        """Close descriptors of so much memory, which was user `uid`'s to hold."""
+        """Close descriptors of so much memory, which user `uid` had sent."""
         ...
 
     def gone(self, connection: Connection) -> None:
@@ -424,7 +431,7 @@ class Connection:
             self.queue.popleft()
             self._count_queued(-len(payload) - _EACH)
             if held is not None:
-                held.drop(self.credentials.uid)
+                held.drop()
         self.not_writing()
         self.resume()
 
@@ -454,7 +461,7 @@ class Connection:
             self._close_socket(hang_up=hang_up)
         for _, held, _, _ in self.queue:
             if held is not None:
-                held.drop(self.credentials.uid)
+                held.drop()
         self.queue.clear()
         self._count_queued(-self.queued)
         for unfinished in self.partials.values():

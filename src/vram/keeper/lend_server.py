@@ -294,7 +294,7 @@ class LendServer(KeeperServer):
             self._owner, LENT, nbytes=nbytes, handles=len(self._fds), writable=writable, meta=meta, least=0
         )
         fds, self._fds = self._fds, []
-        held = Held(fds, nbytes, self._returned)
+        held = Held(fds, nbytes, self._owner.uid, self._returned)
         version, effects = self.catalogue.commit(publication, held, self.now())
         version.body = msgspec.Raw(
             m.encode(

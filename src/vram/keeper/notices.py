@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BusyError, ClosedError, QuotaError, VramError, WaitTimeoutError
+from ..errors import BusyError, ClosedError, ProtocolError, QuotaError, VramError, WaitTimeoutError
 from ..lifetime import begin
 from ..sharing.channel import Channel
 from . import messages as m
@@ -39,6 +39,7 @@ __all__ = ["Signal", "Subscription", "listen", "signal"]
 
 Key = tuple[str, int]  # name and version
 _AT_ONCE = 64  # messages that are read before what they say is passed on
+_NEWS = 16  # pieces of news of one watched version; it has fewer
 
 
 class Subscription:
@@ -129,6 +130,7 @@ class _Line(RpcConnection):
         super().__init__(*arguments)
         self.listeners: dict[int, Subscription] = {}
         self.heard: deque[m.Notice] = deque()
+        self._watched = self._noticed = 0  # how often news were asked for, and how many pieces of them came
 
     def is_like(self, other: RpcConnection) -> bool:
         """Whether another connection leads to the same keeper, or lender."""
@@ -139,6 +141,7 @@ class _Line(RpcConnection):
         try:
             self.listeners[subscription.number] = subscription
             subscription.line = self
+            self._watched += 1
             call = next(self._calls)
             self._expect(m.Done, self._ask(m.Watch(call, *subscription.key), call))
         except BaseException:
@@ -161,7 +164,9 @@ class _Line(RpcConnection):
     def _deliver(self, answer: Answer) -> None:
         if isinstance(answer.reply, m.Notice):
             self.heard.append(answer.reply)
-            answer.give_back()
+            self._noticed += 1
+            if self._noticed > _NEWS * self._watched:
+                raise self._fail(ProtocolError(f"what listens at {self.path} tells of one version again and again"))
         else:
             super()._deliver(answer)
 

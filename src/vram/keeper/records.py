@@ -369,10 +369,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """This memory has no claim left; the last one was of user `whose`, or of nobody (-1)."""
+    """This memory, which was user `owner`'s, has no claim left."""
 
     token: Any
-    whose: int = field(default=-1, compare=False)
+    owner: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import msgspec
 
 from ..errors import BusyError, ClosedError, DriverError, PeerGoneError, ProtocolError, VramError, WaitTimeoutError
+from ..open_files import unclosed
 from ..sharing.channel import Channel, DescriptorsLostError, close_fds, descriptor_limit
 from . import messages as m
 from .failures import raised
@@ -42,7 +43,7 @@ from .rules import clip_host, clip_label
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["CONNECT_SECONDS", "GRACE", "Answer", "RpcConnection", "greet", "open_channel", "own_host"]
+__all__ = ["CONNECT_SECONDS", "GRACE", "MOST_UNCLOSED", "Answer", "RpcConnection", "greet", "open_channel", "own_host"]
 
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
 GRACE = 30.0  # seconds within which a keeper answers what it does not have to wait for
@@ -53,6 +54,12 @@ _LENDER_GONE = (
 )
 _TAKE_BACK = 1.0  # seconds that an interrupt is kept waiting for what came of the call that it met
 _NAP = 1.0  # seconds after which a sleeper looks by itself: an interrupt may keep somebody from ringing
+_MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
+# Answers that may come to nobody, over one connection, besides those to calls that were given up: an interrupt may
+# have kept such a call from being counted.
+_UNASKED = 16
+# Descriptors of one lender that may wait to be closed: with more, nothing is borrowed of it, and no late answer taken.
+MOST_UNCLOSED = 32
 _R = TypeVar("_R", bound=msgspec.Struct)
 
 
@@ -127,6 +134,8 @@ class RpcConnection:
         self._inside: set[int] = set()  # threads in the middle of a call, perhaps
         self._failure: VramError | None = None
         self._given_back: deque[int] = deque()  # leases; claims are below zero
+        # One for each answer that may come to nobody: of the calls that were given up, the latest are enough.
+        self._may_come: deque[int] = deque((0,) * _UNASKED, maxlen=4096)
         self._leases: dict[int, tuple[str, int]] = {}
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
@@ -244,10 +253,12 @@ class RpcConnection:
             self._refuse_inside()
         deadline = None if timeout is None else time.monotonic() + timeout
         tray: deque[Answer] = deque()
+        unsent: list[bool] = []
+        cancels = isinstance(request, m.Cancel)
         try:
             self._inside.add(me)
             self._expected[call] = tray
-            self._send(m.encode(request), fds)
+            self._send(m.encode(request), fds, deadline, unsent, waits=not cancels)
             answer = self._wait(call, tray, deadline)
         except BaseException as error:
             # Interrupted, or too late: the answer may still come, and must not be taken for nobody's lease.
@@ -255,13 +266,17 @@ class RpcConnection:
             arrived = _take(tray)
             if arrived is not None:
                 arrived.give_back()
-            elif not isinstance(error, (PeerGoneError, ClosedError)) and not isinstance(request, m.Cancel):
-                self._take_back(call, me, isinstance(error, VramError))
+            elif not isinstance(error, (PeerGoneError, ClosedError)):
+                if not unsent:
+                    self._may_come.append(call)
+                    if not cancels:
+                        self._take_back(call, me, isinstance(error, VramError))
+                elif cancels:  # it says the same by its end
+                    self._fail(self._not_heard(), said=True)
             raise
         finally:
             self._inside.discard(me)
         if isinstance(answer.reply, m.Error):
-            close_fds(answer.fds)
             raise raised(answer.reply)
         if answer.lost is not None:
             answer.give_back()
@@ -274,7 +289,7 @@ class RpcConnection:
         """Tell the keeper that nobody waits for the answer to a call any more.
 
         After an interrupt it is waited for a moment: the answer that was on its way is here once this one's is, and has
-        given back what it grants. A keeper that is late already is only told.
+        given back what it grants. A keeper that is late already is only told. Neither waits for room to say so.
         """
         if is_late:
             self._say_unheard(m.Cancel(0, call))
@@ -296,17 +311,31 @@ class RpcConnection:
                 )
             frame = frame.f_back  # type: ignore[assignment]
 
-    def _send(self, payload: bytes, fds: Sequence[int]) -> None:
+    def _send(
+        self, payload: bytes, fds: Sequence[int], deadline: float | None, unsent: list[bool], *, waits: bool
+    ) -> None:
+        """Send a request before a deadline, and note whether it was not sent. Whoever does not wait needs room now."""
         if self._failure is not None:
             raise self._failure_again()
+        begin = time.monotonic()
+        until = begin + GRACE if deadline is None else min(begin + GRACE, deadline)
+        held: list[bool] = []
         try:
-            with self._sending:
-                if self._given_back:
-                    self._give_back(GRACE)
-                self._channel.send(payload, fds, timeout=GRACE)
-        except (PeerGoneError, ClosedError):
-            raise self._fail() from None
+            # The lock is remembered in the call that takes it, as in _flush.
+            held.extend(filter(None, map(self._sending.acquire, (True,), (max(0.0, until - begin),))))
+            if not held:
+                raise self._timed_out()  # another thread of this process waits to send
+            if self._given_back:
+                self._give_back(until if waits else 0.0)
+            self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if waits else 0.0)
+        except BaseException as error:
+            unsent.append(True)  # Channel.send raises only what was not sent
+            if isinstance(error, (PeerGoneError, ClosedError)):
+                raise self._fail() from None
+            raise
         finally:
+            if held:
+                self._sending.release()
             if self._given_back:  # a finalizer in this very block found the lock taken
                 self._flush()
 
@@ -371,7 +400,7 @@ class RpcConnection:
             except PeerGoneError as error:
                 raise self._fail(error) from None
             except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
-                self._unreadable(error)
+                self._unreadable(error, fds=False)
                 return
             self._come += ((payload, fds, lost),)  # the step after the return: no interrupt comes in between
         try:
@@ -393,30 +422,40 @@ class RpcConnection:
                 answer.reply = m.decode_reply(answer.payload)
             except ProtocolError as error:
                 del self._come[0]
-                self._unreadable(error)
+                self._unreadable(error, fds=bool(answer.fds))
                 return
-        if not answer.fds and not isinstance(answer.reply, (m.Attached, m.Claimed)):
-            answer.owner = None  # it grants nothing
         try:
+            if not isinstance(answer.reply, (m.Attached, m.Descriptors)):
+                if answer.fds or answer.lost is not None:
+                    answer.give_back()
+                    raise self._ended_for(f"sent descriptors with {type(answer.reply).__name__}, which has none")
+                if not isinstance(answer.reply, m.Claimed):
+                    answer.owner = None  # it grants nothing
             self._deliver(answer)
         except VramError:  # no interrupt: it is what the message says
             self._come.clear()
             raise
         del self._come[0]
 
-    def _unreadable(self, error: ProtocolError) -> None:
+    def _unreadable(self, error: ProtocolError, *, fds: bool) -> None:
         """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
 
-        The connection goes on: with it would go every lease of this process, for one number in one reply.
+        The connection goes on: with it would go every lease of this process, for one number in one reply. Unless
+        descriptors came with what grants no lease.
         """
         whose, lease = getattr(error, "call", None), getattr(error, "lease", 0)
         if lease:
             self.release_later(lease)
-        for number in list(self._expected) if whose is None else [whose]:
-            if number in self._expected:
-                failed = Answer(b"", [], None)
-                failed.reply = m.Error(number, ProtocolError.__name__, str(error)[:4000])
-                self._deliver(failed)
+        elif fds:
+            raise self._ended_for("sent descriptors with a message that makes no sense")
+        named = list(self._expected) if whose is None else [whose]
+        numbers = [number for number in named if number in self._expected]
+        for number in numbers:
+            failed = Answer(b"", [], None)
+            failed.reply = m.Error(number, ProtocolError.__name__, str(error)[:4000])
+            self._deliver(failed)
+        if not numbers:
+            self._take_unasked()
 
     def _deliver(self, answer: Answer) -> None:
         reply = answer.reply
@@ -433,11 +472,30 @@ class RpcConnection:
                     left.give_back()
             return
         if number == 0 and isinstance(reply, m.Error):
-            close_fds(answer.fds)
             if len(reply.details) == 2 and reply.details[1].isdecimal():
                 self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
             raise self._fail(raised(reply), said=True)
         answer.give_back()
+        self._take_unasked()
+
+    def _take_unasked(self) -> None:
+        """An answer came that nobody waits for. Called with the lock for reading.
+
+        Raises
+        ------
+        ProtocolError
+            If more came than calls were given up, and a few; or of a lender, if those before have still to be closed.
+        """
+        try:
+            self._may_come.pop()
+        except IndexError:
+            raise self._ended_for("sent too much that nobody asked for") from None
+        if self.lends and unclosed(self.path) > MOST_UNCLOSED:
+            raise self._ended_for(f"sent {unclosed(self.path)} descriptors that are still being closed")
+
+    def _ended_for(self, what: str) -> VramError:
+        """End the connection for what the other side did; return what to raise."""
+        return self._fail(ProtocolError(f"what listens at {self.path} {what}: the connection is ended"))
 
     def _lost(self, reply: object, fds: list[int]) -> None:
         """An answer that nobody waits for: give back what it grants. Finalizers come here."""
@@ -447,21 +505,27 @@ class RpcConnection:
             elif isinstance(reply, m.Claimed):
                 self.abandon_later(reply.claim)
         finally:
-            close_fds(fds)
+            close_fds(fds, self.path)
 
     def _say_unheard(self, request: m.Request) -> None:
-        """Send what needs no answer, if that is possible at all."""
-        with contextlib.suppress(VramError, OSError):
-            with self._sending:
-                self._channel.send(m.encode(request), timeout=1.0)
+        """Send what needs no answer, if there is room now."""
+        held: list[bool] = []
+        try:
+            held.extend(filter(None, map(self._sending.acquire, (True,), (_MOMENT,))))  # in one call, as in _flush
+            if held:
+                with contextlib.suppress(VramError, OSError):
+                    self._channel.send(m.encode(request), timeout=0)
+        finally:
+            if held:
+                self._sending.release()
         self._flush()
 
-    def _give_back(self, timeout: float) -> None:
-        """Send what finalizers queued, as much as one message holds. Called with the lock for sending."""
+    def _give_back(self, until: float) -> None:
+        """Send what finalizers queued, as far as there is room before a time. Called with the lock for sending."""
         queue = self._given_back
         # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
         if len(queue) == 1 and (only := queue[0]) > 0:  # as nearly always
-            self._channel.send(m.encode(m.Release(0, [only])), timeout=timeout)
+            self._channel.send(m.encode(m.Release(0, [only])), timeout=max(0.0, until - time.monotonic()))
             queue.popleft()
             return
         some = [queue[at] for at in range(min(len(queue), 4096))]
@@ -469,7 +533,7 @@ class RpcConnection:
             claims = [at for at, number in enumerate(some) if number < 0]
             leases = some[: claims[0]] if claims else some[:]
             request = m.Release(0, leases) if leases else m.Abandon(0, -some[0])
-            self._channel.send(m.encode(request), timeout=timeout)
+            self._channel.send(m.encode(request), timeout=max(0.0, until - time.monotonic()))
             for _ in leases or some[:1]:
                 queue.popleft()
             del some[: len(leases) or 1]
@@ -525,6 +589,12 @@ class RpcConnection:
         except TypeError:  # an exception of more arguments than its message
             return PeerGoneError(str(failure))
 
+    def _not_heard(self) -> PeerGoneError:
+        return PeerGoneError(
+            f"the connection to {self.path} (pid {self.server_pid}) was ended here: who listens there reads nothing, "
+            f"and was to hear that an interrupted call waits no longer. What is mapped stays, its leases are over"
+        )
+
     def _timed_out(self) -> WaitTimeoutError:
         late = f"the keeper at {self.path} (pid {self.server_pid}) did not answer in time"
         from .killed import stuck_words, was_killed
@@ -579,8 +649,10 @@ def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
         channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
     try:
-        payload, fds = channel.take(timeout=max(0.01, timeout))
-        close_fds(fds)
+        # Who listens may be a stranger, who is to send nothing that would have to be closed before it is known.
+        if channel.brings_descriptors(max(0.01, timeout)):
+            raise ProtocolError("descriptors came with its first message")
+        payload, _ = channel.take(timeout=0)
         reply = m.decode_reply(payload)
     except WaitTimeoutError:
         from .killed import stuck_words, was_killed

@@ -44,7 +44,8 @@ PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and takeovers
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
-_MANY = 16_384  # descriptors, with which there is room for messages of every user at once
+_MANY = 16_384  # descriptors, with which a smaller part of them is room enough for what takes long to close
+_SENT_AT_ONCE = 32  # descriptors that a client sends in one message
 _RESUMED = 16  # connections that were put aside and are read from again, before everybody else gets a turn
 _LEAST = 192  # descriptors without which a keeper is none
 _ACCEPT_AGAIN = 0.25  # seconds
@@ -119,8 +120,9 @@ class KeeperServer:
                 f"ulimit -n {_LEAST}, better 1024 or more",
             )
         spare = min(_SPARE, max(16, limit // 32))
-        # Kept back too, for descriptors of clients that take long to close: of each user as many as one message has.
-        message = MAX_FDS if limit >= _MANY else min(32, limit // 32)
+        # Kept back too, for descriptors of clients that take long to close: of each user as many as one message has and
+        # a few. From 4,096 on there is room for those of eleven users and another message, and some.
+        message = min(MAX_FDS, max(limit // 256, min(_SENT_AT_ONCE, limit // 32)))
         slow = limit // 16 if limit >= _MANY else limit // 8
         self.ancillary = socket.CMSG_SPACE(message * 4)
         self.slow_closer = SlowCloser(slow, message, os.geteuid(), self._has_room_again)
@@ -252,7 +254,7 @@ class KeeperServer:
             self._stop_lingering(connection, at_once=True)
         self.service.finish()
         for version in self.catalogue.all_versions():
-            version.token.drop(version.owner)
+            version.token.drop()
 
     def _shut_down(self) -> None:
         self.close_everything()
@@ -547,33 +549,41 @@ class KeeperServer:
         nbytes : int
             Bytes of memory behind them, as they were counted.
         uid : int
-            The user whom they counted against last, whom others do not wait for, and who may not have as many more
-            until they are closed.
+            The user who sent them, whom others do not wait for, and who may not have as many more until they are
+            closed.
         """
         self.slow_closer.free(fds, nbytes, uid)
 
-    def check_freeing(self, uid: int, handles: int) -> None:
-        """Raise QuotaError while what a user removed, and is not freed yet, leaves no room for so many descriptors.
+    def check_freeing(self, uid: int, handles: int, nbytes: int) -> None:
+        """Raise QuotaError while what a user had published, and is not freed yet, leaves no room for so much more.
 
-        It is on the books no more; but a client that removes faster than it is freed would hold any amount. Of memory
-        there may be as much once more as the user may have. Descriptors count as if nothing had been removed.
+        It is on the books no more; but a client that removes faster than it is freed would hold any amount, and so
+        would one whose readers let go faster. Of memory there may be as much once more as may be held, with what is
+        asked for. Descriptors count as if nothing had been removed.
         """
-        accounts, own = self.catalogue.accounts, self.is_own(uid)
-        quotas, mine, total = accounts.quotas, self.slow_closer.of(uid), self.slow_closer.total
-        for most in (quotas.max_bytes, None if own else quotas.user_bytes):
-            if most is not None and mine.nbytes > most:
-                raise QuotaError(
-                    f"{format_size(mine.nbytes)} that uid {uid} had here are still being freed, more than the "
-                    f"{format_size(most)} that it may have; try again when they are"
-                )
-        for most, held, waits, whose in (
-            (quotas.max_handles, accounts.total.handles, total.handles, "the keeper"),
-            (None if own else quotas.user_handles, accounts.of(uid).handles, mine.handles, f"uid {uid}"),
+        accounts, closer, own = self.catalogue.accounts, self.slow_closer, self.is_own(uid)
+        quotas = accounts.quotas
+        for most_bytes, most_handles, held, waits, whose in (
+            (quotas.max_bytes, quotas.max_handles, accounts.total, closer.total, "the keeper"),
+            (
+                None if own else quotas.user_bytes,
+                None if own else quotas.user_handles,
+                accounts.of(uid),
+                closer.of(uid),
+                f"uid {uid}",
+            ),
         ):
-            if most is not None and waits and held + waits + handles > most:
+            if most_bytes is not None and waits.nbytes and held.nbytes + waits.nbytes + nbytes > 2 * most_bytes:
                 raise QuotaError(
-                    f"no room for {format_count(handles, 'descriptor')} more: {whose} may hold {most}, holds {held}, "
-                    f"and {waits} that were removed are still being closed; try again when they are"
+                    f"no room for {format_size(nbytes)} more: {whose} may hold {format_size(most_bytes)}, and as much "
+                    f"that is not held any more until it is freed; it holds {format_size(held.nbytes)}, and "
+                    f"{format_size(waits.nbytes)} are still being freed; try again when they are"
+                )
+            if most_handles is not None and waits.handles and held.handles + waits.handles + handles > most_handles:
+                raise QuotaError(
+                    f"no room for {format_count(handles, 'descriptor')} more: {whose} may hold {most_handles}, holds "
+                    f"{held.handles}, and {waits.handles} that were removed are still being closed; try again when "
+                    f"they are"
                 )
 
 

@@ -67,8 +67,8 @@ class ServiceHost(ConnectionHost, Protocol):
         """A connection has said hello: from now on it is known by its session."""
         ...
 
-    def check_freeing(self, uid: int, handles: int) -> None:
-        """Raise QuotaError while what a user removed, and is not freed yet, leaves no room for so many descriptors."""
+    def check_freeing(self, uid: int, handles: int, nbytes: int) -> None:
+        """Raise QuotaError while what a user had published, and is not freed yet, leaves no room for so much more."""
         ...
 
     def schedule(self) -> None:
@@ -96,6 +96,7 @@ Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is d
 # Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
 # needs, and so the number of entries bounds it.
 _FREE = 4096
+_DEVICE = 64  # bytes that the name of a device takes besides, until all of a publication is here
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
 
@@ -284,9 +285,10 @@ class Service:
         by_user: dict[int, list[Effect]] = {}
         counts: dict[int, int] = {}
         with self.server.turns.shared(counts):
-            for effect in self.catalogue.expire(self.server.now(), PART):
+            for effect in self.catalogue.expire(self.server.now(), PART, counts):
                 by_user.setdefault(_whose(effect), []).append(effect)
-            counts.update({uid: len(effects) for uid, effects in by_user.items()})
+            for uid, effects in by_user.items():
+                counts[uid] = counts.get(uid, 0) + len(effects)
         for uid, effects in by_user.items():
             self.carry_out(effects, uid)
 
@@ -301,7 +303,7 @@ class Service:
 
     def _do(self, effect: Immediate) -> None:
         if isinstance(effect, Free):
-            effect.token.drop(effect.whose)
+            effect.token.drop()
             return
         connection = self.server.connections.get(effect.session.id)
         if connection is None or self.server.closing:
@@ -348,25 +350,25 @@ class Service:
             raise errors.ProtocolError("a segment names a device that is not in the list")
         if request.call in connection.partials or not request.call:
             raise errors.ProtocolError(f"call {request.call} cannot begin a publication")
-        total = len(request.segments) + request.manifest_fd
-        self.server.check_freeing(session.uid, total)
+        total, nbytes = len(request.segments) + request.manifest_fd, sum(piece.size for piece in request.segments)
+        self.server.check_freeing(session.uid, total, nbytes)
         publication = self.catalogue.begin(
             session,
             request.name,
-            nbytes=sum(piece.size for piece in request.segments),
+            nbytes=nbytes,
             handles=total,
             writable=request.writable,
             meta=request.meta,
             ttl=request.ttl,
             claim=request.claim,
             record=_record(request),
-            words=len(m.encode(request)),
+            words=len(m.encode(request)) + _DEVICE * len(request.devices),
         )
         partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
-        self.server.check_freeing(session.uid, request.handles)
+        self.server.check_freeing(session.uid, request.handles, request.nbytes)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -410,7 +412,10 @@ class Service:
                         what=f"segment {index}",
                     )
             # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
-            self.catalogue.arrived(publication, partial.nbytes + nbytes)
+            arrived = partial.nbytes + nbytes
+            if arrived > publication.nbytes:
+                self.server.check_freeing(publication.session.uid, 0, arrived - publication.nbytes)
+            self.catalogue.arrived(publication, arrived)
         except errors.VramError:
             self.give_up(connection, partial)
             raise
@@ -424,11 +429,11 @@ class Service:
             connection.send(m.encode(m.NextPart(call, len(partial.fds))))
             return
         del connection.partials[request.call]
-        held = Held(partial.fds.detach(), partial.nbytes, self.server.dispose)
+        held = Held(partial.fds.detach(), partial.nbytes, publication.session.uid, self.server.dispose)
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
         except BaseException:
-            held.drop(publication.session.uid)
+            held.drop()
             raise
         notes: Any = msgspec.Raw(version.notes)
         entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
@@ -576,7 +581,7 @@ def _whose(effect: Effect) -> int:
     """Return the user whom an effect is for."""
     if isinstance(effect, Serve):
         return NOBODY  # who is served pays for it then
-    return effect.whose if isinstance(effect, Free) else effect.session.uid
+    return effect.owner if isinstance(effect, Free) else effect.session.uid
 
 
 def _goodbye(evicted: Evicted, path: str) -> m.Error:

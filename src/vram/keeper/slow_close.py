@@ -82,10 +82,12 @@ class SlowCloser:
 
     Notes
     -----
-    What one user has to be closed waits in a lane, of which one thread at a time takes one task: where there are more
-    lanes than threads, each has one task done before any has its next. The threads are daemons, at most 64. The process
-    cannot end while one of them is stuck in the kernel, not even killed: what it has open stays so until then
-    (:mod:`vram.keeper.killed`).
+    What one user has to be closed waits in two lanes, of each of which one thread at a time takes one task: where there
+    are more lanes than threads, each has one task done before any has its next. What was not taken has a lane of its
+    own, as no ceiling of bytes counts it: behind memory that closes slowly, it would be as much as its sender likes.
+
+    The threads are daemons, at most 64. The process cannot end while one of them is stuck in the kernel, not even
+    killed: what it has open stays so until then (:mod:`vram.keeper.killed`).
     """
 
     def __init__(self, room: int, message: int, own: int, on_room: Callable[[], None]) -> None:
@@ -99,9 +101,9 @@ class SlowCloser:
         self._ready = threading.Condition(self._lock)
         self._freed = threading.Condition(self._lock)
         self._idle = 0  # threads that wait for a lane
-        self._lanes: dict[int, deque[_Task]] = {}  # by user, also while the last task is done
+        self._lanes: dict[int, deque[_Task]] = {}  # by user, or ~user; also while the last task is done
         self._waiting: dict[int, Unclosed] = {}  # by user; sockets are not counted
-        self._unserved: deque[int] = deque()  # users whose lanes no thread has
+        self._unserved: deque[int] = deque()  # lanes that no thread has
         self._threads = 0
 
     def takes(self, uid: int) -> bool:
@@ -114,7 +116,7 @@ class SlowCloser:
 
     def close_fds(self, fds: Sequence[int], uid: int) -> None:
         """Close descriptors that came from a user and were not taken."""
-        self._put(uid, *((partial(_close_sent, fd), Unclosed(sent=1)) for fd in fds))
+        self._put(~uid, *((partial(_close_sent, fd), Unclosed(sent=1)) for fd in fds))
 
     def free(self, fds: list[int], nbytes: int, uid: int) -> None:
         """Close descriptors of a user's memory that is on the books no more. It counts until then.
@@ -153,7 +155,7 @@ class SlowCloser:
             sock.close()
             closed()
 
-        self._put(uid, (close, Unclosed()))
+        self._put(~uid, (close, Unclosed()))
         return False
 
     def finish(self, seconds: float | None) -> None:
@@ -161,20 +163,22 @@ class SlowCloser:
         with self._lock:
             self._freed.wait_for(lambda: not self.total.handles, seconds)
 
-    def _put(self, uid: int, *tasks: _Task) -> None:
+    def _put(self, number: int, *tasks: _Task) -> None:
+        """Put tasks into a lane: that of a user, or with ~user that of what the user sent and nobody took."""
         if not tasks:
             return
         with self._lock:
-            lane = self._lanes.get(uid)
+            lane = self._lanes.get(number)
             if lane is None:
-                lane = self._lanes[uid] = deque()
-                self._line_up(uid)
+                lane = self._lanes[number] = deque()
+                self._line_up(number)
             lane.extend(tasks)
             for _, what in tasks:
-                self._count(uid, what, 1)
+                self._count(_user(number), what, 1)
             if self._idle:
                 self._ready.notify()
-            start = len(self._unserved) > self._idle and self._threads < _MAX_THREADS + (uid == self._own)
+            is_own = _user(number) == self._own
+            start = len(self._unserved) > self._idle and self._threads < _MAX_THREADS + is_own
             self._threads += start
         if start:
             try:
@@ -183,12 +187,12 @@ class SlowCloser:
                 with self._lock:
                     self._threads -= 1
 
-    def _line_up(self, uid: int) -> None:
+    def _line_up(self, number: int) -> None:
         """Have a lane served, after those that wait for it already."""
-        if uid == self._own:
-            self._unserved.appendleft(uid)
+        if _user(number) == self._own:
+            self._unserved.appendleft(number)
         else:
-            self._unserved.append(uid)
+            self._unserved.append(number)
 
     def _count(self, uid: int, what: Unclosed, sign: int) -> None:
         self.total.add(what, sign)
@@ -209,18 +213,23 @@ class SlowCloser:
                 if not self._unserved:
                     self._threads -= 1
                     return
-                uid = self._unserved.popleft()
-                close, what = self._lanes[uid].popleft()
+                number = self._unserved.popleft()
+                close, what = self._lanes[number].popleft()
             close()
             with self._lock:
-                self._count(uid, what, -1)
-                if self._lanes[uid]:
-                    self._line_up(uid)
+                self._count(_user(number), what, -1)
+                if self._lanes[number]:
+                    self._line_up(number)
                 else:
-                    del self._lanes[uid]
+                    del self._lanes[number]
             if what.sent and self.is_awaited:
                 self.is_awaited = False
                 self._on_room()
+
+
+def _user(lane: int) -> int:
+    """Return whose lane that is."""
+    return lane if lane >= 0 else ~lane
 
 
 def brings_fds(sock: socket.socket) -> bool:

@@ -251,9 +251,9 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
 def _send_bodies(server: KeeperServer, connection: Connection, call: int, versions: list[Version]) -> None:
     head, bodies = join_bodies(versions)
     size = len(head) + sum(map(len, bodies))
-    held = Held([_memory(b"".join([head, *bodies]))], size, server.dispose)
+    held = Held([_memory(b"".join([head, *bodies]))], size, connection.credentials.uid, server.dispose)
     connection.send(m.encode(m.Bodies(call, len(head), size)), held, 0, 1)
-    held.drop(connection.credentials.uid)
+    held.drop()
 
 
 def _memory(payload: bytes) -> int:
@@ -500,7 +500,11 @@ def _unpack(
         start += number
         return fds[start - number : start]
 
-    tokens = [Held(following(number), nbytes, server.dispose, uses=0) for number, nbytes in state.tokens]
+    owners, own = _owners(state), server.catalogue.accounts.keeper_uid
+    tokens = [
+        Held(following(number), nbytes, owners.get(index, own), server.dispose, uses=0)
+        for index, (number, nbytes) in enumerate(state.tokens)
+    ]
 
     def token(index: int) -> Held:
         held = tokens[index]
@@ -554,6 +558,14 @@ def _unpack(
     server.left_over = left_over
     fds.clear()
     return sockets
+
+
+def _owners(state: State) -> dict[int, int]:
+    """Return whose memory each token is; of a version that is gone, and is on its way to a reader, that reader's."""
+    users = {session.id: session.uid for session in state.books.sessions}
+    owners = {index: users[one.session] for one in state.connections for _, index, _, _ in one.queue if index >= 0}
+    owners.update((version.token, version.owner) for version in state.books.versions)
+    return owners
 
 
 def _connection(server: KeeperServer, sock: socket.socket) -> Connection:

@@ -398,11 +398,15 @@ class Received(NamedTuple):
         Size in bytes of the allocation, as its owner stated it; the driver checks it.
     handle_kinds : HandleKind
         How it came.
+    until : float, optional
+        How long to wait while its owner asks for it to be sealed, as a time of ``time.monotonic``: for who maps several
+        regions. For a second at most, all that becomes one region together.
     """
 
     fd: int
     nbytes: int
     handle_kinds: HandleKind = HandleKind.POSIX_FD
+    until: float | None = None
 
 
 def create_memory(

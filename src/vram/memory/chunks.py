@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..driver.protocol import DirectMapping, Driver, HostAddressable, StreamOrdered
+from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, StreamOrdered
 from ..errors import UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
@@ -132,8 +133,13 @@ class Chunks:
             claim.release()  # the mappings keep it now
 
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
-        """Map memory behind what is mapped: all of it, or nothing (invariant I4)."""
+        """Map memory behind what is mapped: all of it, or nothing (invariant I4).
+
+        What was received, and cannot be mapped while its owner asks for it to be sealed, is waited for: for a second at
+        most, all of it together.
+        """
         driver, opened = self.where.driver, []
+        soon = time.monotonic() + UNDECIDED
         direct: Any = driver if _is_direct(type(driver)) else None
         right = Access.NONE if self.where.workers else access  # as in make
         try:
@@ -144,6 +150,7 @@ class Chunks:
                         put = partial(
                             direct.mem_map_import, fd=one.fd, kind=one.handle_kinds, access=right,
                             private=self.private, location=self.location,
+                            until=soon if one.until is None else min(soon, one.until),
                         )  # fmt: skip
                         pieces.append(Piece(one.nbytes, put))
                         continue

@@ -374,6 +374,8 @@ class Channel(lifetime.Owned):
     ----------
     sock : socket.socket
         A connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket, taken over: the caller must not close or use it any more.
+    sender : str
+        Whom what comes is counted as while it is closed: see :func:`~vram.open_files.unclosed`.
 
     Attributes
     ----------
@@ -388,9 +390,11 @@ class Channel(lifetime.Owned):
     parent does) and every call raises :class:`ForkedError`.
     """
 
-    __slots__ = ("_handle", "_has_hung_up", "_left", "_naps", "_ours", "_sock", "_warn_on_leak", "only_memory")
+    __slots__ = (
+        "_handle", "_has_hung_up", "_left", "_naps", "_ours", "_sender", "_sock", "_warn_on_leak", "only_memory",
+    )  # fmt: skip
 
-    def __init__(self, sock: _socket.socket) -> None:
+    def __init__(self, sock: _socket.socket, sender: str = "") -> None:
         if not isinstance(sock, _socket.socket) or sock.family != socket.AF_UNIX or sock.type != socket.SOCK_SEQPACKET:
             raise UsageError(f"a channel takes a unix socket of type SOCK_SEQPACKET, not {sock!r:.200}")
         self._sock = moved = _moved(sock)
@@ -399,6 +403,7 @@ class Channel(lifetime.Owned):
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._naps = False  # whether the kernel ends a wait for a message after _NAP
         self._ours = ours = [True]  # until it was given away
+        self._sender = sender
         self.only_memory = False
         self._has_hung_up = False
         self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
@@ -409,7 +414,7 @@ class Channel(lifetime.Owned):
             # The shutdown wakes whoever is blocked in recvmsg; closing the number alone would not. It also ends the
             # connection for every process that has the socket, which is not for us to do once we gave it away.
             if ours[0]:
-                close_filled(moved)
+                close_filled(moved, sender)
             else:
                 moved.close()
             _discard(left)
@@ -422,7 +427,7 @@ class Channel(lifetime.Owned):
         cls, path: str, timeout: float | None = None, check: Callable[[Credentials], None] | None = None
     ) -> Channel:
         """Connect to a listener; see :func:`connect` for the parameters and errors."""
-        made = cls(connect(path, timeout, check))
+        made = cls(connect(path, timeout, check), path)
         _set_deadline(made._sock, socket.SO_RCVTIMEO, _NAP)
         made._naps = True
         return made
@@ -467,10 +472,25 @@ class Channel(lifetime.Owned):
     def peek(self, count: int) -> bytes:
         """Return the first bytes of the next message, which stays there; none if there is no message now."""
         self.handle  # noqa: B018  (the check)
+        if self._has_hung_up:
+            return b""
         try:
             return self._sock.recv(count, _DONTWAIT | _PEEK)
         except OSError:  # whoever receives it hears what is wrong
             return b""
+
+    def brings_descriptors(self, timeout: float | None) -> bool:
+        """Wait for a message and say whether descriptors come with it. It stays there, and none of them is received."""
+        self.handle  # noqa: B018  (the check)
+        self._poll(select.POLLIN, timeout)
+        for _ in range(2):
+            try:
+                return bool(self._sock.recvmsg(1, 0, _DONTWAIT | _PEEK)[2] & _CTRUNC)
+            except ConnectionResetError:  # told once; what had come is behind it
+                continue
+            except OSError:  # none came, or whoever receives it hears what is wrong
+                break
+        return False
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for room to send, or for something to receive, such as the end: return whether that is there."""
@@ -600,7 +620,7 @@ class Channel(lifetime.Owned):
         if timeout is not None and not (type(timeout) in (float, int) and timeout >= 0):
             check_timeout(timeout)
         if self._has_hung_up:
-            raise PeerGoneError("the connection was ended here: what came over it was no memory")
+            raise PeerGoneError("the connection was ended here: what came over it was no memory, or no sense")
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
         deadline = None
@@ -634,14 +654,14 @@ class Channel(lifetime.Owned):
                 return payload, fds
             came = len(fds)
             if cut & _STRANGERS:
-                self._hang_up()
-            close_fds(fds)
+                self.hang_up()
+            close_fds(fds, self._sender)
             if cut:
                 raise _cut_off(payload, came, cut)
             self.handle  # noqa: B018  (closed here, in another thread, reads as an end of file too)
             raise PeerGoneError("the other side closed the connection")
 
-    def _hang_up(self) -> None:
+    def hang_up(self) -> None:
         """End the connection, and receive nothing that is left in it."""
         self._has_hung_up = True
         with contextlib.suppress(OSError):

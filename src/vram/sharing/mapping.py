@@ -91,6 +91,7 @@ def map_memory(
     follow: bool = False,
     user: Location | None = None,
     sealed: bool = False,
+    until: float | None = None,
 ) -> Region:
     """Map memory that another process described.
 
@@ -111,6 +112,9 @@ def map_memory(
     sealed : bool
         Whether it was said that nobody can write to it. Of memory of the host the kernel is asked; memory of a GPU has
         no seals.
+    until : float, optional
+        How long to wait while its owner asks for it to be sealed, as a time of ``time.monotonic``: for who maps several
+        memories. For a second at most, all segments together.
 
     Raises
     ------
@@ -121,7 +125,7 @@ def map_memory(
         For "rw" on what its owner sealed.
     """
     location = HOST if memory.device == "host" else location_of(memory.device)
-    received = _received(memory.segments, fds)
+    received = _received(memory.segments, fds, until)
     driver = drivers.get(location)
     try:
         if sealed and location == HOST:
@@ -140,9 +144,11 @@ def map_memory(
         raise _not_memory(error) from None
 
 
-def extend_memory(region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int]) -> None:
-    """Map what a followed memory has grown by, behind the same address. `fds` are lent."""
-    more = _received(segments, fds)
+def extend_memory(
+    region: Region, segments: Sequence[SegmentEntry], fds: Sequence[int], *, until: float | None = None
+) -> None:
+    """Map what a followed memory has grown by, behind the same address. `fds` are lent; `until` as in map_memory."""
+    more = _received(segments, fds, until)
     try:
         region.extend(more, region.mapped + sum(one.nbytes for one in more))
     except UsageError as error:
@@ -157,14 +163,14 @@ def _not_sealed() -> ProtocolError:
     )
 
 
-def _received(segments: Sequence[SegmentEntry], fds: Sequence[int]) -> list[Received]:
+def _received(segments: Sequence[SegmentEntry], fds: Sequence[int], until: float | None) -> list[Received]:
     """Put each segment together with its descriptor."""
     if len(segments) != len(fds):
         raise ProtocolError(f"{len(fds)} file descriptors came for {len(segments)} segments")
     for segment in segments:
         if segment.kind != _POSIX_FD:
             raise ProtocolError(f"a segment of handle kind {segment.kind} came as a file descriptor")
-    return [Received(fd, segment.nbytes) for segment, fd in zip(segments, fds, strict=True)]
+    return [Received(fd, segment.nbytes, until=until) for segment, fd in zip(segments, fds, strict=True)]
 
 
 def _not_memory(error: UsageError) -> ProtocolError:

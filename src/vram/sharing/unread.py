@@ -59,7 +59,7 @@ def hang_up(sock: _socket.socket) -> bool:
     return False
 
 
-def close_filled(sock: _socket.socket) -> None:
+def close_filled(sock: _socket.socket, sender: str = "") -> None:
     """End and close a connection. What the other side left unread in it is closed as :func:`close_fds` does."""
     if hang_up(sock):
         sock.close()
@@ -67,7 +67,7 @@ def close_filled(sock: _socket.socket) -> None:
     fds: list[int] = []
     try:
         fds.extend(map(_socket.socket.detach, (sock,)))  # in one step, as lifetime.uninterrupted
-        close_fds(fds)
+        close_fds(fds, sender)
     except BaseException:
-        close_fds(fds)
+        close_fds(fds, sender)
         raise

@@ -263,7 +263,8 @@ class Transport(Protocol):
             With `buffer`: what still works on it, which is waited for; by default all work of its GPUs. Without: what
             will read the array, and waits for the work that fills it.
         timeout : float, optional
-            Seconds to wait for a message; for ever by default.
+            Seconds to wait for a message, all of it, and until the other end can be told that it was received; for
+            ever by default.
 
         Returns
         -------
@@ -275,7 +276,7 @@ class Transport(Protocol):
         UsageError
             If the buffer is too small, read-only, or not at the destination. The message stays, for another one.
         WaitTimeoutError
-            If nothing came in time.
+            If nothing came in time, or the other end reads nothing. Nothing is lost: the next call goes on from there.
         PeerGoneError
             If the other process is gone.
         """

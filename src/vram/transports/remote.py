@@ -67,6 +67,9 @@ _LINGER = 1.0  # seconds for the other end to say that it is done, when this one
 _MOST_AT_ONCE = 4 * WINDOW
 
 
+ACKED_ELSEWHERE = "another thread tells the other end what was received, and that reads nothing"
+
+
 class _Came:
     """A message that was taken off the exchange, and how far it was dealt with."""
 
@@ -238,6 +241,7 @@ class RemoteTransport(Endpoint):
     ) -> Array:
         """Return what the other end sent: its own memory, or a copy of it in a buffer; see the contract."""
         self.handle  # noqa: B018  (the check)
+        deadline = None if timeout is None else time.monotonic() + timeout
         wanted = None if buffer is None else as_array(buffer, copies=True)
         came: Any = None  # an _Arrived, or what a subclass puts into the inbox instead
         found: Array | None = None
@@ -246,7 +250,7 @@ class RemoteTransport(Endpoint):
             while True:
                 if found is not None:
                     break
-                self._until(lambda: bool(self._inbox), timeout, "no message came")
+                self._until(lambda: bool(self._inbox), _left(deadline), "no message came")
                 with self._taking:
                     if not self._inbox:  # another thread was faster
                         continue
@@ -254,9 +258,9 @@ class RemoteTransport(Endpoint):
                         check_fits(wanted, self._inbox[0].nbytes, self.dst)
                     came = uninterrupted(self._inbox.popleft)
                 started = time.perf_counter()
-                found = self._taken_by(came, wanted, stream, timeout)
+                found = self._taken_by(came, wanted, stream, deadline)
             self._count_received(came.nbytes, time.perf_counter() - started)
-            self._say_received()
+            self._say_received(deadline)
         except BaseException:
             if came is not None and not came.is_dropped:
                 with self._taking:
@@ -401,20 +405,44 @@ class RemoteTransport(Endpoint):
 
     def _tell(self) -> None:
         """Tell the other end what is unmapped or dropped here, as far as it reads. Never waits for it."""
-        if self._outbox:
-            with self._acking:
-                self._outbox.tell(self._exchange, self._release_idle)
-
-    def _say_received(self) -> None:
-        """Tell the other end that one more message was received; if this raises, that is not counted."""
-        is_counted = False
+        if not self._outbox:
+            return
+        held = False
         try:
-            with self._acking:
+            # Whoever has it may wait for an end that reads nothing: then the next call tells it.
+            held = uninterrupted(self._acking.acquire, True, _SLICE)
+            if held:
+                self._outbox.tell(self._exchange, self._release_idle)
+        finally:
+            if held:
+                self._acking.release()
+
+    def _acknowledge(self, message: object, deadline: float | None) -> None:
+        """Say what the other end waits for, or will, in the time of the call that does so.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If the other end reads nothing. It was not said, and the next call says it.
+        """
+        with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
+            self._exchange.send(encode(message), timeout=self.timeout if deadline is None else _left(deadline))
+
+    def _say_received(self, deadline: float | None) -> None:
+        """Tell the other end that one more message was received; if this raises, that is not counted."""
+        is_counted = held = False
+        try:
+            try:
+                held = uninterrupted(self._acking.acquire, True, _patience(deadline))
+                if not held:
+                    raise WaitTimeoutError(ACKED_ELSEWHERE)
                 self._received_count += 1
                 is_counted = True
-                with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
-                    self._exchange.send(encode(Received(self._received_count)), timeout=self.timeout)
+                self._acknowledge(Received(self._received_count), deadline)
                 self._is_back = False
+            finally:
+                if held:
+                    self._acking.release()
         except BaseException:
             if is_counted:  # told of it or not, the other end is told of the same number again, which does no harm
                 self._received_count -= 1
@@ -441,9 +469,9 @@ class RemoteTransport(Endpoint):
                     raise WaitTimeoutError("somebody else hears the other end")
                 if held and not is_done():
                     self.handle  # noqa: B018  (closed meanwhile?)
-                    self._hear(left if left is None else max(left, 0.0))
+                    self._hear(deadline)
             except WaitTimeoutError:
-                raise WaitTimeoutError(f"{what} for {timeout or 0:g} s") from None
+                raise WaitTimeoutError(f"{what} for {round(timeout or 0, 3):g} s") from None
             finally:
                 if held:
                     self._reading.release()
@@ -455,16 +483,20 @@ class RemoteTransport(Endpoint):
             held = uninterrupted(self._reading.acquire, False)
             with contextlib.suppress(WaitTimeoutError):
                 for _ in range(_MOST_AT_ONCE if held else 0):
-                    self._hear(0)
+                    self._hear(0.0)
         finally:
             if held:
                 self._reading.release()
 
-    def _hear(self, timeout: float | None) -> None:
-        """Take one message off the exchange and deal with it, or with the one that an interrupt left."""
+    def _hear(self, deadline: float | None) -> None:
+        """Take one message off the exchange and deal with it, or with the one that was left.
+
+        One is left by an interrupt, and where it is to be acknowledged and the other end reads nothing: nothing that
+        comes behind it is heard before.
+        """
         if not self._came:
             try:
-                self._came += (self._exchange.recv(timeout=timeout),)
+                self._came += (self._exchange.recv(timeout=_left(deadline)),)
             except PeerGoneError:
                 self._refs.close()  # nobody uses it there any more
                 raise
@@ -472,13 +504,15 @@ class RemoteTransport(Endpoint):
         if not isinstance(came, _Came):
             came = self._came[0] = _Came(*came)
         try:
-            self._deal_with(came)
+            self._deal_with(came, deadline)
+        except WaitTimeoutError:
+            raise
         except Exception:  # no interrupt: it is what the message says, or who sent it
             del self._came[:]
             close_fds(came.fds)
             raise
 
-    def _deal_with(self, came: _Came) -> None:
+    def _deal_with(self, came: _Came, deadline: float | None) -> None:
         """Do what a message says. After an interrupt it is called again, and finds what was done; see the module."""
         message = decode(came.payload)
         if came.fds and not isinstance(message, Part):
@@ -513,9 +547,8 @@ class RemoteTransport(Endpoint):
                 self._learn(message.part, came.fds)
                 came.is_learned = True
             if not message.part.last and not came.is_answered:
-                with contextlib.suppress(PeerGoneError):  # the next look says so, after what came is read
-                    self._say(NextPart())
-                    came.is_answered = True
+                self._acknowledge(NextPart(), deadline)  # of one that is gone the next look says so
+                came.is_answered = True
         else:
             self._deal_with_ends(message, came)
         close_fds(came.fds)
@@ -596,7 +629,7 @@ class RemoteTransport(Endpoint):
             raise ProtocolError(f"an array came on memory {reference.memory}, which was not described")
         return array
 
-    def _taken_by(self, came: Any, wanted: Array | None, stream: object, timeout: float | None) -> Array | None:
+    def _taken_by(self, came: Any, wanted: Array | None, stream: object, deadline: float | None) -> Array | None:
         """Return what came once it may be used, or its copy in the buffer that is wanted; None if it was given up."""
         array: Array = came.array
         self._check_alive(array)
@@ -627,6 +660,16 @@ class RemoteTransport(Endpoint):
 
     def _imported(self) -> int:
         return len(self._imports.numbers())
+
+
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until a deadline, 0 from then on; None where there is none."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _patience(deadline: float | None) -> float:
+    """Return the same as a lock takes it."""
+    return -1 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
 
 
 def _from(part: MemoryPart, fds: list[int], known: int) -> tuple[MemoryPart, list[int]]:

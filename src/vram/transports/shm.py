@@ -10,7 +10,6 @@ sender begins the next one, which says that this one was given up. Its receiver 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from functools import partial
@@ -22,10 +21,10 @@ from ..arrays.dtypes import dtype_name
 from ..arrays.numpy_on_use import np
 from ..arrays.shapes import nbytes_of
 from ..arrays.streams import stream_synchronize
-from ..errors import DriverError, PeerGoneError, ProtocolError, UsageError
+from ..errors import DriverError, ProtocolError, UsageError, WaitTimeoutError
 from ..handover.exports import known_dtype
 from ..handover.messages import Reference, Shared
-from ..lifetime import noted, own, unwinding
+from ..lifetime import noted, own, uninterrupted, unwinding
 from ..spec import HOST, Location, parse_size
 from .contract import Estimate, ExportedBuffer, No, Yes
 from .endpoint import fresh
@@ -33,14 +32,17 @@ from .exchanges import Exchange, SocketExchange
 from .local import fit_with
 from .measure import measured
 from .places import ready, refusal, shown_on, unless
-from .remote import RemoteTransport, _Came
+from .remote import ACKED_ELSEWHERE, RemoteTransport, _Came, _left, _patience
 from .staged import SLOT, SLOTS
-from .wire import WINDOW, Chunk, Drained, Message, encode
+from .wire import WINDOW, Chunk, Drained, Message
 
 __all__ = ["ShmTransport"]
 
 _ALIGNED = 64  # bytes: where in the ring a chunk may begin
-_MOST_CHUNKS = 4096  # that the other end may have said and this one not read
+_MOST_CHUNKS = 4096  # of an array, that the other end may have said and this one not read
+# Of all arrays, those that were given up included: those stay until what was said before them is read, and the other
+# end is told. A ring has as much room as its maker likes.
+_MOST_IN_RING = 2 * _MOST_CHUNKS
 _MEASURING = 60.0  # seconds
 
 
@@ -263,6 +265,7 @@ class ShmTransport(RemoteTransport):
             or reference.offset + said.nbytes > ring.nbytes
             or not self._said_to + said.nbytes <= said.stop <= self._read_to + ring.nbytes
             or (filling is not None and len(filling.chunks) >= _MOST_CHUNKS)
+            or len(self._in_ring) >= _MOST_IN_RING
         ):  # fmt: skip
             raise ProtocolError(f"bytes {said.at} to {stop} of {total} came at {said.stop} of a ring: that cannot be")
         chunk = _Bytes(said.at, ring.address + reference.offset, said.nbytes, said.stop)
@@ -307,15 +310,16 @@ class ShmTransport(RemoteTransport):
     def _arrived(self, message: Shared, came: _Came) -> NoReturn:
         raise ProtocolError("memory itself came on a transport that copies")
 
-    def _taken_by(self, came: Any, wanted: Array | None, stream: object, timeout: float | None) -> Array | None:
+    def _taken_by(self, came: Any, wanted: Array | None, stream: object, deadline: float | None) -> Array | None:
         """Copy an array out of the ring as it comes, from where an earlier try came to."""
         if wanted is not None:
             ready(wanted, stream)
         self._go_on(came, wanted)
         target: Array = came.target
         while came.chunks or came.done < came.nbytes:
-            self._say_drained()
-            self._until(lambda: bool(came.chunks) or came.is_dropped, timeout, "the rest of a message did not come")
+            self._say_drained(deadline)
+            rest = "the rest of a message did not come"
+            self._until(lambda: bool(came.chunks) or came.is_dropped, _left(deadline), rest)
             if not came.chunks:  # it was given up
                 came.close()
                 return None
@@ -326,7 +330,7 @@ class ShmTransport(RemoteTransport):
                 came.done = chunk.at + chunk.nbytes
             chunk.is_read = True
             came.chunks.popleft()
-        self._say_drained()
+        self._say_drained(deadline)
         return target if wanted is None else shown_on(wanted, came.dtype, came.shape)
 
     def _go_on(self, came: Any, wanted: Array | None) -> None:
@@ -342,18 +346,24 @@ class ShmTransport(RemoteTransport):
                 before.close()
         came.target, came.is_ours = target, wanted is None
 
-    def _say_drained(self) -> None:
-        """Tell the other end how much of its ring was read. Said twice it does no harm."""
-        with self._acking:
+    def _say_drained(self, deadline: float | None) -> None:
+        """Tell the other end how much of its ring was read. Said twice it does no harm; if this raises, again."""
+        held = False
+        try:
+            held = uninterrupted(self._acking.acquire, True, _patience(deadline))
+            if not held:
+                raise WaitTimeoutError(ACKED_ELSEWHERE)
             while True:
                 if not self._in_ring or not self._in_ring[0].is_read:  # several threads may read at a time
                     break
                 self._read_to = self._in_ring[0].stop
                 self._in_ring.popleft()
             if self._read_told != self._read_to:
-                with contextlib.suppress(PeerGoneError):  # nobody waits for it any more
-                    self._exchange.send(encode(Drained(self._read_to)), timeout=self.timeout)
+                self._acknowledge(Drained(self._read_to), deadline)
                 self._read_told = self._read_to
+        finally:
+            if held:
+                self._acking.release()
 
 
 class _Ring:

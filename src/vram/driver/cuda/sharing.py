@@ -115,6 +115,7 @@ class SharingCalls(MemoryCalls):
         *,
         private: bool,
         location: Location | None = None,
+        until: float | None = None,  # its memory has no seals to wait for
     ) -> None:
         if private:
             raise UnsupportedError(

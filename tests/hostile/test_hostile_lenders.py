@@ -1,0 +1,480 @@
+"""A lender that is a stranger, and whoever listens where a keeper is looked for: what it says, sends and leaves unread
+costs those who ask a bounded time, and a bounded number of descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.keeper_here import later
+
+import vram
+from vram import open_files
+from vram.errors import AccessDeniedError, PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.keeper import client as client_module
+from vram.keeper import messages as m
+from vram.keeper import rpc_connection
+from vram.keeper.client import KeeperClient, client, close_client
+from vram.keeper.private import short_directory
+from vram.keeper.rpc_connection import MOST_UNCLOSED
+from vram.keeper.rules import LENT
+from vram.sharing.channel import Channel
+from vram.testing.keeper import AT_ONCE, SOON, memfds, until
+
+ENTRY = m.Entry(LENT, 1, 0, False, [m.SegmentRow(4096, 1, 0)], ["host"], b"", False, {})
+
+
+class Lender:
+    """The lender's end of a connection, which says what the test has it say."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.settimeout(SOON)
+
+    def greet(self) -> None:
+        assert isinstance(m.decode_hello(self.sock.recv(1 << 17)), m.Hello)
+        self.say(m.Welcome(m.PROTOCOL, os.getpid(), "", "lender-1"))
+
+    def hear(self) -> Any:
+        return m.decode_request(self.sock.recv(1 << 17))
+
+    def say(self, reply: m.Reply, fds: list[int] | None = None) -> None:
+        socket.send_fds(self.sock, [m.encode(reply)], fds or [])
+
+    def is_ended(self) -> bool:
+        """Whether the other end is, once everything that it said was read."""
+        while True:
+            try:
+                if not self.sock.recv(1 << 17):
+                    return True
+            except ConnectionResetError:
+                continue
+            except TimeoutError:
+                return False
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[str, Callable[[], Lender]]]:
+    """A path at which a stranger listens, and what accepts the next connection there."""
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(short_directory())
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(f"{place}/s")
+        listener.listen(50)
+        listener.settimeout(SOON)
+
+        def accept() -> Lender:
+            return Lender(stack.enter_context(listener.accept()[0]))
+
+        yield f"{place}/s", accept
+        close_client(f"{place}/s")
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[KeeperClient, Lender]]:
+    """A connection, and the lender's end of it."""
+    with listening() as (path, accept):
+        thread, came = later(lambda: KeeperClient.connect(path, timeout=SOON))
+        other = accept()
+        other.greet()
+        thread.join(SOON)
+        with came[0] as one:
+            yield one, other
+
+
+def fill(one: KeeperClient) -> None:
+    """Send until the lender's socket has no room."""
+    with contextlib.suppress(WaitTimeoutError):
+        while True:
+            one._channel.send(b"x" * 1000, timeout=0)
+
+
+@pytest.fixture
+def nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where the close of all that is closed elsewhere takes for ever; memory, but the first, is closed there too."""
+    monkeypatch.setattr(open_files, "_MAX_THREADS", 0)
+    monkeypatch.setattr(open_files, "_MOMENT", 0.0)
+    yield
+    monkeypatch.undo()
+    open_files._close_slowly()
+
+
+# -- what a lender says -----------------------------------------------------------------------------------------------
+def test_a_lender_that_says_that_it_is_gone_is_not_asked_again_and_again() -> None:
+    """One that says so and stays kept a borrower busy for ever, whatever its timeout."""
+    heard: list[str] = []
+
+    def serve(other: Lender) -> None:
+        other.greet()
+        while len(heard) < 100:
+            request = other.hear()
+            if isinstance(request, m.Attach):
+                heard.append(request.name)
+                kind = "AccessDeniedError" if len(heard) == 1 else "PeerGoneError"
+                other.say(m.Error(request.call, kind, "as it says"))
+
+    with listening() as (path, accept):
+        thread, _ = later(lambda: serve(accept()))
+        with pytest.raises(AccessDeniedError):
+            vram.borrow(path, timeout=SOON)
+        with pytest.raises(PeerGoneError, match="as it says"):
+            vram.borrow(path, timeout=SOON)
+        close_client(path)
+        thread.join(SOON)
+    assert len(heard) == 2
+
+
+# -- descriptors that it sends ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("said", [m.Welcome(m.PROTOCOL, 1), m.Error(0, "PeerGoneError", "gone")])
+@pytest.mark.parametrize("hears", [True, False])
+def test_descriptors_that_come_with_a_greeting_are_not_received(
+    monkeypatch: pytest.MonkeyPatch, said: m.Welcome | m.Error, hears: bool
+) -> None:
+    """They may be anything, and each greeting brought 253 of them."""
+
+    def take(self: Channel, *, timeout: float | None = None) -> Any:
+        raise AssertionError("it was received")
+
+    monkeypatch.setattr(Channel, "take", take)
+    with listening() as (path, accept), memfds(3) as fds:
+        thread, came = later(lambda: KeeperClient.connect(path, timeout=SOON))
+        other = accept()
+        other.sock.recv(1 << 17, 0 if hears else socket.MSG_PEEK)
+        other.say(said, fds)
+        if not hears:  # the other end is told of a reset first, and finds what was said behind that
+            other.sock.close()
+        thread.join(SOON)
+        assert isinstance(came[0], ProtocolError), came
+        assert "is no keeper (descriptors came with its first message)" in str(came[0])
+        assert not hears or other.is_ended()
+
+
+WITHOUT: dict[str, Callable[[int], m.Reply]] = {
+    "done": m.Done,
+    "an error": lambda call: m.Error(call, "NotFoundError", "none"),
+    "a listing": lambda call: m.Listing(call, [], False),
+    "a claim": lambda call: m.Claimed(call, 5),
+    "news": lambda call: m.Notice(call, "n", 1, "replaced", 2),
+    "an answer": lambda call: m.IsStale(call, True, 1),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT)
+@pytest.mark.parametrize("whose", ["the call's", "nobody's"])
+def test_descriptors_with_what_has_none_end_the_connection(what: str, whose: str) -> None:
+    """A million locks on a memfd make it memory all the same, and slow to close."""
+    with connected() as (one, other), memfds(2) as fds:
+        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        call = other.hear().call
+        other.say(WITHOUT[what](call if whose == "the call's" else call + 100), fds)
+        thread.join(SOON)
+        assert isinstance(came[0], ProtocolError), came
+        assert "which has none" in str(came[0])
+        assert not one.is_usable
+        assert other.is_ended()
+
+
+def test_descriptors_with_what_makes_no_sense_end_the_connection() -> None:
+    with connected() as (one, other), memfds(2) as fds:
+        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        call = other.hear().call
+        socket.send_fds(other.sock, [m.encode(["novelty", call])], fds)
+        thread.join(SOON)
+        assert isinstance(came[0], ProtocolError), came
+        assert not one.is_usable
+
+
+@pytest.mark.usefixtures("nothing_is_closed")
+def test_nothing_more_is_borrowed_from_who_sent_what_closes_slowly() -> None:
+    """Each attempt brought 253 more, until this process had none left."""
+    count = MOST_UNCLOSED + 5
+    with listening() as (path, accept):
+        thread, came = later(lambda: vram.borrow(path, timeout=SOON))
+        other = accept()
+        other.greet()
+        request = other.hear()
+        other.say(m.Attached(request.call, 1, count, ENTRY), [other.sock.fileno()] * count)
+        thread.join(SOON)
+        assert isinstance(came[0], ProtocolError), came
+        assert open_files.unclosed(path) == count
+        with pytest.raises(WaitTimeoutError, match=f"{count} descriptors that came from {path} are still being closed"):
+            vram.borrow(path, timeout=0.1)
+        thread, came = later(lambda: vram.borrow(path, timeout=SOON))
+        open_files._close_slowly()
+        other = accept()
+        other.greet()
+        other.say(m.Error(other.hear().call, "AccessDeniedError", "now it is asked"))
+        thread.join(SOON)
+        assert isinstance(came[0], AccessDeniedError), came
+
+
+@pytest.mark.usefixtures("nothing_is_closed")
+def test_what_comes_late_and_closes_slowly_ends_the_connection() -> None:
+    with connected() as (one, other), memfds(1) as (fd,):
+        one.grace = 0.0
+        one.lends = "lender-1"
+        for _ in range(3):
+            with pytest.raises(WaitTimeoutError):
+                one.lease(LENT, timeout=0.01)
+        calls = [other.hear().call for _ in range(6)][::2]  # each is cancelled
+        one.grace = SOON
+        for call in calls:
+            other.say(m.Attached(call, 1, 1, ENTRY), [fd] * (MOST_UNCLOSED + 2))
+        with pytest.raises(ProtocolError, match=f"sent {MOST_UNCLOSED + 1} descriptors that are still being closed"):
+            one.list()
+        assert not one.is_usable
+
+
+def test_what_is_closed_elsewhere_is_counted_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, close = threading.Event(), threading.Event(), os.close
+
+    def slowly(fd: int) -> None:
+        if threading.current_thread().name == "vram: closing":
+            begun.set()
+            assert goes_on.wait(SOON)
+        close(fd)
+
+    monkeypatch.setattr(open_files, "_MOMENT", 0.0)  # the first is closed at once, as memory is
+    with memfds(1) as (fd,):
+        numbers = [os.dup(fd) for _ in range(40)]
+        monkeypatch.setattr(os, "close", slowly)
+        try:
+            open_files.close_fds(numbers, "one")
+            assert begun.wait(SOON)
+            assert (open_files.unclosed("one"), open_files.unclosed("another")) == (39, 0)
+        finally:
+            goes_on.set()
+        until(lambda: open_files.unclosed("one") == 0, what="the close of all")
+
+
+# -- what it does not read --------------------------------------------------------------------------------------------
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for longer than its deadline waits for ever."""
+    monkeypatch.setattr(rpc_connection, "GRACE", 1e6)
+    monkeypatch.setattr(rpc_connection, "_TAKE_BACK", 1e6)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_call_is_over_in_time_though_its_lender_reads_nothing() -> None:
+    with connected() as (one, other):
+        one.grace = 0.05
+        fill(one)
+        for _ in range(2):
+            thread, came = later(lambda: one.lease(LENT, timeout=0.05))
+            thread.join(AT_ONCE)
+            assert came, "it waits to send"
+            assert isinstance(came[0], WaitTimeoutError), came
+        assert one.is_usable
+        one._given_back.append(7)  # as a finalizer does: it is sent before the next request
+        thread, came = later(lambda: one.lease(LENT, timeout=0.05))
+        thread.join(AT_ONCE)
+        assert isinstance(came[0], WaitTimeoutError), came
+        del other
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_waits_for_its_turn_to_send_is_over_in_time_too() -> None:
+    with connected() as (one, _):
+        one.grace = 0.05
+        with one._sending:
+            thread, came = later(lambda: one.lease(LENT, timeout=0.05))
+            thread.join(AT_ONCE)
+            assert came, "it waits for the thread that sends"
+            assert isinstance(came[0], WaitTimeoutError), came
+
+
+class Interrupt(Exception):
+    """What the signal handler raises."""
+
+
+@contextlib.contextmanager
+def interrupted() -> Iterator[Callable[[], None]]:
+    """Have a signal raise in the main thread; yields what sends it."""
+
+    def handle(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@contextlib.contextmanager
+def ended_at_the_latest(one: KeeperClient) -> Iterator[list[bool]]:
+    """End a connection that is waited for too long; says whether that was so."""
+    late: list[bool] = []
+
+    def end() -> None:
+        late.append(True)
+        one.close()
+
+    timer = threading.Timer(AT_ONCE, end)
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join(SOON)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_interrupt_of_a_call_that_waits_to_send_is_passed_on_at_once() -> None:
+    """It was never sent: nothing is to be cancelled, and the connection goes on."""
+    with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
+        fill(one)
+        thread, _ = later(lambda: (until(lambda: one._sending.locked(), what="the wait"), interrupt()))
+        with pytest.raises(Interrupt):
+            one.lease(LENT, timeout=None)
+        thread.join(SOON)
+        assert late == []
+        assert one.is_usable
+        del other
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_interrupted_call_whose_lender_reads_nothing_ends_the_connection() -> None:
+    """There is no room to say that nobody waits: the end says so, and the interrupt does not wait."""
+    with connected() as (one, other), ended_at_the_latest(one) as late, interrupted() as interrupt:
+
+        def fill_and_interrupt() -> None:
+            assert isinstance(other.hear(), m.Attach)
+            fill(one)
+            interrupt()
+
+        thread, came = later(fill_and_interrupt)
+        with pytest.raises(Interrupt):
+            one.lease(LENT, timeout=None)
+        thread.join(SOON)
+        assert came == [None]
+        assert late == []
+        assert not one.is_usable
+        with pytest.raises(PeerGoneError, match="reads nothing, and was to hear that an interrupted call"):
+            one.list()
+        assert other.is_ended()
+
+
+# -- connections in the making ----------------------------------------------------------------------------------------
+def test_who_does_not_greet_keeps_no_connection_to_others_waiting() -> None:
+    with vram.zeros(8, "uint8", device="host") as array, short_directory() as place, listening() as (path, accept):
+        with vram.lend(array, at=f"{place}/h"):
+            slow, came = later(lambda: client(path, timeout=SOON))
+            other = accept()  # it says hello now
+            thread, honest = later(lambda: vram.borrow(f"{place}/h", timeout=SOON))
+            thread.join(AT_ONCE)
+            is_over = bool(honest)
+            others = later(lambda: client(path, timeout=0.05))  # of this path it is waited for
+            others[0].join(AT_ONCE)
+            other.greet()
+            slow.join(SOON)
+            thread.join(SOON)
+            assert is_over, "it waited for another connection"
+            assert isinstance(came[0], KeeperClient), came
+            assert isinstance(others[1][0], WaitTimeoutError), others
+            assert client(path) is came[0]
+            honest[0].close()
+        close_client(f"{place}/h")
+
+
+def test_threads_that_connect_to_one_path_share_the_connection() -> None:
+    with listening() as (path, accept):
+        threads = [later(lambda: client(path, timeout=SOON)) for _ in range(5)]
+        accept().greet()
+        for thread, _ in threads:
+            thread.join(SOON)
+        assert {id(came[0]) for _, came in threads} == {id(client(path))}
+
+
+def test_a_connection_that_is_left_is_not_mistaken_for_the_next() -> None:
+    with listening() as (path, accept):
+        thread, came = later(lambda: client(path, timeout=SOON))
+        accept().greet()
+        thread.join(SOON)
+        client_module.leave_client(came[0])
+        thread, others = later(lambda: client(path, timeout=SOON))
+        accept().greet()
+        thread.join(SOON)
+        assert others[0] is not came[0]
+        client_module.leave_client(came[0])
+        assert client(path) is others[0]
+        came[0].close()
+
+
+# -- what nobody asked for --------------------------------------------------------------------------------------------
+UNASKED: dict[str, Callable[[int], bytes]] = {
+    "leases": lambda number: m.encode(m.Attached(2**40 + number, number + 1, 1, ENTRY)),
+    "answers": lambda number: m.encode(m.Done(2**40 + number)),
+    "news": lambda number: m.encode(m.Notice(0, "n", number, "replaced", 2)),
+    "nonsense": lambda number: m.encode(["novelty", 2**40 + number]),
+}
+
+
+@pytest.mark.parametrize("what", UNASKED)
+def test_more_than_a_few_answers_that_nobody_asked_for_end_the_connection(what: str) -> None:
+    """Each was given back, for as long as it pleased whoever sent them, and kept until there was room to say so."""
+    with connected() as (one, other):
+
+        def answer() -> None:
+            request = other.hear()
+            for number in range(rpc_connection._UNASKED + 1):
+                other.sock.send(UNASKED[what](number))
+            other.say(m.Listing(request.call, [], False))
+
+        thread, _ = later(answer)
+        with pytest.raises(ProtocolError, match="sent too much that nobody asked for"):
+            one.list()
+        thread.join(SOON)
+        assert not one.is_usable
+
+
+def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
+    count = 3 * rpc_connection._UNASKED
+    with connected() as (one, other):
+        one.grace = 0.0
+        for _ in range(count):
+            with pytest.raises(WaitTimeoutError):
+                one.lease(LENT, timeout=0.001)
+        calls = [other.hear().call for _ in range(2 * count)][::2]
+        one.grace = SOON
+
+        def answer() -> None:
+            for number, call in enumerate(calls):
+                other.say(m.Error(call, "NotFoundError", "none") if number % 2 else m.Attached(call, number, 1, ENTRY))
+            while (request := other.hear()).call == 0:
+                pass
+            other.say(m.Listing(request.call, [], False))
+
+        thread, _ = later(answer)
+        assert one.list() == []
+        thread.join(SOON)
+
+
+@pytest.mark.parametrize("what", UNASKED)
+def test_they_end_the_connection_that_listens_too(what: str) -> None:
+    """Nobody waits for an answer over it: the thread that listens took each, and had no end of it."""
+    with connected() as (one, other), listening() as (path, accept), memfds(1) as fds:
+        one.path = path  # where the connection that listens goes
+        one.lends = "lender-1"
+        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        other.say(m.Attached(other.hear().call, 1, 1, ENTRY), fds)
+        thread.join(SOON)
+        thread, said = later(lambda: one.signal(1))
+        line = accept()
+        line.greet()
+        line.say(m.Done(line.hear().call))
+        thread.join(SOON)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for number in range(1000):
+                line.sock.send(UNASKED[what](number))
+        assert line.is_ended()
+        until(lambda: not said[0]._reader.peek(1) and said[0]._reader.is_hung_up(), what="the news of its end")
+        said[0].close()
+        came[0].answer.give_back()

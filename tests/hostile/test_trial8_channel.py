@@ -1,0 +1,215 @@
+"""What a peer of an array channel says wrongly, or at length, while this end only sends; and memory that is lost.
+
+It costs a bounded memory and no descriptor, ends the connection, or is put right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+from tests.hostile.test_trial6_channel import ended, flooded, long_array, unread
+
+import vram
+from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.handover import array_channel
+from vram.handover.array_channel import _Failure
+from vram.handover.messages import Closed, Mixed, Reference, Returned, Unref, Value, encode
+from vram.sharing.channel import MAX_FDS, Channel, DescriptorsLostError
+from vram.testing.keeper import SOON, memfds
+
+NEVER_SENT = encode(Unref(((1 << 60, 1),)))
+GRANULE = 2 << 20
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[Channel, vram.ArrayChannel]]:
+    """A peer, and an end that has sent memory which is dropped: from here on it listens whenever it sends."""
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel:
+        channel.send(vram.zeros(4, "uint8", device="host"))
+        gc.collect()
+        assert channel._exports.remembered
+        yield raw, channel
+
+
+def kept(channel: vram.ArrayChannel) -> BaseException:
+    """Return the one error that is kept for who receives."""
+    (failure,) = channel._inbox
+    assert isinstance(failure, _Failure)
+    return failure.error
+
+
+def test_what_a_sender_hears_wrongly_ends_the_connection_and_keeps_nothing_but_its_words() -> None:
+    """Each kept half a megabyte and 253 descriptors for a receiver that never came, without a bound."""
+    with listening() as (raw, channel), memfds(1) as (memory,):
+        before = descriptors()
+        raw.send(NEVER_SENT, [memory] * 20)
+        raw.send(encode(Value("unread")))
+        with contextlib.suppress(PeerGoneError):  # the message itself, which comes after what was heard
+            channel.send(1, timeout=SOON)
+        assert descriptors() <= before
+        error = kept(channel)
+        assert error.__traceback__ is None, "it keeps the frames, and all that is in them"
+        assert error.__context__ is None
+        with pytest.raises(PeerGoneError):
+            channel.send(2, timeout=SOON)
+        assert not channel._exports.remembered, "what is unread there is not heard any more"
+        with pytest.raises(ProtocolError, match="given back"):
+            channel.recv(timeout=SOON)
+        with pytest.raises(PeerGoneError):
+            channel.recv(timeout=SOON)
+
+
+def test_what_is_no_message_keeps_no_frame_of_its_parsing() -> None:
+    with listening() as (raw, channel):
+        raw.send(NEVER_SENT[:3] + b"\x07")
+        with contextlib.suppress(PeerGoneError):
+            channel.send(1, timeout=SOON)
+        error = kept(channel)
+        assert (error.__traceback__, error.__context__) == (None, None)
+
+
+def test_a_sender_that_waits_for_an_answer_hears_one_wrong_message() -> None:
+    with flooded(NEVER_SENT) as end, vram.ArrayChannel(end) as channel, long_array() as array:
+        found = ended(lambda: channel.send(array, timeout=5.0), channel)
+        assert isinstance(found, PeerGoneError), found
+        assert isinstance(kept(channel), ProtocolError)
+
+
+def test_who_listens_takes_nothing_while_as_much_waits_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_channel, "_MOST_AHEAD", 0)
+    with listening() as (raw, channel):
+        for _ in range(5):
+            raw.send(encode(Closed((1 << 40,))))
+        channel.send(1, timeout=SOON)
+        assert unread(channel._channel) == 5
+
+
+def test_what_waits_to_be_received_takes_no_more_memory_than_its_messages() -> None:
+    """64 KiB of empty dicts take seventy times as much once they are made: 1.2 GB where 16 MiB were meant."""
+    bomb, count = encode(Value([{}] * 60_000)), 3
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, long_array() as array:
+        tracemalloc.start()
+        try:
+            for _ in range(count):
+                raw.send(bomb, timeout=SOON)
+            with pytest.raises(WaitTimeoutError):
+                channel.send(array, timeout=0.2)
+            assert len(channel._inbox) == count
+            assert tracemalloc.get_traced_memory()[0] < 4 << 20  # where they took 13 MB
+        finally:
+            tracemalloc.stop()
+        for _ in range(count):
+            assert channel.recv(timeout=SOON) == [{}] * 60_000
+
+
+def test_arrays_of_a_container_count_as_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference has a few bytes; an array that is made of it as it comes has some hundred."""
+    monkeypatch.setattr(array_channel, "_MOST_BYTES_AHEAD", 100_000)
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel, long_array() as array:
+        with pytest.raises(WaitTimeoutError):
+            channel.send(array, timeout=0)
+        mine = [Returned(Reference(1, 0, at, "uint8", (1,))) for at in range(200)]
+        message = encode(Mixed([0, *([2, at] for at in range(200))], tuple(mine)))  # type: ignore[arg-type]
+        assert len(message) * 3 < 100_000
+        for _ in range(3):
+            raw.send(message)
+        with pytest.raises(WaitTimeoutError):
+            channel.send(array, timeout=0.2)
+        assert len(channel._inbox) == 1
+        for _ in range(3):
+            assert len(channel.recv(timeout=SOON)) == 200
+
+
+def test_a_value_that_is_none_is_refused_when_it_is_asked_for() -> None:
+    raw, end = Channel.pair()
+    with raw, vram.ArrayChannel(end) as channel:
+        raw.send(b"\x92\xa1x\xa1\xff")  # text that is not UTF-8
+        with pytest.raises(ProtocolError, match="not a message"):
+            channel.recv(timeout=SOON)
+
+
+# -- no descriptor left ---------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def room_for(count: int) -> Iterator[None]:
+    """This process has room for so many more descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with memfds(1) as (fd,):
+        filled = [os.dup(fd)]
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + count + 1, hard))
+            with contextlib.suppress(OSError):
+                while True:
+                    filled.append(os.dup(fd))
+            for _ in range(count):
+                os.close(filled.pop())
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for number in filled:
+                os.close(number)
+
+
+def lose_a_part(sender: vram.ArrayChannel, receiver: vram.ArrayChannel, array: vram.Array) -> None:
+    """Send an array of which a part finds no room."""
+    sender.send(array, timeout=SOON)
+    with room_for(1), pytest.raises(DescriptorsLostError, match="no room for its descriptors"):
+        receiver.recv(timeout=SOON)
+    with pytest.raises(ProtocolError, match="was lost at this end"):
+        receiver.recv(timeout=SOON)
+
+
+@pytest.mark.parametrize("hears", ["recv", "send"])
+def test_memory_of_which_a_part_was_lost_is_sent_anew(hears: str) -> None:
+    """Its sender believed that it was known there, and never sent it again."""
+    sender, receiver = vram.ArrayChannel.pair()
+    with sender, receiver, vram.zeros(3 * GRANULE, "uint8", device="host", chunk=GRANULE) as array:
+        lose_a_part(sender, receiver, array)
+        if hears == "recv":
+            with pytest.raises(WaitTimeoutError):
+                sender.recv(timeout=0)
+        else:
+            for number in range(array_channel._LISTENS):
+                sender.send(number, timeout=SOON)
+                assert receiver.recv(timeout=SOON) == number
+        sender.send(array, timeout=SOON)
+        found = receiver.recv(timeout=SOON)
+        array[-1] = 7
+        assert found.to_host()[-1] == 7
+        assert not receiver._lost
+        assert len(sender._exports.numbers()) == 1
+        sender.send(array, timeout=SOON)
+        assert receiver.recv(timeout=SOON) is found
+
+
+def test_a_part_that_is_lost_keeps_its_sender_waiting_no_longer() -> None:
+    """The part asks for an acknowledgement: the next part comes once it is there."""
+    sender, receiver = vram.ArrayChannel.pair()
+    with sender, receiver, long_array() as array:
+        with pytest.raises(WaitTimeoutError):
+            sender.send(array, timeout=0)
+        with room_for(1), pytest.raises(DescriptorsLostError):
+            receiver.recv(timeout=SOON)
+        sender.send(array, timeout=SOON)  # begun before it is heard that it is of no use
+        with pytest.raises(ProtocolError, match="was lost at this end"):
+            receiver.recv(timeout=SOON)
+        with pytest.raises(WaitTimeoutError):
+            sender.send(array, timeout=0)
+        with pytest.raises(WaitTimeoutError):  # acknowledges the first part
+            receiver.recv(timeout=0)
+        sender.send(array, timeout=SOON)
+        found = receiver.recv(timeout=SOON)
+        assert found.nbytes == array.nbytes
+        assert len(found.region.layout) > MAX_FDS

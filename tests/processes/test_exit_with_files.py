@@ -1,0 +1,38 @@
+"""I8, I11: a process that ends with files of others in its hands ends, whoever is to close them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vram.testing.keeper import SOON
+
+# A pipe is closed in another thread, since it may be of those whose close waits. When Python collects what is left of a
+# program, no thread can begin any more; before Python 3.12 whoever starts one then waits for ever.
+PROGRAM = """
+import gc, os
+from vram.sharing.channel import OwnedFds
+
+class Held:
+    pass
+
+gc.disable()
+held = Held()
+held.fds = OwnedFds(os.pipe())
+held.fds.is_armed = True
+{then}
+print("the end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("then", ["", "held.itself = held; del held"], ids=["in a variable", "in a cycle"])
+def test_i8_descriptors_that_are_left_at_exit_hold_nobody_up(then: str) -> None:
+    program = PROGRAM.format(then=then)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ.copy(), capture_output=True, text=True, timeout=SOON,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "the end", "")
