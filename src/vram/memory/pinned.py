@@ -74,6 +74,14 @@ class _Slab:
         self.nbytes = nbytes
         self.free: list[Span] = [(address, nbytes)]
 
+    def is_free(self) -> bool:
+        """Whether nothing of it is lent."""
+        return self.free == [(self.address, self.nbytes)]
+
+    def is_lent(self) -> bool:
+        """Whether something of it is."""
+        return not self.is_free()
+
     def put_back(self, address: int, nbytes: int) -> None:
         """Join a span with what is free beside it. It may be called again for the same one."""
         if any(start <= address < start + size for start, size in self.free):
@@ -140,8 +148,8 @@ class PinnedStore:
         """Unpin the slabs of which nothing is lent; return their bytes."""
         with self._lock:
             self._enter_returned()
-            unused = [slab for slab in self._slabs if slab.free == [(slab.address, slab.nbytes)]]
-            self._slabs = [slab for slab in self._slabs if slab not in unused]
+            unused = list(filter(_Slab.is_free, self._slabs))
+            self._slabs = list(filter(_Slab.is_lent, self._slabs))
             for slab in unused:
                 slab.claim.release()
             return sum(slab.nbytes for slab in unused)

@@ -187,8 +187,9 @@ def sleep_regions(
             _tell("sleep", "before", marks, False)
             _wait(marks, after)
             for region, mark in marks.items():
-                if mark.backup is not None:
-                    mark.backup.store(region, mark.nbytes, copies)
+                if mark.backup is None:
+                    continue  # which none is; said first, since the last step of this loop has to be one always taken
+                mark.backup.store(region, mark.nbytes, copies)
             copies.finish()
             rows = {region: region._chunks.row for region in marks}  # from here on it falls asleep, whatever comes
             _unmap(rows, marks)
@@ -299,10 +300,11 @@ def _take_back(marks: dict[Region, Asleep], error: BaseException) -> None:
     """Nothing was unmapped: let go of what was put aside, and of the regions."""
     with unwinding(error):
         for region, mark in marks.items():
-            if region.asleep is mark:
-                if mark.backup is not None:
-                    mark.backup.drop(region)
-                region.asleep = None
+            if region.asleep is not mark:
+                continue
+            if mark.backup is not None:
+                mark.backup.drop(region)
+            region.asleep = None
         _tell("sleep", "after", marks, False)
 
 
