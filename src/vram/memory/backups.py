@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..driver.protocol import HostAddressable, StreamOrdered
 from ..errors import BackupError, UsageError
-from ..lifetime import Claim, Handle, close_all, noted, own, unwinding
+from ..lifetime import Claim, Handle, close_all, noted, own, uninterrupted, unwinding
 from ..spec import Access, Location, format_size
 from .allocation import Memory, PhysicalAllocation
 from .pinned import Span, store_of
@@ -279,7 +279,7 @@ def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
     claim = own(f"file of {format_size(nbytes)} for sleeping memory", partial(close_all, fds))
     try:
         try:
-            fds.append(_unnamed(directory))
+            _open_unnamed(directory, fds)
             if nbytes:
                 os.posix_fallocate(fds[0], 0, nbytes)
         except OSError as error:
@@ -291,15 +291,16 @@ def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
     return claim, fds[0]
 
 
-def _unnamed(directory: Path) -> int:
+def _open_unnamed(directory: Path, into: list[int]) -> None:
+    """Put the descriptor of a new file without a name into a list that somebody owns."""
     try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        into.append(uninterrupted(os.open, directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-    fd, name = tempfile.mkstemp(prefix="vram-asleep-", dir=directory)  # a file system that has no unnamed files
-    os.unlink(name)
-    return fd
+        fd, name = tempfile.mkstemp(prefix="vram-asleep-", dir=directory)  # a file system that has no unnamed files
+        into.append(fd)
+        os.unlink(name)
 
 
 def _all_of(call: Callable[[int, memoryview, int], int], fd: int, view: memoryview, at: int) -> None:
