@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .arrays.share import copy as copy
     from .arrays.share import explain as explain
     from .arrays.share import share as share
+    from .arrays.sleep import sleep as sleep
+    from .arrays.sleep import wake as wake
     from .entries.administration import entry as entry
     from .entries.administration import holders as holders
     from .entries.administration import list_entries as list_entries
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
     from .memory import Region as Region
+    from .memory.pinned import trim as trim
+    from .memory.sleep import on_remap as on_remap
     from .spec import Access as Access
     from .spec import AllocationFlags as AllocationFlags
     from .spec import AllocationSpec as AllocationSpec
@@ -62,6 +66,7 @@ _HOMES = {
     "arrays.hints": "ArrayLike StreamLike",
     "arrays.route": "ShareRoute",
     "arrays.share": "copy explain share",
+    "arrays.sleep": "sleep wake",
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
@@ -74,6 +79,8 @@ _HOMES = {
     "info": "info=",
     "keeper.session": "Keeper private_keeper",
     "memory": "memory= Region",
+    "memory.pinned": "trim",
+    "memory.sleep": "on_remap",
     "sharing": "sharing=",
     "spec": "Access AllocationFlags AllocationSpec HandleKind Location",
     "transports": "transports=",

@@ -11,6 +11,8 @@ __all__ = [
     "AccessDeniedError",
     "AddressSpaceError",
     "AlignmentError",
+    "AsleepError",
+    "BackupError",
     "BusyError",
     "CapacityError",
     "ClosedError",
@@ -98,6 +100,14 @@ class BusyError(VramError):
             more = f" and {len(self.holders) - 5} more" if len(self.holders) > 5 else ""
             message = f"{message} (held by: {shown}{more})"
         super().__init__(message)
+
+
+class AsleepError(VramError):
+    """The memory is asleep: it has an address and no bytes. Wake it first."""
+
+
+class BackupError(VramError):
+    """The bytes of sleeping memory could not be put aside in a file, or are not there any more as they were."""
 
 
 class PeerError(VramError):

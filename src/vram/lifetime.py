@@ -258,9 +258,11 @@ class Handle:
         finally:
             _settle()
 
-    def holders(self) -> tuple[str, ...]:
-        """Return the labels of all claims, oldest first."""
-        return tuple(_who(holder) for holder, _ in tuple(self._claims.values()))
+    def holders(self, *, besides: Handle | None = None) -> tuple[str, ...]:
+        """Return the labels of all claims, oldest first, but for those of one handle that depends on this one."""
+        return tuple(
+            _who(holder) for holder, _ in tuple(self._claims.values()) if besides is None or holder is not besides
+        )
 
     def tags(self) -> tuple[object, ...]:
         """Return the tags of all claims that have one, oldest first.

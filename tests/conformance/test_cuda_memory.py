@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.region"
+    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.sleep"
 )
 
 from vram import driver as drivers  # noqa: E402
 from vram.driver.protocol import Driver  # noqa: E402
 from vram.spec import Location  # noqa: E402
 from vram.testing.memory import MemoryContract  # noqa: E402
+from vram.testing.sleep import SleepContract  # noqa: E402
 
 
 class CudaMemory(MemoryContract):
@@ -38,11 +39,27 @@ class CudaMemory(MemoryContract):
         return Location("cuda", 0)
 
 
+class CudaSleep(SleepContract):
+    offers = CudaMemory.offers
+    driver = CudaMemory.driver
+    location = CudaMemory.location
+
+
 @pytest.mark.standin
 class TestOnTheStandin(CudaMemory):
     pass
 
 
+@pytest.mark.standin
+class TestSleepOnTheStandin(CudaSleep):
+    pass
+
+
 @pytest.mark.gpu
 class TestOnHardware(CudaMemory):
+    pass
+
+
+@pytest.mark.gpu
+class TestSleepOnHardware(CudaSleep):
     pass

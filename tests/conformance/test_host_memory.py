@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite(
-    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.region"
+    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.sleep"
 )
 
 from vram.driver.host import HostDriver  # noqa: E402
@@ -15,6 +15,7 @@ from vram.driver.protocol import DirectMapping, Driver  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
 from vram.testing.faults import FaultyDriver  # noqa: E402
 from vram.testing.memory import MemoryContract  # noqa: E402
+from vram.testing.sleep import SleepContract  # noqa: E402
 
 
 class TestHostMemory(MemoryContract):
@@ -35,6 +36,16 @@ class TestMemoryOverAWrapper(TestHostMemory):
     @pytest.fixture
     def driver(self) -> Driver:
         return FaultyDriver(HostDriver())
+
+
+class TestHostSleep(SleepContract):
+    offers = TestHostMemory.offers
+    driver = TestHostMemory.driver
+    location = TestHostMemory.location
+
+
+class TestSleepOverAWrapper(TestHostSleep):
+    driver = TestMemoryOverAWrapper.driver
 
 
 class TestMemoryStepByStep(TestHostMemory):

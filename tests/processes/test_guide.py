@@ -80,6 +80,10 @@ AROUND = {
         "import multiprocessing\nfrom worker_of_the_guide import work\nstep = 3\n" + MAKES_EMB,
         "assert ours.recv(timeout=100.0) == 'done'\nprocess.join(100)\nassert process.exitcode == 0\nours.close()",
     ),
+    "vram.sleep([weights, cache]": Around(
+        "weights, cache = (vram.asarray([1.0, 2.0], device='host') for _ in range(2))",
+        "assert vram.wake(cache).discarded == 16\nassert weights.numpy()[1] == 2.0\nweights.close()\ncache.close()",
+    ),
     'tensor = torch.zeros(1 << 20, device="cuda:0")': Around(FRAMEWORK, gpu=True),
     'with vram.lend({"weights": tensor}': Around(
         "import subprocess, sys\ntensor = vram.zeros(4, device='host')\n"

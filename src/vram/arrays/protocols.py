@@ -235,6 +235,8 @@ class Viewable:
         if views.gpu is None or not is_plain(self._dtype):  # it has no word for bfloat16 and the 8-bit floats
             raise AttributeError(f"no CUDA array interface for {self._dtype} on {views.region.location}; use DLPack")
         shown = self._shown
+        if views.region.asleep is not None:
+            raise views.region.sleeps()
         if shown is None or shown.shape != self._shape:
             shown = self._shown = self._view("CUDA array interface", self._dtype, device_view=True)
         address = shown.__array_interface__["data"][0] if shown.size else 0

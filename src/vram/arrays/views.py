@@ -102,6 +102,8 @@ class RegionViews:
             If the CPU cannot address this memory.
         """
         region = self.region
+        if region.asleep is not None:
+            raise region.sleeps()
         if not self.addressable:
             raise UnsupportedError(
                 f"a numpy view of memory on {region.location}", "memory that the CPU can address",
@@ -124,6 +126,8 @@ class RegionViews:
 
         It is never given to users: numpy makes a capsule of it, which says where the memory really is.
         """
+        if self.region.asleep is not None:
+            raise self.region.sleeps()
         self._check_readable()
         readonly = self.region.access is not Access.READ_WRITE
         return _show(Exporter(self, pin), self.region.address + offset, shape, dtype, readonly)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ..driver.protocol import Driver
-from ..errors import BusyError, CapacityError, RangeError, UsageError
+from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
 from ..lifetime import Claim, Handle, Owned, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks, chunks
@@ -37,7 +37,7 @@ class Region(Owned):
     __slots__ = (
         "_access", "_changing_lock", "_chunks", "_exact", "_flags", "_frozen", "_granularity", "_imported", "_kinds",
         "_least", "_nbytes", "_reached", "_shown_full", "_size_lock", "_warn_on_leak",
-        "address", "capacity", "driver", "is_private", "location", "users",
+        "address", "asleep", "capacity", "driver", "is_private", "location", "users",
     )  # fmt: skip
 
     # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
@@ -72,6 +72,8 @@ class Region(Owned):
         self._least, self._exact = least, exact
         self._imported = imported
         self._frozen = self._shown_full = False
+        # What it takes to wake it, which only sleep.py knows: from when it begins to fall asleep until it is awake.
+        self.asleep: object = None
         self._nbytes = self._reached = 0  # bytes; of the latter: its largest size, as far as that memory is still here
         self._size_lock = threading.RLock()
         self._changing_lock = threading.RLock()
@@ -166,6 +168,8 @@ class Region(Owned):
         }
         state = ", ".join(
             [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
+            if self.asleep is None
+            else [str(self.asleep), self._access.letters]
         )
         return f"<Region {self.location} {self.address:#x} {size}/{ceiling}, {'closed' if self.is_closed else state}>"
 
@@ -194,9 +198,13 @@ class Region(Owned):
         ------
         RangeError
             If the span does not lie within the region.
+        AsleepError
+            If the region is asleep. The pins that there are stay: they keep the address, not the bytes (I13).
         """
         handle = self.handle
         with self._size_lock:
+            if self.asleep is not None:
+                raise self.sleeps()
             try:
                 fits = 0 <= start <= stop <= (self.capacity if full else self._nbytes)
             except ValueError:  # of an array of several numbers
@@ -229,6 +237,8 @@ class Region(Owned):
             If the span does not lie within the size.
         UsageError
             If the region is private: what it shows exists in this process only.
+        AsleepError
+            If it is asleep.
         """
         handle = self.handle
         if self.is_private:
@@ -238,6 +248,8 @@ class Region(Owned):
             )
         # No shrink between the look and the claims. A driver may be asked for a handle, which is a look into its books.
         with self._size_lock:
+            if self.asleep is not None:
+                raise self.sleeps()
             if not 0 <= start <= stop <= self._nbytes:
                 raise RangeError(f"bytes {start} to {stop} are not within the {self._nbytes} bytes of the region")
             found: list[chunks.Chunk] = []
@@ -517,6 +529,8 @@ class Region(Owned):
         with self._alone():
             if not self._imported:
                 raise UsageError("only a region of imported memory is extended; this one makes its own: use grow")
+            if self.asleep is not None:
+                raise self.sleeps()
             if size < self._nbytes:
                 raise UsageError(f"cannot extend to {size} bytes: the region has {self._nbytes}; use shrink")
             self.handle  # noqa: B018  (as in _grow)
@@ -564,6 +578,8 @@ class Region(Owned):
         """
         with self._alone():
             driver = chunks.touchable(self.driver, self._access)
+            if self.asleep is not None:
+                raise self.sleeps()
             with self.handle.claim("populate"):  # another thread may close this object meanwhile
                 if self.mapped:
                     driver.populate(self.address, self.mapped)
@@ -580,6 +596,8 @@ class Region(Owned):
         """
         with self._alone():
             driver = self.driver
+            if self.asleep is not None:
+                raise self.sleeps()
             with self.handle.claim("clear"):  # another thread may close this object meanwhile
                 start, stop = self.remains
                 if start == stop:
@@ -609,6 +627,8 @@ class Region(Owned):
             If the region is private.
         """
         with self._alone():
+            if self.asleep is not None:
+                raise self.sleeps()
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
             with self.handle.claim("freeze"):  # another thread may close this object meanwhile
@@ -622,6 +642,10 @@ class Region(Owned):
                 self._frozen, self._access = True, right
 
     # -- how ----------------------------------------------------------------------------------------------------
+    def sleeps(self) -> AsleepError:
+        """Return the error for what cannot be done while the region is asleep."""
+        return AsleepError(f"{self.handle.label} is {self.asleep or 'awake again'}: vram.wake it first")
+
     def _alone(self) -> threading.RLock:
         """Return the lock of those who change the region, for a with block: each waits for the one before.
 
@@ -637,6 +661,8 @@ class Region(Owned):
 
     def _grow(self, nbytes: int) -> None:
         handle = self.handle  # first: another thread may have closed it while this one waited for its turn
+        if self.asleep is not None:
+            raise self.sleeps()
         if nbytes == self._nbytes:
             return
         if self._imported:
@@ -670,6 +696,8 @@ class Region(Owned):
         self.handle  # noqa: B018  (which says that it was closed)
 
     def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
+        if self.asleep is not None:
+            raise self.sleeps()
         if nbytes == self._nbytes:
             return
         handle, mapped = self.handle, self._chunks

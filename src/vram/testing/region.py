@@ -25,7 +25,7 @@ from ..memory import PhysicalAllocation, Region
 from ..spec import Access, HandleKind, Location
 from .keeper import SOON
 
-__all__ = ["RegionContract", "load", "store"]
+__all__ = ["MemorySuite", "RegionContract", "load", "store"]
 
 FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
@@ -53,8 +53,8 @@ def may_clear(region: Region) -> bool:
     return region.may_clear
 
 
-class RegionContract:
-    """Regions: growing, shrinking, pins; segments, importing, extending, freezing, copying on write."""
+class MemorySuite:
+    """What the suites of this room stand on: after every test the books are as they were before."""
 
     offers: frozenset[str] = frozenset()
     """The driver's capabilities: names of the protocols in :mod:`vram.driver.protocol`."""
@@ -72,6 +72,10 @@ class RegionContract:
         gc.collect()
         assert driver.live() == before
         assert set(lifetime.live()) == handles
+
+
+class RegionContract(MemorySuite):
+    """Regions: growing, shrinking, pins; segments, importing, extending, freezing, copying on write."""
 
     # -- size ---------------------------------------------------------------------------------------------------
     def test_a_region_costs_addresses_until_it_grows(self, driver: Driver, location: Location, granule: int) -> None:

@@ -1,0 +1,215 @@
+"""Pinned memory of the host that is kept for the next time, since pinning costs 0.4 s for a GiB.
+
+One :class:`PinnedStore` for each driver whose devices read pinned memory on their own. It takes slabs of host memory,
+pins each once, and lends spans of them; what comes back is lent again. :func:`trim` gives back what nobody uses.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Final
+
+from ..errors import CapacityError, UsageError
+from ..lifetime import Claim, own, unwinding
+from ..spec import HOST, Location, format_size, parse_size, round_up
+from .region import Region
+
+__all__ = ["LIMIT", "PinnedStore", "Span", "store_of", "trim"]
+
+LIMIT: Final = "VRAM_PINNED_LIMIT"  # of the environment: the most that is pinned for sleeping memory, such as 64GiB
+_GRANULE = 2 << 20  # bytes; spans begin and end at multiples of it
+_LEAST_SLAB = 64 << 20  # bytes that are pinned at once, at least
+
+Span = tuple[int, int]  # an address, and a number of bytes
+
+
+class _Unpin:
+    """The undo of pinning. It knows nothing of the slab: what a live handle's undo refers to is never collected."""
+
+    def __init__(self, driver: Any, address: int, nbytes: int) -> None:
+        self._driver = driver
+        self._address = address
+        self._nbytes = nbytes
+        self._is_pinned = False
+        self._is_sure = True  # not after an interrupt in the middle of the driver's call
+
+    def describe(self) -> str:
+        """What its handle is called."""
+        return f"{format_size(self._nbytes)} of pinned memory at {self._address:#x}"
+
+    def pin(self, location: Location) -> None:
+        """Pin it, once a handle has this for its undo."""
+        self._is_pinned = True
+        try:
+            self._driver.host_register(self._address, self._nbytes, location)
+        except Exception:
+            self._is_pinned = False  # a call that fails has done nothing
+            raise
+        except BaseException:
+            self._is_sure = False
+            raise
+
+    def __call__(self) -> None:
+        if self._is_pinned:
+            try:
+                self._driver.host_unregister(self._address)
+            except UsageError:
+                if self._is_sure:
+                    raise
+            self._is_pinned = False
+
+
+class _Slab:
+    """Memory that was pinned in one call.
+
+    `free` is in the order of addresses; two spans that touch are one.
+    """
+
+    def __init__(self, claim: Claim, address: int, nbytes: int) -> None:
+        self.claim = claim
+        self.address = address
+        self.nbytes = nbytes
+        self.free: list[Span] = [(address, nbytes)]
+
+    def is_free(self) -> bool:
+        """Whether nothing of it is lent."""
+        return self.free == [(self.address, self.nbytes)]
+
+    def is_lent(self) -> bool:
+        """Whether something of it is."""
+        return not self.is_free()
+
+    def put_back(self, address: int, nbytes: int) -> None:
+        """Join a span with what is free beside it. It may be called again for the same one."""
+        if any(start <= address < start + size for start, size in self.free):
+            return
+        joined: list[Span] = []
+        for start, size in sorted([*self.free, (address, nbytes)]):
+            if joined and joined[-1][0] + joined[-1][1] == start:
+                start, size = joined[-1][0], joined.pop()[1] + size
+            joined.append((start, size))
+        self.free = joined
+
+
+class PinnedStore:
+    """Slabs of pinned memory, and which of it is lent. Made by :func:`store_of`.
+
+    Safe to use from several threads. :meth:`give_back` never waits, since finalizers come there (invariant I3): what
+    it takes is entered into the books by whoever lends or trims next.
+    """
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+        self._lock = threading.RLock()  # never reached from a finalizer
+        self._slabs: list[_Slab] = []
+        self._returned: deque[Span] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are pinned, lent or not."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def lend(self, nbytes: int, location: Location, into: list[Span]) -> None:
+        """Put spans of pinned memory, `nbytes` in all, into a list that the caller will :meth:`give_back`.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If the host has not enough. Nothing is lent then.
+        CapacityError
+            If more would be pinned than ``VRAM_PINNED_LIMIT`` allows.
+        """
+        needed = round_up(nbytes, _GRANULE)
+        with self._lock:
+            self._enter_returned()
+            missing = needed - sum(size for slab in self._slabs for _, size in slab.free)
+            if missing > 0:
+                self._pin(max(missing, _LEAST_SLAB), location)
+            for slab in self._slabs:
+                while True:
+                    if not slab.free or not needed:
+                        break
+                    address, size = slab.free[0]
+                    part = min(size, needed)
+                    rest = slab.free[1:]
+                    left = [(address + part, size - part), *rest] if part < size else rest
+                    needed -= part
+                    slab.free = left  # nothing is called before the next line: it is in one list, or in the other
+                    into.append((address, part))
+
+    def give_back(self, spans: Iterable[Span]) -> None:
+        """Take back what was lent. Never waits."""
+        self._returned.extend(spans)
+
+    def trim(self) -> int:
+        """Unpin the slabs of which nothing is lent; return their bytes."""
+        with self._lock:
+            self._enter_returned()
+            unused = list(filter(_Slab.is_free, self._slabs))
+            self._slabs = list(filter(_Slab.is_lent, self._slabs))
+            for slab in unused:
+                slab.claim.release()
+            return sum(slab.nbytes for slab in unused)
+
+    def _enter_returned(self) -> None:
+        """Enter what came back into the books. It leaves the queue last: after an interrupt it is found there."""
+        while True:
+            if not self._returned:
+                break
+            address, nbytes = self._returned[0]
+            for slab in self._slabs:
+                if not slab.address <= address < slab.address + slab.nbytes:
+                    continue
+                slab.put_back(address, nbytes)
+            self._returned.popleft()
+
+    def _pin(self, nbytes: int, location: Location) -> None:
+        size = round_up(nbytes, _GRANULE)
+        limit = _limit()
+        if limit is not None and self.nbytes + size > limit:
+            raise CapacityError(
+                f"{format_size(size)} more would be pinned than the {format_size(self.nbytes)} that are, and {LIMIT} "
+                f"allows {format_size(limit)}: raise it, or let memory sleep in a directory (to=) or without its bytes "
+                f"(to=None)"
+            )
+        with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
+            undo = _Unpin(self._driver, memory.address, size)
+            claim = own(undo.describe, undo, depends=[memory.handle])
+            address = memory.address
+        try:
+            undo.pin(location)
+            self._slabs = [*self._slabs, _Slab(claim, address, size)]
+        except BaseException as error:
+            with unwinding(error):
+                claim.release()
+            raise
+
+
+_stores: dict[object, PinnedStore] = {}
+
+
+def store_of(driver: Any) -> PinnedStore:
+    """Return the pinned memory that the devices of a driver read."""
+    return _stores.get(driver) or _stores.setdefault(driver, PinnedStore(driver))
+
+
+def trim() -> int:
+    """Give back the pinned memory that is kept for the next time; return its bytes.
+
+    What sleeping memory needs to wake stays.
+    """
+    return sum(store.trim() for store in tuple(_stores.values()))
+
+
+def _limit() -> int | None:
+    """Return the most that may be pinned, in bytes; None where nobody said."""
+    said = os.environ.get(LIMIT)
+    return parse_size(said, what=LIMIT) if said else None
+
+
+# In a forked child the slabs are inert, and a lock may be held by a thread that does not exist there.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stores.clear)

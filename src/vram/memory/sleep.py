@@ -1,0 +1,399 @@
+"""Sleep and wake: memory that keeps its addresses and gives up its bytes, or moves them to where it was told (I13).
+
+All or nothing, both ways. To fall asleep, everything is put aside first, and only when all copies are done is anything
+unmapped. To wake, everything is mapped and filled first, and only then is anything shown; what was put aside is let go
+of last. Whoever is at it has marked the regions (:attr:`Region.asleep`), which keeps others out without a lock being
+held over driver calls; locks in a row could be left taken by an interrupt (I12).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+from ..driver.protocol import StreamOrdered
+from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
+from ..lifetime import Claim, unwinding
+from ..spec import Access, Location, format_size
+from . import chunks
+from .allocation import can_seal, seal_memory
+from .backups import Backup, Copies, FileBackup, KeptBackup, PinnedBackup, open_file
+from .foreign import ForeignRegion
+from .region import Region
+
+__all__ = ["Asleep", "Place", "Remapped", "SleepReport", "WakeReport", "on_remap", "sleep_regions", "wake_regions"]
+
+Place: TypeAlias = Path | Literal["host"] | None
+
+
+class Asleep:
+    """How a region sleeps. Until `backup` is there it is only about to.
+
+    Attributes
+    ----------
+    state : str
+        What it is doing, for errors.
+    is_sealed : bool
+        Whether its memory was read-only for good, and is to be again.
+    """
+
+    __slots__ = ("backup", "is_sealed", "nbytes", "state")
+
+    def __init__(self) -> None:
+        self.state = "falling asleep"
+        self.backup: Backup | None = None
+        self.nbytes = 0  # bytes from the first that are put aside
+        self.is_sealed = False
+
+    def __str__(self) -> str:
+        return f"{self.state}, its bytes {self.backup.where}" if self.backup and self.state == "asleep" else self.state
+
+
+@dataclass(frozen=True, slots=True)
+class SleepReport:
+    """What putting memory to sleep did.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that were put aside.
+    freed : int
+        Bytes that the device, or the host, has back.
+    seconds : float
+        How long it took.
+    """
+
+    nbytes: int
+    freed: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes that were put aside, a second."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WakeReport:
+    """What waking did.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes that were brought back.
+    discarded : int
+        Bytes that were not put aside, or not asked for: they are zero.
+    seconds : float
+        How long it took.
+    """
+
+    nbytes: int
+    discarded: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes that were brought back, a second."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+class Remapped(NamedTuple):
+    """What is told of addresses behind which the memory changes.
+
+    Attributes
+    ----------
+    verb : str
+        ``"sleep"`` or ``"wake"``.
+    when : str
+        ``"before"`` anything is done, and ``"after"`` it.
+    changed : bool
+        Of what is told after: whether it came about. If not, everything is as before.
+    spans : tuple of (Location, int, int)
+        Where the memory is, the first address, and the bytes that are mapped there while it is awake.
+    """
+
+    verb: Literal["sleep", "wake"]
+    when: Literal["before", "after"]
+    changed: bool
+    spans: tuple[tuple[Location, int, int], ...]
+
+
+_listeners: dict[int, Callable[[Remapped], object]] = {}
+
+
+def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
+    """Have a function called before and after memory goes from addresses, and comes back to them.
+
+    For what remembers more than addresses: registrations for RDMA, windows of NCCL, whoever must stop using them. What
+    it raises before keeps the memory as it is, and is raised by :func:`sleep` or :func:`wake`; what it raises after is
+    raised when all is done.
+
+    Parameters
+    ----------
+    callback : callable
+        Takes a :class:`Remapped`. Called by the thread that puts memory to sleep or wakes it, without locks.
+
+    Returns
+    -------
+    callable
+        Takes no argument, and ends it.
+    """
+    key = id(callback)
+    _listeners[key] = callback
+    return lambda: _listeners.pop(key, None) and None
+
+
+def _tell(
+    verb: Literal["sleep", "wake"], when: Literal["before", "after"], marks: dict[Region, Asleep], changed: bool
+) -> None:
+    if _listeners:
+        spans = tuple(
+            (region.location, region.address, sum(mark.backup.sizes)) for region, mark in marks.items() if mark.backup
+        )
+        for callback in tuple(_listeners.values()):
+            callback(Remapped(verb, when, changed, spans))
+
+
+# -- sleep ------------------------------------------------------------------------------------------------------
+def sleep_regions(
+    places: Mapping[Region, Place], *, after: int | None = None, unmap_shared: bool = False
+) -> SleepReport:
+    """Put regions to sleep, all or none; see :func:`vram.sleep`, which takes arrays as well.
+
+    Parameters
+    ----------
+    places : dict of Region to Path, "host" or None
+        Where the bytes of each go: to a file in a directory, to pinned memory of the host, or nowhere.
+    after : int, optional
+        An event of a device; by default all work of the devices is waited for.
+    unmap_shared : bool
+        Unmap what others hold as well, instead of refusing.
+    """
+    started = time.perf_counter()
+    marks = {region: Asleep() for region in places}
+    using = [region.handle.claim("sleep") for region in marks]  # another thread may close one meanwhile
+    copies = Copies()
+    files: list[Claim] = []
+    rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
+    try:
+        try:
+            for region, mark in marks.items():
+                _begin(region, mark, unmap_shared)
+            _choose(marks, places, files)
+            _tell("sleep", "before", marks, False)
+            _wait(marks, after)
+            for region, mark in marks.items():
+                if mark.backup is None:
+                    continue  # which none is; said first, since the last step of this loop has to be one always taken
+                mark.backup.store(region, mark.nbytes, copies)
+            copies.finish()
+            rows = {region: region._chunks.row for region in marks}  # from here on it falls asleep, whatever comes
+            _unmap(rows, marks)
+        except BaseException as error:
+            if rows:
+                _unmap(rows, marks)  # an interrupt: what was begun is finished
+            else:
+                copies.settle(error)  # what is under way writes where something else would be put
+                _take_back(marks, error)
+            raise
+    finally:
+        copies.close()
+        for claim in (*files, *using):
+            claim.release()
+    _tell("sleep", "after", marks, True)
+    freeing = [(mark, mark.backup) for mark in marks.values() if mark.backup is not None and mark.backup.frees]
+    freed = sum(sum(backup.sizes) for _, backup in freeing)
+    stored = sum(mark.nbytes for mark, backup in freeing if not backup.discards)
+    return SleepReport(stored, freed, time.perf_counter() - started)
+
+
+def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
+    """Mark a region, from when on nobody gets at its memory; then see whether anybody has."""
+    if isinstance(region, ForeignRegion):
+        raise UsageError(f"{region!r} is not ours to unmap: another library's memory, or a lender's")
+    if region.is_private:
+        raise UsageError(f"{region!r} is a private copy: what was written to it is nowhere else. Copy what is needed")
+    with region._alone(), region._size_lock:
+        if region.asleep is not None:
+            raise AsleepError(f"{region._chunks.handle.label} is {region.asleep} already")
+        mark.nbytes, mark.is_sealed = region.remains[1], region.is_frozen and can_seal(cast("Any", region.driver))
+        region.asleep = mark
+    row = region._chunks.row
+    others = tuple(
+        f"{holder} ({format_size(chunk.stop - chunk.start)})" for chunk in row for holder in _others(region, chunk)
+    )
+    if others and not unmap_shared:
+        raise BusyError(
+            f"{region.handle.label} cannot sleep: others hold its memory, and would keep the old bytes when it wakes. "
+            f"Let them give it back first, or unmap it here only (shared='unmap'), which frees nothing",
+            others,
+        )
+    if others:
+        mark.backup = KeptBackup(row)
+
+
+def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
+    """Return who besides this region's mapping holds the memory of a chunk, or may."""
+    if region.is_imported:
+        return ("whoever made it",)
+    memory = chunk.known
+    if memory is None:  # nobody ever wanted to have it
+        return ()
+    found = memory.handle.holders(besides=chunk.mapping)
+    return (*found, "whoever it was exported to") if memory.has_left else found
+
+
+def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: list[Claim]) -> None:
+    """Say where the bytes of each region go. What is put into one directory goes into one file, one behind another."""
+    into: dict[Path, dict[Region, Asleep]] = {}
+    for region, mark in marks.items():
+        if mark.backup is not None:
+            continue
+        to, sizes = places[region], [chunk.stop - chunk.start for chunk in region._chunks.row]
+        if to is None:
+            mark.backup = Backup(sizes)
+        elif isinstance(to, Path):
+            into.setdefault(to, {})[region] = mark
+        elif isinstance(region.driver, StreamOrdered):
+            mark.backup = PinnedBackup(sizes)
+        else:
+            raise UsageError(
+                f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to let its "
+                f"bytes go"
+            )
+    for directory, due in into.items():
+        claim, fd = open_file(directory, sum(mark.nbytes for mark in due.values()))
+        files.append(claim)
+        at = 0
+        for region, mark in due.items():
+            sizes = [chunk.stop - chunk.start for chunk in region._chunks.row]
+            mark.backup = FileBackup(sizes, claim.handle, fd, at)
+            at += mark.nbytes
+
+
+def _wait(marks: dict[Region, Asleep], after: int | None) -> None:
+    """Wait for the work of the devices: a kernel that runs on would fault, and write behind the copy."""
+    if after is not None:
+        for driver in {id(region.driver): region.driver for region in marks}.values():
+            chunks.wait_for(driver, after)
+        return
+    for driver, place in {(region.driver, place) for region in marks for place in region.users}:
+        with suppress(DeviceLostError):  # it runs nothing any more; the copy will say it
+            driver.synchronize(place)
+
+
+def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asleep]) -> None:
+    """Unmap everything, on which no device works any more; after an interrupt it can be called again."""
+    for region, row in rows.items():
+        for chunk in row:
+            chunk.undo.is_idle = True
+        region._chunks.unmap(row)
+    for mark in marks.values():
+        mark.state = "asleep"
+
+
+def _take_back(marks: dict[Region, Asleep], error: BaseException) -> None:
+    """Nothing was unmapped: let go of what was put aside, and of the regions."""
+    with unwinding(error):
+        for region, mark in marks.items():
+            if region.asleep is not mark:
+                continue
+            if mark.backup is not None:
+                mark.backup.drop(region)
+            region.asleep = None
+        _tell("sleep", "after", marks, False)
+
+
+# -- wake -------------------------------------------------------------------------------------------------------
+def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeReport:
+    """Wake those of some regions that are asleep, all or none; see :func:`vram.wake`."""
+    started = time.perf_counter()
+    marks: dict[Region, Asleep] = {}
+    using = []
+    copies = Copies()
+    is_whole = False
+    try:
+        try:
+            for region in regions:
+                mark = region.asleep
+                if not isinstance(mark, Asleep) or region in marks:
+                    continue
+                using.append(region.handle.claim("wake"))
+                marks[region] = mark
+                _take_turn(region, mark, marks)
+            _tell("wake", "before", marks, False)
+            _fill(marks, copies, discard)
+            is_whole = True  # from here on it is awake, whatever comes
+            _show(marks)
+        except BaseException as error:
+            if is_whole:
+                _show(marks)  # an interrupt: what was begun is finished
+            else:
+                copies.settle(error)  # what is under way writes to what goes now
+                _sleep_on(marks, error)
+            raise
+    finally:
+        copies.close()
+        for claim in using:
+            claim.release()
+    _tell("wake", "after", marks, True)
+    filled = [mark for mark in marks.values() if mark.backup is not None and mark.backup.frees]
+    zeroed = [mark.nbytes for mark in filled if discard or (mark.backup is not None and mark.backup.discards)]
+    restored = sum(mark.nbytes for mark in filled) - sum(zeroed)
+    return WakeReport(restored, sum(zeroed), time.perf_counter() - started)
+
+
+def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> None:
+    with region._alone():
+        if region.asleep is not mark or mark.state != "asleep":
+            del marks[region]  # it is another call's
+            raise BusyError(f"{region._chunks.handle.label} is {mark.state} in another thread")
+        mark.state = "waking"
+
+
+def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
+    """Map memory and bring the bytes back, a chunk of each region in turn: mapping the next overlaps the copies."""
+    reached = dict.fromkeys(marks, 0)
+    number = 0
+    while True:
+        left = [
+            (region, mark.backup) for region, mark in marks.items() if mark.backup and number < len(mark.backup.sizes)
+        ]
+        for region, backup in left:
+            backup.map(region, number)
+            start = reached[region]
+            reached[region] = stop = start + backup.sizes[number]
+            if not discard and start < marks[region].nbytes:
+                backup.restore(region, start, min(stop, marks[region].nbytes), copies)
+        if not left:
+            break
+        number += 1
+    copies.finish()
+    for region, mark in marks.items():
+        if mark.backup is None or not mark.backup.frees:
+            continue
+        if mark.is_sealed:
+            for chunk in region._chunks.row:
+                seal_memory(chunk.memory)
+        elif region.access is not Access.READ_WRITE:
+            region._chunks.protect(region.access)
+
+
+def _show(marks: dict[Region, Asleep]) -> None:
+    """Everything is there again: let everybody at it, and go of what was put aside. It can be called again."""
+    for region, mark in marks.items():
+        if region.asleep is mark:
+            region.asleep = None
+        if mark.backup is not None:
+            mark.backup.drop(region)
+
+
+def _sleep_on(marks: dict[Region, Asleep], error: BaseException) -> None:
+    """Unmap what was mapped: everything is still asleep, and whole."""
+    with unwinding(error):
+        _unmap({region: region._chunks.row for region in marks}, marks)
+        _tell("wake", "after", marks, False)

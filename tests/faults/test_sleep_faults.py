@@ -1,0 +1,185 @@
+"""Sleep and wake with every driver call failing in turn, and with Ctrl-C at every point: all or nothing (I4, I12, I13).
+
+Whatever happens, either all of it is awake or all of it is asleep, and every byte is there. On the host in a file, and
+on the stand-in in pinned memory as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from faults.test_cuda_interrupts import in_the_driver
+from faults.test_memory_faults import outcome
+from interrupts import MEMORY as ROOMS
+from interrupts import chosen, interrupt, points
+from vram import driver as drivers
+from vram import lifetime
+from vram.driver.host import HostDriver
+from vram.errors import DriverError, OutOfMemoryError
+from vram.memory import Region
+from vram.memory.pinned import trim
+from vram.memory.sleep import sleep_regions, wake_regions
+from vram.spec import HOST, Location
+from vram.testing.faults import UNDO, FaultyDriver
+from vram.testing.region import load, store
+
+G = 2 << 20
+GPU = Location("cuda", 0)
+POINTS = 40  # of the points where an interrupt can come, so many are tried
+WORK = frozenset(
+    name
+    for name in {*dir(FaultyDriver(HostDriver())), "copy_async", "stream_create", "stream_synchronize", "host_register"}
+    if name.startswith(("mem_", "copy", "buffer", "synchronize", "stream_", "host_reg")) and name not in UNDO
+)
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "error": lambda: DriverError("injected", errno.EIO, "EIO"),
+    "out of memory": lambda: OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM"),
+    "interrupt": lambda: KeyboardInterrupt(),
+}
+
+
+class Scene:
+    """Two regions with bytes in them, and where those go."""
+
+    def __init__(self, driver: Any, where: Location, to: Path | Literal["host"] | None) -> None:
+        self.driver = driver
+        self.to = to
+        self.one = Region.create(where, driver=self.driver, capacity=8 * G, chunk=G, nbytes=2 * G)
+        self.other = Region.create(where, driver=self.driver, capacity=G, nbytes=10)
+        store(self.driver, self.one.address, b"one")
+        store(self.driver, self.one.address + G, b"more")
+        store(self.driver, self.other.address, b"other")
+
+    def sleep(self) -> object:
+        return sleep_regions(dict.fromkeys([self.one, self.other], self.to))
+
+    def wake(self) -> object:
+        return wake_regions([self.one, self.other])
+
+    def is_asleep(self) -> bool:
+        """Whether both are asleep; that one is and the other is not must never be."""
+        asleep = {region.asleep is not None and region.asleep.state == "asleep" for region in (self.one, self.other)}
+        mapped = {region.mapped == 0 for region in (self.one, self.other)}
+        assert asleep == mapped
+        assert len(asleep) == 1
+        return asleep.pop()
+
+    def check(self) -> None:
+        """Every byte is there, and it works."""
+        if self.is_asleep():
+            self.wake()
+        assert (self.one.asleep, self.other.asleep) == (None, None)
+        assert load(self.driver, self.one.address, 4) == b"one\0"
+        assert load(self.driver, self.one.address + G, 5) == b"more\0"
+        assert load(self.driver, self.other.address, 6) == b"other\0"
+        self.one.grow(8 * G)
+        self.sleep()
+        self.wake()
+
+    def close(self) -> None:
+        self.one.close()
+        self.other.close()
+
+
+Make = Callable[..., Scene]
+
+
+@pytest.fixture(
+    params=["host", pytest.param("file", marks=pytest.mark.standin), pytest.param("pinned", marks=pytest.mark.standin)]
+)
+def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    def make(faulty: bool = False) -> Scene:
+        where = HOST if request.param == "host" else GPU
+        # An interrupt that comes when the wrapper returns loses what the driver made: it is for faults alone.
+        driver = FaultyDriver(drivers.get(where)) if faulty else drivers.get(where)
+        return Scene(driver, where, "host" if request.param == "pinned" else tmp_path)
+
+    fds = len(os.listdir("/proc/self/fd"))
+    yield make
+    gc.collect()
+    trim()
+    assert not lifetime.stuck()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_a_failed_call_changes_nothing_i13(scene: Make, verb: str, error: str, forever: bool) -> None:
+    failed = 0
+    for nth in itertools.count(1):
+        here = scene(faulty=True)
+        if verb == "wake":
+            here.sleep()
+        first: list[BaseException] = []
+
+        def fail(first: list[BaseException] = first) -> BaseException:
+            first.append(ERRORS[error]())
+            return first[-1]
+
+        # For good, waiting for the device fails in the undo of a mapping as well, which then cannot be taken back.
+        methods = WORK - {"synchronize"} if forever else WORK
+        with here.driver.inject(methods, nth, fail, forever=forever) as fault:
+            raised = outcome(here.sleep if verb == "sleep" else here.wake)
+        assert raised is (first[0] if fault.fired else None)
+        if raised is None:
+            assert here.is_asleep() is (verb == "sleep")
+        else:
+            assert here.is_asleep() is (verb == "wake")
+            failed += 1
+        here.check()
+        here.close()
+        if raised is None:
+            break
+    assert failed >= 3
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str) -> None:
+    here = scene()
+    if verb == "wake":
+        here.sleep()
+    found = points(here.sleep if verb == "sleep" else here.wake, ROOMS)
+    here.check()
+    here.close()
+    assert len(found) > 100
+    for nth in chosen(found, POINTS, seed=11):
+        here = scene()
+        if verb == "wake":
+            here.sleep()
+        interrupt(nth, here.sleep if verb == "sleep" else here.wake)
+        gc.collect(0)
+        here.check()
+        here.close()
+        gc.collect(0)
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+@pytest.mark.parametrize("pinned", [False, True], ids=["file", "pinned"])
+def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str, pinned: bool, tmp_path: Path) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    for nth in itertools.count(1):
+        here = Scene(drivers.get(GPU), GPU, "host" if pinned else tmp_path)
+        if verb == "wake":
+            here.sleep()
+        more = in_the_driver(nth, here.sleep if verb == "sleep" else here.wake)
+        gc.collect(0)
+        here.check()
+        here.close()
+        trim()
+        if not more:
+            break
+    assert nth > 5
+    gc.collect()
+    trim()
+    assert not lifetime.stuck()
+    assert len(os.listdir("/proc/self/fd")) == fds

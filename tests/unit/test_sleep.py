@@ -1,0 +1,182 @@
+"""Sleep and wake as users of arrays write it; what regions do is in vram.testing.sleep."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from vram.errors import AsleepError, BusyError, UsageError
+from vram.memory.sleep import Remapped
+from vram.testing.keeper import SOON
+
+
+def test_arrays_sleep_with_all_that_lies_on_their_region(tmp_path: Path) -> None:
+    with (
+        vram.zeros((10, 4), "float32", device="host", capacity=1_000_000) as one,
+        vram.asarray(np.arange(5.0), device="host") as other,
+    ):
+        one[:] = 3
+        view, part, address = one.numpy(), one[2:4], one.address
+        mapped = one.region.mapped + other.region.mapped
+        slept = vram.sleep([one, part, other, other.region], tmp_path)
+        assert (slept.nbytes, slept.freed) == (160 + 40, mapped)
+        calls: list[Callable[[], object]] = [
+            one.numpy,
+            part.numpy,
+            one.copy,
+            one.memoryview,
+            lambda: np.asarray(one),
+            lambda: one[0],
+            lambda: one.__setitem__(0, 1),
+            lambda: one.fill(1),
+            lambda: one.resize(20),
+            lambda: one.resize(1),
+            lambda: one.__dlpack__(),
+            lambda: vram.sleep(one, tmp_path),
+        ]
+        for call in calls:
+            with pytest.raises(AsleepError, match=r"vram\.wake|already"):
+                call()
+        assert (one.shape, one.address, one.nbytes) == ((10, 4), address, 160)
+        assert "asleep" in repr(one.region)
+        woke = vram.wake([part, other])
+        assert (woke.nbytes, woke.discarded) == (200, 0)
+        assert (view == 3).all()
+        assert part.numpy()[1, 3] == 3
+        assert other.numpy().tolist() == [0, 1, 2, 3, 4]
+        one.resize(1_000_000)
+        assert one.address == address
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "says"),
+    [
+        ((3,), {}, "arrays and regions"),
+        (([1, 2],), {}, "arrays and regions"),
+        (("ARRAY", 7), {}, "directory"),
+        (("ARRAY", "host"), {}, "directory"),
+        (("ARRAY", "/nowhere/at/all"), {}, "no directory"),
+        (("ARRAY", None), {"shared": "perhaps"}, "refuse"),
+        (("ARRAY", None), {"after": "event"}, "event"),
+    ],
+)
+def test_wrong_calls_change_nothing(arguments: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
+    with vram.asarray([1.0, 2.0], device="host") as array:
+        given = [array if one == "ARRAY" else one for one in arguments]
+        with pytest.raises(UsageError, match=says):
+            vram.sleep(*given, **options)
+        assert array.numpy().tolist() == [1, 2]
+    with pytest.raises(UsageError, match="arrays and regions"):
+        vram.wake(5)  # type: ignore[arg-type]
+
+
+def test_what_is_published_or_attached_sleeps_only_here(tmp_path: Path) -> None:
+    with vram.private_keeper(), vram.asarray(np.arange(4.0), device="host") as array:
+        vram.publish("n", {"x": array})
+        with vram.attach("n") as lease:
+            seen = lease["x"].numpy()
+            for one in (array, lease["x"]):
+                with pytest.raises(BusyError, match="others hold"):
+                    vram.sleep(one, tmp_path)
+                assert vram.sleep(one, tmp_path, shared="unmap").freed == 0
+                with pytest.raises(AsleepError):
+                    one.numpy()
+            with vram.attach("n") as another:
+                assert another["x"].numpy().tolist() == [0, 1, 2, 3]
+            vram.wake([array, lease["x"]])
+            assert seen.tolist() == array.numpy().tolist() == [0, 1, 2, 3]
+            assert not seen.flags.writeable
+            vram.sleep(lease["x"], None, shared="unmap")
+        del seen
+
+
+def test_asleep_it_is_not_published_sent_or_lent(tmp_path: Path) -> None:
+    ours, theirs = vram.ArrayChannel.pair()
+    with ours, theirs, vram.private_keeper(), vram.asarray([1.0], device="host") as array:
+        vram.sleep(array, tmp_path)
+        for call in (
+            lambda: vram.publish("n", {"x": array}),
+            lambda: ours.send(array, timeout=SOON),
+            lambda: vram.lend({"x": array}, at=str(tmp_path / "s")),
+        ):
+            with pytest.raises(AsleepError):
+                call()
+        assert vram.list_entries() == []
+        vram.wake(array)
+        ours.send(array, timeout=SOON)
+        with theirs.recv(timeout=SOON) as came:
+            assert came.numpy().tolist() == [1]
+
+
+def test_one_of_many_that_put_the_same_to_sleep_does(tmp_path: Path) -> None:
+    with vram.asarray(np.arange(1000.0), device="host") as array, vram.asarray([1.0], device="host") as other:
+        for _ in range(10):
+            came: list[object] = []
+            meet = threading.Barrier(4)
+
+            def work(came: list[object] = came, meet: threading.Barrier = meet) -> None:
+                meet.wait(SOON)
+                try:
+                    came.append(vram.sleep([array, other], tmp_path))
+                except (AsleepError, BusyError) as error:
+                    came.append(error)
+
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SOON)
+                assert not thread.is_alive()
+            slept = [one for one in came if not isinstance(one, Exception)]
+            assert (len(came), len(slept)) == (4, 1)
+            meet = threading.Barrier(4)
+            woken: list[int] = []
+
+            def wake(woken: list[int] = woken, meet: threading.Barrier = meet) -> None:
+                meet.wait(SOON)
+                try:
+                    woken.append(vram.wake([other, array]).nbytes)
+                except BusyError:
+                    woken.append(0)
+
+            threads = [threading.Thread(target=wake) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SOON)
+                assert not thread.is_alive()
+            assert sum(woken) == 8008
+            assert array.numpy()[999] == 999
+
+
+def test_what_is_said_after_it_is_done_is_raised_when_it_is(tmp_path: Path) -> None:
+    def fail(event: Remapped) -> None:
+        if event.when == "after":
+            raise RuntimeError(event.verb)
+
+    with vram.asarray([1.0], device="host") as array:
+        end = vram.on_remap(fail)
+        try:
+            with pytest.raises(RuntimeError, match="sleep"):
+                vram.sleep(array, tmp_path)
+            assert array.region.asleep is not None
+            with pytest.raises(RuntimeError, match="wake"):
+                vram.wake(array)
+            assert array.numpy().tolist() == [1]
+        finally:
+            end()
+
+
+def test_an_array_that_is_dropped_asleep_leaves_nothing(tmp_path: Path) -> None:
+    array = vram.asarray([1.0], device="host")
+    vram.sleep(array, tmp_path)
+    del array
+    gc.collect()
+    assert vram.trim() == 0
