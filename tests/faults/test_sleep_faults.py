@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -102,12 +101,10 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         driver = FaultyDriver(drivers.get(where)) if faulty else drivers.get(where)
         return Scene(driver, where, "host" if request.param == "pinned" else tmp_path)
 
-    fds = len(os.listdir("/proc/self/fd"))
     yield make
     gc.collect()
     trim()
-    assert not lifetime.stuck()
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert not lifetime.stuck()  # descriptors and the rest are counted after every test
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -166,7 +163,6 @@ def test_an_interrupt_leaves_all_asleep_or_all_awake_i12(scene: Make, verb: str)
 @pytest.mark.parametrize("verb", ["sleep", "wake"])
 @pytest.mark.parametrize("pinned", [False, True], ids=["file", "pinned"])
 def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str, pinned: bool, tmp_path: Path) -> None:
-    fds = len(os.listdir("/proc/self/fd"))
     for nth in itertools.count(1):
         here = Scene(drivers.get(GPU), GPU, "host" if pinned else tmp_path)
         if verb == "wake":
@@ -182,4 +178,3 @@ def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str
     gc.collect()
     trim()
     assert not lifetime.stuck()
-    assert len(os.listdir("/proc/self/fd")) == fds

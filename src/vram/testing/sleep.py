@@ -164,15 +164,14 @@ class SleepContract(MemorySuite):
         assert load(driver, regions[0].address, 3) == b"\1\1\1"
 
     def test_closed_asleep_it_leaves_nothing(
-        self, driver: Driver, location: Location, granule: int, place: Place
+        self, driver: Driver, location: Location, granule: int, place: Place, tmp_path: Path
     ) -> None:
-        fds = len(os.listdir("/proc/self/fd"))
         for given in (place, None):
             region = Region.create(location, driver=driver, capacity=granule, nbytes=5)
             put([region], given)
             region.close()
             trim()  # all of it: nothing is lent
-            assert len(os.listdir("/proc/self/fd")) == fds
+            assert _files(tmp_path) == []
         if isinstance(driver, StreamOrdered):
             assert store_of(driver).nbytes == 0
 
@@ -250,7 +249,7 @@ class SleepContract(MemorySuite):
         one, other = regions
         put(regions, tmp_path)
         assert os.listdir(tmp_path) == []
-        (fd,) = (int(link.name) for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in _target(link))
+        (fd,) = _files(tmp_path)
         os.pwrite(fd, b"!", 7)
         for _ in range(2):
             with pytest.raises(BackupError, match="discard=True"):
@@ -364,6 +363,11 @@ class SleepContract(MemorySuite):
         assert regions[1].mapped == 0
         wake_regions(regions[1:])
         assert load(driver, regions[1].address, 5) == b"other"
+
+
+def _files(directory: Path) -> list[int]:
+    """Return the descriptors of files in a directory."""
+    return [int(link.name) for link in Path("/proc/self/fd").iterdir() if str(directory) in _target(link)]
 
 
 def _target(link: Path) -> str:
