@@ -23,6 +23,9 @@ from .protocol import UNDECIDED
 __all__ = ["Memfds", "is_decided", "look", "place_again", "reading"]
 
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
+# Others may read what they got, and open it once more for that (:func:`reading`). With the right to write to the file,
+# which a new memfd gives everybody, they could hang extended attributes to it: memory of the kernel without an end.
+_MODE = 0o644
 _PAUSE = 0.001  # seconds
 
 
@@ -40,7 +43,10 @@ class Memfds:
         self._flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING | libc.MFD_NOEXEC_SEAL
 
     def make(self, nbytes: int) -> int:
-        """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader."""
+        """Return a new memfd of a size that is sealed: a peer that truncates it would kill a mapped reader.
+
+        It is this user's: what others may do to it they do through a descriptor that they were given.
+        """
         try:
             (fd,) = starmap(os.memfd_create, [("vram", self._flags)])  # as lifetime.uninterrupted
         except OSError as error:
@@ -49,6 +55,7 @@ class Memfds:
                 return self.make(nbytes)
             raise libc.failure(f"memfd_create for {nbytes} bytes", error.errno) from None
         try:
+            os.fchmod(fd, _MODE)
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
         except BaseException as error:

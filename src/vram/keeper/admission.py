@@ -5,6 +5,7 @@ That is sealed memfds, and descriptors of NVIDIA's driver.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -13,7 +14,7 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
 from ..spec import HandleKind, format_size, round_up
 
-__all__ = ["InadmissibleError", "admit"]
+__all__ = ["InadmissibleError", "admit", "refuse_attributes"]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -21,6 +22,7 @@ _SEAL_SHRINK = 0x2
 _SEAL_GROW = 0x4
 _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
+_SYSTEMS = "security."  # extended attributes that the system hangs to files, and nobody else may
 _BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HUGE_SAYS = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
@@ -63,7 +65,8 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     ------
     InadmissibleError
         If it is no memfd, is one of a pool of huge pages, could change its size under its readers, is too small, takes
-        memory behind its end, or could be written; for memory of a GPU, if it is no descriptor of NVIDIA's driver.
+        memory behind its end, has extended attributes, or could be written; for memory of a GPU, if it is no descriptor
+        of NVIDIA's driver.
     UnsupportedError
         If it would not be reached by a descriptor.
 
@@ -126,7 +129,7 @@ def _not_read_only(seals: int) -> str:
 
 
 def _taken(fd: int, found: os.stat_result, what: str) -> int:
-    """Return what a memfd that is sealed against growing counts, unless pages of it can only be behind its end."""
+    """Return what a memfd that is sealed against growing counts, unless it takes memory that nobody sees."""
     # What has seals is memory, so that the kernel answers this, and no file system in user space. On a tmpfs the size
     # of a block is that of a page; in a pool of huge pages, that of one of those.
     if os.fstatvfs(fd).f_bsize != _PAGE:
@@ -142,7 +145,26 @@ def _taken(fd: int, found: os.stat_result, what: str) -> int:
             f"where no reader sees them. Give it its size with ftruncate, which also frees what is behind that, and "
             f"allocate nothing there (fallocate with FALLOC_FL_KEEP_SIZE)"
         )
+    refuse_attributes(fd, what)
     return max(size, blocks)
+
+
+def refuse_attributes(fd: int, what: str) -> None:
+    """Raise InadmissibleError if a memfd has extended attributes, which are memory of the kernel and in no ceiling.
+
+    A descriptor of anything else is let through: a file system in user space may never answer what it has. The question
+    takes no lock that anybody could hold, and is answered in half a millisecond however many there are.
+    """
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)
+        is_bare = all(name.startswith(_SYSTEMS) for name in os.listxattr(fd))
+    except OSError as error:  # of more than 64 KiB of names the kernel lists none
+        is_bare = error.errno not in (errno.E2BIG, errno.ERANGE)
+    if not is_bare:
+        raise InadmissibleError(
+            f"{what} has extended attributes, which take the kernel's memory and count against no ceiling. Remove them "
+            f"(os.listxattr, os.removexattr), or publish a copy (vram.copy)"
+        )
 
 
 def _admit_gpu(fd: int, size: int, what: str) -> int:

@@ -16,7 +16,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
-from .admission import InadmissibleError, admit
+from .admission import InadmissibleError, admit, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
@@ -411,6 +411,9 @@ class Service:
                         writable=request.writable,
                         what=f"segment {index}",
                     )
+            if offset + len(fds) == partial.fds.total:
+                for index, fd in enumerate(partial.fds):  # which may have got some since they came
+                    refuse_attributes(fd, f"descriptor {index}")
             # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
             arrived = partial.nbytes + nbytes
             if arrived > publication.nbytes:
