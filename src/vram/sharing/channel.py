@@ -64,6 +64,7 @@ __all__ = [
     "close_fds",
     "connect",
     "descriptor_limit",
+    "leaves_room",
     "peer_credentials",
     "receive",
     "take_over",
@@ -731,6 +732,14 @@ def descriptor_limit() -> str:
     """How many descriptors this process may have and how to have more, for errors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
+
+
+def leaves_room(fds: Sequence[int], more: int) -> bool:
+    """Whether a quarter of the descriptors that this process may have are free after `more` than those that came.
+
+    The kernel gives each the lowest number that is free: below the highest that came just now all were in use.
+    """
+    return max(fds, default=-1) + more < resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
 
 def _set_deadline(sock: socket.socket, option: int, seconds: float) -> None:
