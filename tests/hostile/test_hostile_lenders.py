@@ -25,7 +25,7 @@ from vram.keeper.client import KeeperClient, client, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rpc_connection import MOST_UNCLOSED
 from vram.keeper.rules import LENT
-from vram.sharing.channel import Channel, leaves_room
+from vram.sharing.channel import Channel, check_room
 from vram.testing.keeper import AT_ONCE, SOON, memfds, until
 
 ENTRY = m.Entry(LENT, 1, 0, False, [m.SegmentRow(4096, 1, 0)], ["host"], b"", False, {})
@@ -306,9 +306,10 @@ def test_no_lender_has_all_descriptors_of_a_process() -> None:
 
 def test_a_quarter_of_the_descriptors_is_left() -> None:
     with limit_of_descriptors(1024):
-        assert leaves_room([9, 3], 758)
-        assert not leaves_room([9, 3], 759)
-        assert leaves_room([], 768)
+        check_room([9, 3], 758, "/path")
+        check_room([], 768, "/path")
+        with pytest.raises(DriverError, match="receiving 759 more descriptors from /path"):
+            check_room([9, 3], 759, "/path")
 
 
 # -- what it does not read --------------------------------------------------------------------------------------------

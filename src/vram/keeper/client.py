@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
 import os
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import (
     AccessDeniedError,
     BusyError,
-    DriverError,
     MismatchError,
     NotFoundError,
     ProtocolError,
@@ -24,7 +22,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..sharing.channel import OwnedFds, check_timeout, descriptor_limit, leaves_room
+from ..sharing.channel import OwnedFds, check_room, check_timeout
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
@@ -518,8 +516,8 @@ class KeeperClient(Queries):
             fds.take(0, answer.fds)
             answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
             while not fds.is_complete:
-                if self.lends:
-                    self._check_room(fds)
+                if self.lends:  # it may have them close slowly at any time, and keep the last part to itself
+                    check_room(fds, fds.total - len(fds), self.path)
                 part = next(self._calls)
                 if deadline is not None:
                     left = max(0.0, min(self.grace, deadline - time.monotonic()))
@@ -527,21 +525,6 @@ class KeeperClient(Queries):
                 fds.take(self._expect(m.Descriptors, more.reply).offset, more.fds)
         except ProtocolError as error:
             raise self._fail(error) from None
-
-    def _check_room(self, fds: Collector) -> None:
-        """Raise :class:`DriverError` if what is still to come could leave this process too few descriptors.
-
-        A lender may make them slow to close at any time, and then keep the last part to itself.
-        """
-        more = fds.total - len(fds)
-        if not leaves_room(fds, more):
-            raise DriverError(
-                f"receiving {more} more descriptors from the lender at {self.path}",
-                errno.EMFILE,
-                "EMFILE",
-                f"less than a quarter of those that this process may have would be left for everything else "
-                f"({descriptor_limit()})",
-            )
 
 
 _clients: dict[str, KeeperClient] = {}  # changed in single steps, without a lock

@@ -60,11 +60,11 @@ __all__ = [
     "DescriptorsLostError",
     "OwnedFds",
     "accept",
+    "check_room",
     "check_timeout",
     "close_fds",
     "connect",
     "descriptor_limit",
-    "leaves_room",
     "peer_credentials",
     "receive",
     "take_over",
@@ -734,12 +734,26 @@ def descriptor_limit() -> str:
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
 
 
-def leaves_room(fds: Sequence[int], more: int) -> bool:
-    """Whether a quarter of the descriptors that this process may have are free after `more` than those that came.
+def check_room(fds: Sequence[int], more: int, sender: str) -> None:
+    """Raise :class:`DriverError` unless a quarter of the descriptors that this process may have would stay free.
 
-    The kernel gives each the lowest number that is free: below the highest that came just now all were in use.
+    Parameters
+    ----------
+    fds : sequence of int
+        Some that came just now. The kernel gives each the lowest number that is free, so all below were in use.
+    more : int
+        How many are still to come with them.
+    sender : str
+        Where they come from.
     """
-    return max(fds, default=-1) + more < resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+    if max(fds, default=-1) + more >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4:
+        raise DriverError(
+            f"receiving {more} more descriptors from {sender}",
+            errno.EMFILE,
+            "EMFILE",
+            f"less than a quarter of those that this process may have would be left for everything else "
+            f"({descriptor_limit()})",
+        )
 
 
 def _set_deadline(sock: socket.socket, option: int, seconds: float) -> None:
