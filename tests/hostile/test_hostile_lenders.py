@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ from tests.keeper_here import later
 
 import vram
 from vram import open_files
-from vram.errors import AccessDeniedError, PeerGoneError, ProtocolError, WaitTimeoutError
+from vram.errors import AccessDeniedError, DriverError, PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper import client as client_module
 from vram.keeper import messages as m
 from vram.keeper import rpc_connection
@@ -24,7 +25,7 @@ from vram.keeper.client import KeeperClient, client, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rpc_connection import MOST_UNCLOSED
 from vram.keeper.rules import LENT
-from vram.sharing.channel import Channel
+from vram.sharing.channel import Channel, check_room
 from vram.testing.keeper import AT_ONCE, SOON, memfds, until
 
 ENTRY = m.Entry(LENT, 1, 0, False, [m.SegmentRow(4096, 1, 0)], ["host"], b"", False, {})
@@ -253,6 +254,64 @@ def test_what_is_closed_elsewhere_is_counted_until_it_is_closed(monkeypatch: pyt
         until(lambda: open_files.unclosed("one") == 0, what="the close of all")
 
 
+@contextlib.contextmanager
+def limit_of_descriptors(most: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def lend_in_parts(one: KeeperClient, other: Lender, fd: int, total: int) -> tuple[Any, int]:
+    """What comes of a lease of so many descriptors, 100 in a message, and how many were sent."""
+    thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+    request, sent = other.hear(), 0
+    entry = m.Entry(LENT, 1, 0, False, [m.SegmentRow(4096, 1, 0)] * total, ["host"], b"", False, {})
+    while isinstance(request, m.Attach | m.More):
+        part = [fd] * min(100, total - sent)
+        if isinstance(request, m.Attach):
+            other.say(m.Attached(request.call, 1, total, entry), part)
+        else:
+            other.say(m.Descriptors(request.call, sent), part)
+        sent += len(part)
+        if sent == total:
+            break
+        request = other.hear()  # a Release, where no more are wanted
+    thread.join(SOON)
+    return came[0], sent
+
+
+def test_no_lender_has_all_descriptors_of_a_process() -> None:
+    """What came in parts was not counted until all had come, or not: 988 of 1,024 were open, and closed slowly."""
+    with connected() as (one, other), memfds(1) as (fd,), limit_of_descriptors(1024):
+        one.lends = "lender-1"
+        refused, sent = lend_in_parts(one, other, fd, 1020)
+        assert isinstance(refused, DriverError), refused
+        assert "receiving 920 more descriptors" in str(refused)
+        assert "less than a quarter" in str(refused)
+        assert "`ulimit -n " in str(refused)
+        assert sent == 100
+        assert one.is_usable
+        leased, sent = lend_in_parts(one, other, fd, 500)
+        assert len(leased.fds) == sent == 500
+        leased.answer.give_back()
+        assert isinstance(other.hear(), m.Release)
+        one.lends = ""  # a keeper's are not refused
+        leased, sent = lend_in_parts(one, other, fd, 800)
+        assert len(leased.fds) == sent == 800
+        leased.answer.give_back()
+
+
+def test_a_quarter_of_the_descriptors_is_left() -> None:
+    with limit_of_descriptors(1024):
+        check_room([9, 3], 758, "/path")
+        check_room([], 768, "/path")
+        with pytest.raises(DriverError, match="receiving 759 more descriptors from /path"):
+            check_room([9, 3], 759, "/path")
+
+
 # -- what it does not read --------------------------------------------------------------------------------------------
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,6 +514,76 @@ def test_the_answers_to_calls_that_were_given_up_may_come() -> None:
         thread, _ = later(answer)
         assert one.list() == []
         thread.join(SOON)
+
+
+def test_a_call_has_one_answer() -> None:
+    """While a call could not be sent, each answer to it was put down for it, as many as came."""
+    with connected() as (one, other):
+        first, heard = later(lambda: one.list())
+        call = other.hear().call
+        until(lambda: one._reading.locked(), what="the call that reads for all")
+        fill(one)
+        second, came = later(lambda: one.lease(LENT, timeout=SOON))
+        until(lambda: call + 1 in one._expected, what="the call that waits to send")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(rpc_connection._UNASKED + 2):
+                other.say(m.Error(call + 1, "NotFoundError", "again"))
+            other.say(m.Listing(call, [], False))  # were those let pass, all is as if they had not come
+        first.join(SOON)
+        assert isinstance(heard[0], ProtocolError), heard
+        assert "sent too much that nobody asked for" in str(heard[0])
+        second.join(SOON)
+        assert isinstance(came[0], ProtocolError), came
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The descriptors of each message that is taken."""
+    seen: list[list[int]] = []
+    take = Channel.take
+
+    def noting(self: Channel, *, timeout: float | None = None) -> tuple[bytes, list[int]]:
+        payload, fds = take(self, timeout=timeout)
+        seen.append(list(fds))
+        return payload, fds
+
+    monkeypatch.setattr(Channel, "take", noting)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("grace", "goodbye", "most"),
+    [(SOON, SOON, 16), (SOON, 0.0, 1), (0.0, SOON, 1)],
+    ids=["so many", "so long", "until its deadline"],
+)
+def test_who_takes_nothing_more_is_not_listened_to_without_end(
+    taken: list[list[int]], monkeypatch: pytest.MonkeyPatch, grace: float, goodbye: float, most: int
+) -> None:
+    """One that shut its reading half and went on answering had a call of 1 s last 15 s, and take gigabytes."""
+    monkeypatch.setattr(rpc_connection, "_GOODBYE", goodbye)
+    with connected() as (one, other):
+        one.grace = grace
+        taken.clear()  # the greeting
+        other.sock.shutdown(socket.SHUT_RD)
+        one._may_come.extend([0] * 50)  # calls that were given up, whose answers may come
+        for _ in range(40):
+            other.say(m.Error(1, "NotFoundError", "again"))
+        with pytest.raises(PeerGoneError, match="is gone"):
+            one.list()
+        assert taken == [[]] * most
+
+
+def test_no_descriptors_come_with_a_goodbye(taken: list[list[int]]) -> None:
+    """They were answers to a call that was known, and so received without end."""
+    with connected() as (one, other), memfds(1) as fds:
+        taken.clear()  # the greeting
+        other.sock.shutdown(socket.SHUT_RD)
+        other.say(m.Error(1, "NotFoundError", "none"))
+        for _ in range(3):
+            other.say(m.Attached(1, 1, 1, ENTRY), fds)
+        with pytest.raises(PeerGoneError, match="is gone"):
+            one.lease(LENT, timeout=SOON)
+        assert taken == [[]]
 
 
 @pytest.mark.parametrize("what", UNASKED)

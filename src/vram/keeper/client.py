@@ -22,7 +22,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..sharing.channel import OwnedFds, check_timeout
+from ..sharing.channel import OwnedFds, check_room, check_timeout
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
@@ -516,6 +516,8 @@ class KeeperClient(Queries):
             fds.take(0, answer.fds)
             answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
             while not fds.is_complete:
+                if self.lends:  # it may have them close slowly at any time, and keep the last part to itself
+                    check_room(fds, fds.total - len(fds), self.path)
                 part = next(self._calls)
                 if deadline is not None:
                     left = max(0.0, min(self.grace, deadline - time.monotonic()))

@@ -58,6 +58,8 @@ _MOMENT = 0.1  # seconds that who is late already waits for its turn to say so
 # Answers that may come to nobody, over one connection, besides those to calls that were given up: an interrupt may
 # have kept such a call from being counted.
 _UNASKED = 16
+_LAST_WORDS = 16  # messages that are read of what a side that takes nothing any more has said
+_GOODBYE = 1.0  # seconds that reading them may take
 # Descriptors of one lender that may wait to be closed: with more, nothing is borrowed of it, and no late answer taken.
 MOST_UNCLOSED = 32
 _R = TypeVar("_R", bound=msgspec.Struct)
@@ -331,7 +333,7 @@ class RpcConnection:
         except BaseException as error:
             unsent.append(True)  # Channel.send raises only what was not sent
             if isinstance(error, (PeerGoneError, ClosedError)):
-                raise self._fail() from None
+                raise self._fail(deadline=until) from None
             raise
         finally:
             if held:
@@ -435,7 +437,7 @@ class RpcConnection:
         except VramError:  # no interrupt: it is what the message says
             self._come.clear()
             raise
-        del self._come[0]
+        del self._come[:]
 
     def _unreadable(self, error: ProtocolError, *, fds: bool) -> None:
         """A message that makes no sense fails the call that it answers, or all that wait if it does not say which.
@@ -461,8 +463,9 @@ class RpcConnection:
         reply = answer.reply
         number = getattr(reply, "call", 0)  # a greeting has none
         whose = self._expected.get(number)
-        if whose is not None:
+        if whose is not None and not whose:  # a call has one answer
             whose += (answer,)
+            del self._come[:]  # before any call, where an interrupt may come: it is delivered once
             if self._bells:
                 self._wake_waiters()
             # Whoever gave up meanwhile looks into the tray once, and perhaps did before this came.
@@ -555,29 +558,37 @@ class RpcConnection:
                     self._sending.release()
 
     # -- inside: failing ------------------------------------------------------------------------------------------
-    def _fail(self, error: VramError | None = None, *, said: bool = False) -> VramError:
+    def _fail(self, error: VramError | None = None, *, said: bool = False, deadline: float | None = None) -> VramError:
         """The connection is of no use any more; say so to everybody, in the other side's words if it `said` why."""
         gone = error is None or (isinstance(error, PeerGoneError) and not said)
         if self._failure is None and gone:
-            self._hear_goodbye()
+            self._hear_goodbye(deadline)
         if self._failure is None:
             self._failure = PeerGoneError(self.lost()) if error is None or gone else error
         self._wake_waiters()
         self._channel.close()
         return self._failure_again()
 
-    def _hear_goodbye(self) -> None:
-        """Read what came before the other side hung up: it may have said why. Never waits."""
+    def _hear_goodbye(self, deadline: float | None) -> None:
+        """Read what came before the other side hung up: it may have said why. Never waits.
+
+        One that only takes nothing more may go on talking. So a few messages are read, and none with descriptors.
+        """
         held: list[bool] = []
         if self._pid != os.getpid():
             return
+        until = time.monotonic() + _GOODBYE
+        if deadline is not None:
+            until = min(until, deadline)
         try:
             held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
-            with contextlib.suppress(VramError):
-                while True:
-                    if not held or self._failure is not None:
+            with contextlib.suppress(VramError, ValueError):  # ValueError: another thread has closed it
+                for _ in range(_LAST_WORDS):
+                    if not held or self._failure is not None or self._channel.brings_descriptors(0):
                         break
                     self._read_one(0)
+                    if time.monotonic() >= until:
+                        break
         finally:
             if held:
                 self._reading.release()

@@ -60,6 +60,7 @@ __all__ = [
     "DescriptorsLostError",
     "OwnedFds",
     "accept",
+    "check_room",
     "check_timeout",
     "close_fds",
     "connect",
@@ -731,6 +732,28 @@ def descriptor_limit() -> str:
     """How many descriptors this process may have and how to have more, for errors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
+
+
+def check_room(fds: Sequence[int], more: int, sender: str) -> None:
+    """Raise :class:`DriverError` unless a quarter of the descriptors that this process may have would stay free.
+
+    Parameters
+    ----------
+    fds : sequence of int
+        Some that came just now. The kernel gives each the lowest number that is free, so all below were in use.
+    more : int
+        How many are still to come with them.
+    sender : str
+        Where they come from.
+    """
+    if max(fds, default=-1) + more >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4:
+        raise DriverError(
+            f"receiving {more} more descriptors from {sender}",
+            errno.EMFILE,
+            "EMFILE",
+            f"less than a quarter of those that this process may have would be left for everything else "
+            f"({descriptor_limit()})",
+        )
 
 
 def _set_deadline(sock: socket.socket, option: int, seconds: float) -> None:
