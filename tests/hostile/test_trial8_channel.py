@@ -19,7 +19,7 @@ import vram
 from vram.errors import PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.handover import array_channel
 from vram.handover.array_channel import _Failure
-from vram.handover.messages import Closed, Mixed, NextPart, Reference, Returned, Unmap, Unref, Value, encode
+from vram.handover.messages import Closed, Mixed, Reference, Returned, Unref, Value, encode
 from vram.sharing.channel import MAX_FDS, Channel, DescriptorsLostError
 from vram.testing.keeper import SOON, memfds
 
@@ -49,12 +49,11 @@ def kept(channel: vram.ArrayChannel) -> BaseException:
     return failure.error
 
 
-@pytest.mark.parametrize(("count", "says"), [(0, "given back"), (20, "which has none")])
-def test_what_a_sender_hears_wrongly_ends_the_connection_and_keeps_nothing_but_its_words(count: int, says: str) -> None:
+def test_what_a_sender_hears_wrongly_ends_the_connection_and_keeps_nothing_but_its_words() -> None:
     """Each kept half a megabyte and 253 descriptors for a receiver that never came, without a bound."""
     with listening() as (raw, channel), memfds(1) as (memory,):
         before = descriptors()
-        raw.send(NEVER_SENT, [memory] * count)
+        raw.send(NEVER_SENT, [memory] * 20)
         raw.send(encode(Value("unread")))
         with contextlib.suppress(PeerGoneError):  # the message itself, which comes after what was heard
             channel.send(1, timeout=SOON)
@@ -65,7 +64,7 @@ def test_what_a_sender_hears_wrongly_ends_the_connection_and_keeps_nothing_but_i
         with pytest.raises(PeerGoneError):
             channel.send(2, timeout=SOON)
         assert not channel._exports.remembered, "what is unread there is not heard any more"
-        with pytest.raises(ProtocolError, match=says):
+        with pytest.raises(ProtocolError, match="given back"):
             channel.recv(timeout=SOON)
         with pytest.raises(PeerGoneError):
             channel.recv(timeout=SOON)
@@ -139,61 +138,6 @@ def test_a_value_that_is_none_is_refused_when_it_is_asked_for() -> None:
     with raw, vram.ArrayChannel(end) as channel:
         raw.send(b"\x92\xa1x\xa1\xff")  # text that is not UTF-8
         with pytest.raises(ProtocolError, match="not a message"):
-            channel.recv(timeout=SOON)
-
-
-# -- descriptors that nothing has, and time ------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "message",
-    [Value(1), Mixed([], ()), Unref(()), Unmap(()), Closed(()), NextPart(), Returned(Reference(1, 0, 0, "uint8", ()))],  # type: ignore[arg-type]
-    ids=lambda message: type(message).__name__,
-)
-def test_descriptors_come_with_memory_or_end_the_connection(message: object) -> None:
-    """They were left to a finalizer, out of which no interrupt comes, and the next message brought more."""
-    raw, end = Channel.pair()
-    with raw, vram.ArrayChannel(end) as channel, memfds(1) as (memory,):
-        before = descriptors()
-        raw.send(encode(message), [memory] * 20)
-        raw.send(encode(Value("unread")))
-        with pytest.raises(ProtocolError, match="which has none") as caught:
-            channel.recv(timeout=SOON)
-        assert caught.value.__traceback__ is not None, "all that its frames have is there still"
-        assert descriptors() == before
-        with pytest.raises(PeerGoneError):
-            channel.recv(timeout=SOON)
-
-
-def test_descriptors_that_found_no_room_end_it_too() -> None:
-    raw, end = Channel.pair()
-    with raw, vram.ArrayChannel(end) as channel, memfds(1) as (memory,):
-        raw.send(encode(Value(1)), [memory] * 2)
-        with room_for(1), pytest.raises(ProtocolError, match="which has none"):
-            channel.recv(timeout=SOON)
-        with pytest.raises(PeerGoneError):
-            channel.recv(timeout=SOON)
-
-
-@pytest.mark.parametrize("call", ["recv", "send"])
-def test_what_is_heard_without_time_takes_a_bounded_time(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their number was bounded, and each may take as long as it takes to close what comes along."""
-    with listening() as (raw, channel):
-        for _ in range(5):
-            raw.send(encode(Closed((1 << 40,))))
-        monkeypatch.setattr(array_channel, "_MOST_LATE", 0.0)
-        if call == "recv":
-            with pytest.raises(WaitTimeoutError):
-                channel.recv(timeout=0)
-        else:
-            channel.send(1, timeout=SOON)
-        assert unread(channel._channel) == 4
-
-
-def test_an_array_whose_lengths_no_array_has_is_its_senders_mistake() -> None:
-    raw, end = Channel.pair()
-    with raw, vram.ArrayChannel(end) as channel, vram.zeros(4, "uint8", device="host") as array:
-        channel.send(array, timeout=SOON)
-        raw.send(encode(Returned(Reference(1, 0, 0, "uint8", (2**62, 2**62, 0)))))
-        with pytest.raises(ProtocolError, match="addresses end"):
             channel.recv(timeout=SOON)
 
 

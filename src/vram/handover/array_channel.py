@@ -129,10 +129,8 @@ _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of 
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
 _TAKEN = encode(NextPart())
 # Messages that are dealt with when there is no time left, or none was given: what is there already is taken, and a peer
-# that goes on with what puts nothing into the inbox keeps nobody beyond that, nor for more seconds than this: what a
-# message brings may take as long to close as whoever sent it likes. The rest waits in the socket.
+# that goes on with what puts nothing into the inbox keeps nobody beyond that.
 _MOST_AT_ONCE = 64
-_MOST_LATE = 1.0
 # Messages, and bytes in them, that a sender which waits for an answer takes for recv: enough for an end that sends a
 # good while before it receives, and no more memory than a peer that never answers should have here. What comes after
 # them waits in the socket.
@@ -365,9 +363,9 @@ class ArrayChannel(Owned):
             If the other end is closed.
         ProtocolError
             If what came is not what this end understands. A sender that heard it, while nobody received here, has ended
-            the connection; so have descriptors that came with anything but memory. Where this process had no room for
-            descriptors, or could not map memory, the next arrays on that memory raise it too, until the other end hears
-            of it, in its next `recv` or some messages later: then it sends the memory anew.
+            the connection. Where this process had no room for descriptors, or could not map memory, the next arrays on
+            that memory raise it too, until the other end hears of it, in its next `recv` or some messages later: then
+            it sends the memory anew.
         """
         self.handle  # noqa: B018  (before the lock, as above)
         if self._outbox:  # while the other end read nothing there was no telling it
@@ -388,11 +386,10 @@ class ArrayChannel(Owned):
                     if inbox:
                         break
                     if deadline is not None:
-                        left = deadline - time.monotonic()
-                        late += left <= 0
-                        if late > _MOST_AT_ONCE or (late > 1 and left <= -_MOST_LATE):
+                        left = max(0.0, deadline - time.monotonic())
+                        late += not left
+                        if late > _MOST_AT_ONCE:
                             raise WaitTimeoutError(f"nothing to receive came for {timeout:g} s, only other messages")
-                        left = max(0.0, left)
                     self._take(left)
                 self._ahead -= self._ahead // len(inbox)
                 taken = (inbox[0],)
@@ -694,14 +691,11 @@ class ArrayChannel(Owned):
         try:
             held = uninterrupted(self._receiving.acquire, False)
             heard = 0
-            until = time.monotonic() + _MOST_LATE
             if held and self._owed:
                 self._acknowledge(0.0)
             while True:
                 if not held or heard >= _MOST_AT_ONCE or self._is_full or self._channel.peek(3) not in _HEARD:
                     break  # whoever receives hears it
-                if heard and time.monotonic() >= until:
-                    break
                 self._take(0)
                 heard += 1
         except WaitTimeoutError:
@@ -732,14 +726,10 @@ class ArrayChannel(Owned):
                 self._came += (_Came(error.payload, [], str(error)),)
             else:
                 self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
-        came = self._came[0]
-        if not isinstance(came, _Came):
-            self._came[0] = came = _Came(came[0], came[1])
         try:
-            self._deal_with(came)
+            self._deal_with()
         except VramError:
             self._came.clear()
-            close_fds(came.fds)  # not by their finalizer, which an interrupt does not come out of
             raise
 
     def _put_aside(self, error: VramError) -> None:
@@ -750,10 +740,6 @@ class ArrayChannel(Owned):
         self._inbox.append(_Failure(error))
         if not isinstance(error, ProtocolError) or isinstance(error, _OURS):
             return
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        """End the connection with an end that speaks wrongly. Called with the receiving lock."""
         self._channel.hang_up()
         if self._remote_refs:  # as in close: the other end may have it open, and can no longer say that it is done
             unreturned.append(self._remote_refs)
@@ -778,16 +764,18 @@ class ArrayChannel(Owned):
                     break
         return _left(deadline)
 
-    def _deal_with(self, came: _Came) -> None:
+    def _deal_with(self) -> None:
+        came = self._came[0]
+        if not isinstance(came, _Came):
+            self._came[0] = came = _Came(came[0], came[1])
         came.tries += 1
         if came.tries > _TRIES:
             raise _LostHereError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
         message = came.message
         if message is None:
             came.message = message = _parsed(decode_message, came.payload)
-        if (came.fds or came.lost) and not isinstance(message, Part):
-            self._hang_up()  # or the next ones take what descriptors this process has left, where they close slowly
-            raise ProtocolError(f"descriptors came with a {type(message).__name__}, which has none: it ends here")
+        if came.lost and not isinstance(message, Part):
+            raise DescriptorsLostError(came.lost)
         # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
         if isinstance(message, (Shared, Returned, Mixed, Value)):
             size = len(came.payload) + (_ARRAY_AHEAD * len(message.arrays) if isinstance(message, Mixed) else 0)

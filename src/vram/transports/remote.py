@@ -63,10 +63,8 @@ _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is
 _SLICE = 2e-3  # seconds between two looks, where another thread hears the other end
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 # Messages that are heard where nobody waits, or no longer: more than an end that keeps to the window leaves unread, and
-# a peer that says other things without end keeps nobody beyond that, nor for longer than this, in seconds: what a
-# message brings may take as long to close as whoever sent it likes. The rest waits in the exchange.
+# a peer that says other things without end keeps nobody beyond that.
 _MOST_AT_ONCE = 4 * WINDOW
-_MOST_LATE = 1.0
 
 
 ACKED_ELSEWHERE = "another thread tells the other end what was received, and that reads nothing"
@@ -461,7 +459,7 @@ class RemoteTransport(Endpoint):
             late += left is not None and left <= 0
             held = False
             try:
-                if late > _MOST_AT_ONCE or (late > 1 and _is_late(deadline)):
+                if late > _MOST_AT_ONCE:
                     raise WaitTimeoutError("the other end says other things without end")
                 # Whoever else hears the other end may hear what is waited for here, and then go on hearing.
                 held = uninterrupted(
@@ -479,16 +477,13 @@ class RemoteTransport(Endpoint):
                     self._reading.release()
 
     def _listen(self) -> None:
-        """Hear what is there already, a bounded part of it, for a bounded time."""
-        began = time.monotonic()
+        """Hear what is there already, a bounded part of it."""
         held = False
         try:
             held = uninterrupted(self._reading.acquire, False)
             with contextlib.suppress(WaitTimeoutError):
                 for _ in range(_MOST_AT_ONCE if held else 0):
                     self._hear(0.0)
-                    if _is_late(began):
-                        break
         finally:
             if held:
                 self._reading.release()
@@ -670,11 +665,6 @@ class RemoteTransport(Endpoint):
 def _left(deadline: float | None) -> float | None:
     """Return the seconds until a deadline, 0 from then on; None where there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-def _is_late(deadline: float | None) -> bool:
-    """Whether a deadline is over for so long that what is there already is left for the next call."""
-    return deadline is not None and time.monotonic() - deadline >= _MOST_LATE
 
 
 def _patience(deadline: float | None) -> float:
