@@ -14,7 +14,9 @@ holds it looks at the queue again after letting go, so nothing appended is forgo
 
 The collector runs anybody's finalizers at almost any line, also while this very thread holds the lock, and such a
 finalizer may claim and close things like everybody else. So the lock is reentrant; a claim that comes in the middle of
-a guarded section does no harm there, and the queue is worked off only outside of all sections.
+a guarded section does no harm there, and the queue is worked off only outside of all sections. Before Python 3.12 it
+also runs in the middle of ``tuple(a_dict.items())``, which then finds the dictionary changed and raises. So what
+finalizers may change is read from a ``copy()`` of it, or into a ``list``, in the middle of which it does not run.
 
 An interrupt (Ctrl-C, or whatever a signal handler raises) comes at almost any line of the main thread, too (I12): where
 a Python function begins, where a loop jumps back, and where a call of a C function has returned; never between other
@@ -249,7 +251,7 @@ class Handle:
         """Give up the newest claim that this handle has on `other`."""
         try:
             with _lock:
-                for serial, handle in reversed(tuple(self._depends.items())):
+                for serial, handle in reversed(tuple(self._depends.copy().items())):
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
                     if handle is not other or uninterrupted(self._depends.pop, serial, None) is None:
                         continue
@@ -261,7 +263,7 @@ class Handle:
     def holders(self, *, besides: Handle | None = None) -> tuple[str, ...]:
         """Return the labels of all claims, oldest first, but for those of one handle that depends on this one."""
         return tuple(
-            _who(holder) for holder, _ in tuple(self._claims.values()) if besides is None or holder is not besides
+            _who(holder) for holder, _ in list(self._claims.values()) if besides is None or holder is not besides
         )
 
     def tags(self) -> tuple[object, ...]:
@@ -269,7 +271,7 @@ class Handle:
 
         A claim that was given up has none, also while its release waits in the queue for a moment.
         """
-        tagged = [(serial, tag) for serial, (_, tag) in tuple(self._claims.items()) if tag is not None]
+        tagged = [(serial, tag) for serial, (_, tag) in tuple(self._claims.copy().items()) if tag is not None]
         return tuple(tag for serial, tag in tagged if _is_held(serial))
 
     def __repr__(self) -> str:
@@ -369,7 +371,7 @@ class Claim:
                 with _lock:
                     # Claims whose release is only queued are no reason to refuse.
                     queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, tuple(_released))))
-                    claims = tuple(self.handle._claims.items())
+                    claims = tuple(self.handle._claims.copy().items())
                     others = tuple(_who(holder) for s, (holder, _) in claims if s != serial and s not in queued)
                     if others:
                         raise BusyError(f"{self.handle.label} is still in use", others)
@@ -539,7 +541,7 @@ def begin(thread: threading.Thread) -> None:
 def live() -> tuple[Handle, ...]:
     """Return every handle of this process that has not been undone."""
     _settle()
-    return tuple(_live.values())
+    return tuple(_live.copy().values())
 
 
 def stuck() -> tuple[Handle, ...]:

@@ -933,3 +933,33 @@ def test_a_claim_whose_finalizer_an_interrupt_kept_from_running_is_released_late
     RELEASED_WITH[asks]()
     assert undone == ["it"]
     assert not lifetime._guards.keys() - {serial for each in lifetime._live.values() for serial in each._claims}
+
+
+def test_i3_what_finalizers_change_can_be_listed_meanwhile() -> None:
+    """Before Python 3.12 the collector comes in the middle of ``tuple(a_dict.items())``, which then raises."""
+    claim = own("listed", None)
+    handle = claim.handle
+    kept = [handle.claim(f"holder {number}", number) for number in range(40)]
+
+    def collected(phase: str, info: object) -> None:
+        if phase == "start":  # as a finalizer might
+            kept.append(handle.claim("late", "late"))
+            kept.pop(0).release()
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collected)
+    try:
+        for often in range(2, 40):
+            gc.set_threshold(often)
+            for _ in range(20):
+                assert len(handle.holders()) >= 30
+                assert handle.tags()  # of those that were released meanwhile some are left out
+                assert handle in lifetime.live()
+                with pytest.raises(BusyError):
+                    claim.release(strict=True)
+    finally:
+        gc.callbacks.remove(collected)
+        gc.set_threshold(*threshold)
+    for one in kept:
+        one.release()
+    claim.release()

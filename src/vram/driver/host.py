@@ -326,8 +326,8 @@ class HostDriver:
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
         catch_up(self._books, self._ballast)
-        mappings = tuple(self._books.mappings.values())
-        handles = tuple(self._books.handles.values())
+        mappings = list(self._books.mappings.values())
+        handles = list(self._books.handles.values())
         # What was imported twice counts twice: two descriptors, which nobody has compared.
         memories = {id(memory): memory.nbytes for memory in (*handles, *(mapping.memory for mapping in mappings))}
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))

@@ -93,9 +93,9 @@ def seal(call: str, memory: Memory, books: Books, ballast: Ballast) -> None:
 def _open(memory: Memory, books: Books) -> list[Mapping]:
     """Return the mappings of a memory here that could be made writable."""
     if memory.identity is None:
-        ours = [user for user in tuple(memory.users) if isinstance(user, Mapping)]
+        ours = [user for user in list(memory.users) if isinstance(user, Mapping)]
     else:
-        ours = [m for m in tuple(books.mappings.values()) if m.memory.identity == memory.identity]
+        ours = [m for m in list(books.mappings.values()) if m.memory.identity == memory.identity]
     return [mapping for mapping in ours if not mapping.private and not mapping.is_final]
 
 

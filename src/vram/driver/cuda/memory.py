@@ -254,8 +254,8 @@ class MemoryCalls:
 
     # -- books --------------------------------------------------------------------------------------------------
     def live(self) -> LiveObjects:
-        mappings = tuple(self._books.mappings.values())
-        handles = tuple(self._books.handles.values())
+        mappings = list(self._books.mappings.values())
+        handles = list(self._books.handles.values())
         memories = {id(memory): memory.nbytes for memory in (*handles, *(mapping.memory for mapping in mappings))}
         return LiveObjects(len(self._books.reservations.at), len(handles), len(mappings), sum(memories.values()))
 

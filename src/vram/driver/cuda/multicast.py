@@ -255,8 +255,8 @@ class MulticastCalls(PoolCalls):
         found = super().live()
         if not self._multicast_seen:
             return found
-        mapped = [mapping.memory for mapping in tuple(self._books.mappings.values())]
-        out: list[Any] = [*tuple(self._books.handles.values()), *mapped]
+        mapped = [mapping.memory for mapping in list(self._books.mappings.values())]
+        out: list[Any] = [*self._books.handles.values(), *mapped]
         teams = {memory for memory in out if isinstance(memory, CudaMulticast)}
         return replace(found, nbytes=found.nbytes - sum(team.nbytes for team in teams))
 
