@@ -583,12 +583,12 @@ class RpcConnection:
         try:
             held.extend(filter(None, map(self._reading.acquire, (False,))))  # in one call, as in _flush
             with contextlib.suppress(VramError, ValueError):  # ValueError: another thread has closed it
-                for _ in range(_LAST_WORDS):
+                for number in range(_LAST_WORDS):
                     if not held or self._failure is not None or self._channel.brings_descriptors(0):
                         break
-                    self._read_one(0)
-                    if time.monotonic() >= until:
+                    if number and time.monotonic() >= until:  # the first is read in any case
                         break
+                    self._read_one(0)
         finally:
             if held:
                 self._reading.release()
