@@ -115,6 +115,16 @@ def test_asleep_it_is_not_published_sent_or_lent(tmp_path: Path) -> None:
             assert came.numpy().tolist() == [1]
 
 
+def together(work: Callable[[], None]) -> None:
+    """Do it in four threads at once."""
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
 def test_one_of_many_that_put_the_same_to_sleep_does(tmp_path: Path) -> None:
     with vram.asarray(np.arange(1000.0), device="host") as array, vram.asarray([1.0], device="host") as other:
         for _ in range(10):
@@ -128,12 +138,7 @@ def test_one_of_many_that_put_the_same_to_sleep_does(tmp_path: Path) -> None:
                 except (AsleepError, BusyError) as error:
                     came.append(error)
 
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(SOON)
-                assert not thread.is_alive()
+            together(work)
             slept = [one for one in came if not isinstance(one, Exception)]
             assert (len(came), len(slept)) == (4, 1)
             meet = threading.Barrier(4)
@@ -146,12 +151,7 @@ def test_one_of_many_that_put_the_same_to_sleep_does(tmp_path: Path) -> None:
                 except BusyError:
                     woken.append(0)
 
-            threads = [threading.Thread(target=wake) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(SOON)
-                assert not thread.is_alive()
+            together(wake)
             assert sum(woken) == 8008
             assert array.numpy()[999] == 999
 

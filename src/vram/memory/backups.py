@@ -90,13 +90,14 @@ class Backup:
         Whether the device has the memory back, and whether the bytes are gone.
     """
 
-    __slots__ = ("sizes",)
+    __slots__ = ("_held", "sizes")
 
     frees = discards = True
     where = "nowhere"
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)  # bytes of each chunk
+        self._held: list[Handle] = []  # what the region's handle depends on for this
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Put the first `nbytes` of a region aside; done when `copies` are finished."""
@@ -110,26 +111,29 @@ class Backup:
 
     def drop(self, region: Region) -> None:
         """Let go of what was put aside. Idempotent."""
+        while True:
+            if not self._held:
+                break
+            region._chunks.handle.drop_dependency(self._held.pop())
 
 
 class PinnedBackup(Backup):
     """In pinned memory of the host, at the speed of the bus."""
 
-    __slots__ = ("_handle", "_spans")
+    __slots__ = ("_spans",)
 
     discards = False
     where = "in pinned memory of the host"
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes)
-        self._handle: Handle | None = None
         self._spans: list[Span] = []
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Put the first `nbytes` aside; see the base class, here and below."""
         store = store_of(region.driver)
         spans = self._spans
-        self._handle = region._chunks.handle.keep("pinned backup", partial(store.give_back, spans))
+        self._held.append(region._chunks.handle.keep("pinned backup", partial(store.give_back, spans)))
         store.lend(nbytes, region.users[0], spans)
         for pinned, start, size in self._parts(0, nbytes):
             copies.start(region, pinned, region.address + start, size)
@@ -148,12 +152,6 @@ class PinnedBackup(Backup):
                 yield address + first - offset, first, last - first
             offset += nbytes
 
-    def drop(self, region: Region) -> None:
-        """Let go of the spans."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            region._chunks.handle.drop_dependency(handle)
-
 
 class FileBackup(Backup):
     """In a file that has no name, each piece with its checksum."""
@@ -165,7 +163,7 @@ class FileBackup(Backup):
 
     def __init__(self, sizes: Sequence[int], file: Handle, fd: int, at: int) -> None:
         super().__init__(sizes)
-        self._file: Handle | None = file
+        self._file = file  # which goes with the last region in it
         self._fd = fd
         self._at = at  # where in the file the region begins
         self._whole = 0  # bytes of the region that are there
@@ -173,7 +171,8 @@ class FileBackup(Backup):
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Write the first `nbytes`, piece by piece, with their checksums."""
-        region._chunks.handle.depend(cast("Handle", self._file))
+        region._chunks.handle.depend(self._file)
+        self._held.append(self._file)
         self._whole = nbytes
         for offset, size in self._pieces(0, nbytes):
             with _Window(region, offset, size, write=False) as view:
@@ -200,12 +199,6 @@ class FileBackup(Backup):
                 yield offset, min(_PIECE, first + size - offset, stop - offset)
             first += size
 
-    def drop(self, region: Region) -> None:
-        """Let go of the file, which goes with the last region in it."""
-        file, self._file = self._file, None
-        if file is not None:
-            region._chunks.handle.drop_dependency(file)
-
 
 class KeptBackup(Backup):
     """In the same memory, which others hold as well: only what this process has mapped goes."""
@@ -224,19 +217,13 @@ class KeptBackup(Backup):
         for chunk in region._chunks.row:
             memory = chunk.memory
             region._chunks.handle.depend(memory.handle)
+            self._held.append(memory.handle)
             self._memories.append(memory)
 
     def map(self, region: Region, number: int) -> None:
         """Map the same memory again."""
         with PhysicalAllocation.of(self._memories[number]) as allocation:
             region._chunks.append([allocation], region._access)
-
-    def drop(self, region: Region) -> None:
-        """Leave the memory to its mapping."""
-        while True:
-            if not self._memories:
-                break
-            region._chunks.handle.drop_dependency(self._memories.pop().handle)
 
 
 class _Window:
