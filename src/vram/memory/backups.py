@@ -24,7 +24,6 @@ from .allocation import Memory, PhysicalAllocation
 from .pinned import Span, store_of
 
 if TYPE_CHECKING:
-    from .chunks import Chunk
     from .region import Region
 
 __all__ = ["Backup", "Copies", "FileBackup", "KeptBackup", "PinnedBackup", "open_file"]
@@ -208,8 +207,8 @@ class KeptBackup(Backup):
     frees = discards = False
     where = "in memory that is shared, unmapped here"
 
-    def __init__(self, row: Sequence[Chunk]) -> None:
-        super().__init__([chunk.stop - chunk.start for chunk in row])
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(sizes)
         self._memories: list[Memory] = []
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:

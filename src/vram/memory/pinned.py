@@ -201,7 +201,7 @@ def trim() -> int:
 
     What sleeping memory needs to wake stays.
     """
-    return sum(store.trim() for store in tuple(_stores.values()))
+    return sum(store.trim() for store in list(_stores.values()))
 
 
 def _limit() -> int | None:

@@ -31,10 +31,12 @@ Place: TypeAlias = Path | Literal["host"] | None
 
 
 class Asleep:
-    """How a region sleeps. Until `backup` is there it is only about to.
+    """How a region sleeps, or is about to.
 
     Attributes
     ----------
+    backup : Backup
+        Where its bytes are. Of no chunks until that is chosen.
     state : str
         What it is doing, for errors.
     is_sealed : bool
@@ -45,12 +47,12 @@ class Asleep:
 
     def __init__(self) -> None:
         self.state = "falling asleep"
-        self.backup: Backup | None = None
+        self.backup = Backup(())
         self.nbytes = 0  # bytes from the first that are put aside
         self.is_sealed = False
 
     def __str__(self) -> str:
-        return f"{self.state}, its bytes {self.backup.where}" if self.backup and self.state == "asleep" else self.state
+        return f"{self.state}, its bytes {self.backup.where}" if self.state == "asleep" else self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Remapped(NamedTuple):
     spans: tuple[tuple[Location, int, int], ...]
 
 
-_listeners: dict[int, Callable[[Remapped], object]] = {}
+_listeners: dict[object, Callable[[Remapped], object]] = {}
 
 
 def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
@@ -142,7 +144,7 @@ def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
     callable
         Takes no argument, and ends it.
     """
-    key = id(callback)
+    key = object()
     _listeners[key] = callback
     return lambda: _listeners.pop(key, None) and None
 
@@ -151,10 +153,8 @@ def _tell(
     verb: Literal["sleep", "wake"], when: Literal["before", "after"], marks: dict[Region, Asleep], changed: bool
 ) -> None:
     if _listeners:
-        spans = tuple(
-            (region.location, region.address, sum(mark.backup.sizes)) for region, mark in marks.items() if mark.backup
-        )
-        for callback in tuple(_listeners.values()):
+        spans = tuple((region.location, region.address, sum(mark.backup.sizes)) for region, mark in marks.items())
+        for callback in list(_listeners.values()):
             callback(Remapped(verb, when, changed, spans))
 
 
@@ -179,16 +179,16 @@ def sleep_regions(
     copies = Copies()
     files: list[Claim] = []
     rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
+    is_told = False
     try:
         try:
             for region, mark in marks.items():
                 _begin(region, mark, unmap_shared)
             _choose(marks, places, files)
+            is_told = True
             _tell("sleep", "before", marks, False)
             _wait(marks, after)
             for region, mark in marks.items():
-                if mark.backup is None:
-                    continue  # which none is; said first, since the last step of this loop has to be one always taken
                 mark.backup.store(region, mark.nbytes, copies)
             copies.finish()
             rows = {region: region._chunks.row for region in marks}  # from here on it falls asleep, whatever comes
@@ -198,16 +198,16 @@ def sleep_regions(
                 _unmap(rows, marks)  # an interrupt: what was begun is finished
             else:
                 copies.settle(error)  # what is under way writes where something else would be put
-                _take_back(marks, error)
+                _take_back(marks, error, is_told)
             raise
     finally:
         copies.close()
         for claim in (*files, *using):
             claim.release()
     _tell("sleep", "after", marks, True)
-    freeing = [(mark, mark.backup) for mark in marks.values() if mark.backup is not None and mark.backup.frees]
-    freed = sum(sum(backup.sizes) for _, backup in freeing)
-    stored = sum(mark.nbytes for mark, backup in freeing if not backup.discards)
+    freeing = [mark for mark in marks.values() if mark.backup.frees]
+    freed = sum(sum(mark.backup.sizes) for mark in freeing)
+    stored = sum(mark.nbytes for mark in freeing if not mark.backup.discards)
     return SleepReport(stored, freed, time.perf_counter() - started)
 
 
@@ -233,7 +233,7 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
             others,
         )
     if others:
-        mark.backup = KeptBackup(row)
+        mark.backup = KeptBackup(region.chunks)
 
 
 def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
@@ -251,9 +251,9 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
     """Say where the bytes of each region go. What is put into one directory goes into one file, one behind another."""
     into: dict[Path, dict[Region, Asleep]] = {}
     for region, mark in marks.items():
-        if mark.backup is not None:
+        if isinstance(mark.backup, KeptBackup):
             continue
-        to, sizes = places[region], [chunk.stop - chunk.start for chunk in region._chunks.row]
+        to, sizes = places[region], region.chunks
         if to is None:
             mark.backup = Backup(sizes)
         elif isinstance(to, Path):
@@ -270,8 +270,7 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
         files.append(claim)
         at = 0
         for region, mark in due.items():
-            sizes = [chunk.stop - chunk.start for chunk in region._chunks.row]
-            mark.backup = FileBackup(sizes, claim.handle, fd, at)
+            mark.backup = FileBackup(region.chunks, claim.handle, fd, at)
             at += mark.nbytes
 
 
@@ -296,16 +295,16 @@ def _unmap(rows: dict[Region, tuple[chunks.Chunk, ...]], marks: dict[Region, Asl
         mark.state = "asleep"
 
 
-def _take_back(marks: dict[Region, Asleep], error: BaseException) -> None:
+def _take_back(marks: dict[Region, Asleep], error: BaseException, is_told: bool) -> None:
     """Nothing was unmapped: let go of what was put aside, and of the regions."""
     with unwinding(error):
         for region, mark in marks.items():
             if region.asleep is not mark:
                 continue
-            if mark.backup is not None:
-                mark.backup.drop(region)
+            mark.backup.drop(region)
             region.asleep = None
-        _tell("sleep", "after", marks, False)
+        if is_told:
+            _tell("sleep", "after", marks, False)
 
 
 # -- wake -------------------------------------------------------------------------------------------------------
@@ -315,7 +314,7 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
     marks: dict[Region, Asleep] = {}
     using = []
     copies = Copies()
-    is_whole = False
+    is_told = is_whole = False
     try:
         try:
             for region in regions:
@@ -323,8 +322,8 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
                 if not isinstance(mark, Asleep) or region in marks:
                     continue
                 using.append(region.handle.claim("wake"))
-                marks[region] = mark
                 _take_turn(region, mark, marks)
+            is_told = True
             _tell("wake", "before", marks, False)
             _fill(marks, copies, discard)
             is_whole = True  # from here on it is awake, whatever comes
@@ -334,15 +333,15 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
                 _show(marks)  # an interrupt: what was begun is finished
             else:
                 copies.settle(error)  # what is under way writes to what goes now
-                _sleep_on(marks, error)
+                _sleep_on(marks, error, is_told)
             raise
     finally:
         copies.close()
         for claim in using:
             claim.release()
     _tell("wake", "after", marks, True)
-    filled = [mark for mark in marks.values() if mark.backup is not None and mark.backup.frees]
-    zeroed = [mark.nbytes for mark in filled if discard or (mark.backup is not None and mark.backup.discards)]
+    filled = [mark for mark in marks.values() if mark.backup.frees]
+    zeroed = [mark.nbytes for mark in filled if discard or mark.backup.discards]
     restored = sum(mark.nbytes for mark in filled) - sum(zeroed)
     return WakeReport(restored, sum(zeroed), time.perf_counter() - started)
 
@@ -350,8 +349,8 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
 def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> None:
     with region._alone():
         if region.asleep is not mark or mark.state != "asleep":
-            del marks[region]  # it is another call's
             raise BusyError(f"{region._chunks.handle.label} is {mark.state} in another thread")
+        marks[region] = mark  # from here on it is this call's: nothing is called before the next line
         mark.state = "waking"
 
 
@@ -360,9 +359,7 @@ def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
     reached = dict.fromkeys(marks, 0)
     number = 0
     while True:
-        left = [
-            (region, mark.backup) for region, mark in marks.items() if mark.backup and number < len(mark.backup.sizes)
-        ]
+        left = [(region, mark.backup) for region, mark in marks.items() if number < len(mark.backup.sizes)]
         for region, backup in left:
             backup.map(region, number)
             start = reached[region]
@@ -374,7 +371,7 @@ def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
         number += 1
     copies.finish()
     for region, mark in marks.items():
-        if mark.backup is None or not mark.backup.frees:
+        if not mark.backup.frees:
             continue
         if mark.is_sealed:
             for chunk in region._chunks.row:
@@ -388,12 +385,12 @@ def _show(marks: dict[Region, Asleep]) -> None:
     for region, mark in marks.items():
         if region.asleep is mark:
             region.asleep = None
-        if mark.backup is not None:
-            mark.backup.drop(region)
+        mark.backup.drop(region)
 
 
-def _sleep_on(marks: dict[Region, Asleep], error: BaseException) -> None:
+def _sleep_on(marks: dict[Region, Asleep], error: BaseException, is_told: bool) -> None:
     """Unmap what was mapped: everything is still asleep, and whole."""
     with unwinding(error):
         _unmap({region: region._chunks.row for region in marks}, marks)
-        _tell("wake", "after", marks, False)
+        if is_told:
+            _tell("wake", "after", marks, False)

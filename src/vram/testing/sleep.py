@@ -335,6 +335,20 @@ class SleepContract(MemorySuite):
         wake_regions(regions)
         self.check(driver, *regions, granule)
 
+    def test_what_is_refused_at_once_is_told_nobody(
+        self, driver: Driver, regions: tuple[Region, Region], tmp_path: Path
+    ) -> None:
+        told: list[Remapped] = []
+        end = on_remap(told.append)
+        try:
+            held, _ = regions[0].segments(0, 1)
+            with pytest.raises(BusyError):
+                put(regions, tmp_path)
+            del held
+        finally:
+            end()
+        assert told == []
+
     def test_nothing_and_empty_regions_sleep(
         self, driver: Driver, location: Location, granule: int, place: Place
     ) -> None:
