@@ -32,6 +32,7 @@ def test_arrays_sleep_with_all_that_lies_on_their_region(tmp_path: Path) -> None
             part.numpy,
             one.copy,
             one.memoryview,
+            lambda: vram.copy(one),
             lambda: np.asarray(one),
             lambda: one[0],
             lambda: one.__setitem__(0, 1),

@@ -186,6 +186,8 @@ def copy(
     array = empty(made.shape, made.dtype, device=wanted)
     try:
         if made.nbytes:
+            if made.region.asleep is not None:
+                raise made.region.sleeps()
             made.region.synchronize()
             made.region.driver.copy(array.address, made.address, made.nbytes)
     except BaseException:

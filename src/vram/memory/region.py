@@ -644,7 +644,7 @@ class Region(Owned):
     # -- how ----------------------------------------------------------------------------------------------------
     def sleeps(self) -> AsleepError:
         """Return the error for what cannot be done while the region is asleep."""
-        return AsleepError(f"{self.handle.label} is {self.asleep or 'awake again'}: vram.wake it first")
+        return AsleepError(f"{self._chunks.handle.label} is {self.asleep or 'awake again'}: vram.wake it first")
 
     def _alone(self) -> threading.RLock:
         """Return the lock of those who change the region, for a with block: each waits for the one before.
