@@ -370,7 +370,7 @@ class Claim:
             try:
                 with _lock:
                     # Claims whose release is only queued are no reason to refuse.
-                    queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, tuple(_released))))
+                    queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, list(_released))))
                     claims = tuple(self.handle._claims.copy().items())
                     others = tuple(_who(holder) for s, (holder, _) in claims if s != serial and s not in queued)
                     if others:
@@ -806,7 +806,7 @@ def _at_exit() -> None:
     """Take back only what the kernel will not (I8)."""
     global _exiting
     _settle()
-    for handle in reversed(tuple(_live.values())):  # what was made later may stand on what was made before
+    for handle in reversed(list(_live.values())):  # what was made later may stand on what was made before
         if handle._at_exit and handle._undo is not None:
             undo, handle._undo = handle._undo, None
             with contextlib.suppress(Exception):

@@ -44,6 +44,11 @@ def test_nothing_ends_the_process() -> None:
     assert house.endings(ROOT) == []
 
 
+def test_what_finalizers_change_is_listed_in_one_step() -> None:
+    """I3."""
+    assert house.unsafe_listings(ROOT) == []
+
+
 def test_modules_of_a_room_do_not_import_each_other_in_a_circle() -> None:
     found = house.circles(ROOT)
     assert [line for line in found if line.partition(":")[0] not in CIRCLES] == []

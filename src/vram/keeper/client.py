@@ -606,7 +606,7 @@ def close_client(path: str) -> None:
 
 def close_clients() -> None:
     """End all connections that :func:`client` made: for tests, and before a fork that should share nothing."""
-    for path in tuple(_clients):
+    for path in list(_clients):
         close_client(path)
 
 

@@ -232,7 +232,7 @@ class _Thread:
     # -- in the thread ----------------------------------------------------------------------------------------------
     def _run(self, bell: Channel) -> None:
         while self._sleep(bell):
-            for line in tuple(self._lines):
+            for line in list(self._lines):
                 try:
                     line.pump()
                 except VramError:  # the keeper is gone, and what it said before is heard
@@ -241,7 +241,7 @@ class _Thread:
                     line.close()
                 _pass_on(line)
                 if line not in self._lines:
-                    for subscription in tuple(line.listeners.values()):
+                    for subscription in list(line.listeners.values()):
                         if subscription.of_all:
                             subscription.call()
                     line.listeners.clear()
@@ -257,7 +257,7 @@ class _Thread:
             poll.register(bell.fileno(), select.POLLIN)
         except ClosedError:
             return False
-        for line in tuple(self._lines):
+        for line in list(self._lines):
             with contextlib.suppress(ClosedError):
                 poll.register(line._channel.fileno(), select.POLLIN)
         poll.poll()
@@ -281,7 +281,7 @@ class _Thread:
         if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
             return False  # somebody comes to listen, and wakes us
         try:
-            for line in tuple(self._lines):
+            for line in list(self._lines):
                 if line.listeners:
                     continue
                 self._lines.remove(line)
@@ -300,7 +300,7 @@ def _pass_on(line: _Line) -> None:
     while line.heard:
         notice = line.heard.popleft()
         key, is_revoked = (notice.name, notice.version), notice.reason == "revoked"  # a newer version harms nobody
-        told = [one for one in tuple(line.listeners.values()) if one.key == key and (is_revoked or one.of_all)]
+        told = [one for one in list(line.listeners.values()) if one.key == key and (is_revoked or one.of_all)]
         for subscription in told:
             line.listeners.pop(subscription.number, None)
             subscription.call()
