@@ -483,14 +483,16 @@ class RemoteTransport(Endpoint):
     def _listen(self) -> None:
         """Hear what is there already, a bounded part of it, for a bounded time."""
         began = time.monotonic()
+        heard = 0
         held = False
         try:
             held = uninterrupted(self._reading.acquire, False)
             with contextlib.suppress(WaitTimeoutError):
-                for _ in range(_MOST_AT_ONCE if held else 0):
-                    self._hear(0.0)
-                    if _is_late(began):
+                while True:
+                    if not held or heard >= _MOST_AT_ONCE or (heard and _is_late(began)):
                         break
+                    self._hear(0.0)
+                    heard += 1
         finally:
             if held:
                 self._reading.release()
