@@ -252,6 +252,7 @@ while True:
             try:
                 found = channel.recv(timeout=float(sys.argv[3]))
             except ProtocolError as error:
+                last = error  # freed before it is said: no interrupt comes out of the finalizer of its list
                 most = max(most, opened())
                 print("wrong", error, flush=True)
                 continue
