@@ -114,6 +114,8 @@ class Array(Viewable):
         self._offset = operator.index(offset)
         self._row_nbytes = nbytes_of(lengths[1:], kind)
         nbytes = self._row_nbytes * lengths[0] if lengths else self._row_nbytes
+        if not self._row_nbytes:
+            nbytes_of(lengths, kind)  # whose rows are empty: nothing above says that there are too many
         self._size_lock = threading.RLock() if owns_growth else None  # never taken by a finalizer
         self.provenance = provenance
         # The array that owns the region pins nothing: it must be able to shrink below itself.
