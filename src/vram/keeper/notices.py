@@ -272,8 +272,7 @@ class _Thread:
                 begin(self._thread)
             except BaseException:  # interrupted: it may run, and ends with its bell
                 self._bell = self._thread = None
-                for end in bell:
-                    end.close()
+                bell[1].close()  # not the other end: it may be about to wait for a number that is another's by then
                 raise
 
     def _wake(self) -> None:
@@ -302,6 +301,7 @@ class _Thread:
             self._drop_those_who_left()
             if self._is_over():
                 return
+        bell.close()  # nobody rings it any more
 
     def _sleep(self, bell: Channel) -> bool:
         """Wait for news or the bell; return whether there still is one."""
