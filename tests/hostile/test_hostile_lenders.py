@@ -681,6 +681,26 @@ def test_threads_that_listen_at_one_path_share_the_connection(monkeypatch: pytes
         assert line.is_ended()
 
 
+def test_who_is_told_before_its_question_is_answered_keeps_the_connection() -> None:
+    """News of the same version that others were told of came in between, and nobody listened there any more."""
+    with leased() as (one, accept):
+        thread, first = later(lambda: one.signal(1))
+        line = answers_a_watch(accept)
+        thread.join(SOON)
+        thread, second = later(lambda: one.signal(1))
+        call = line.hear().call
+        line.say(m.Notice(0, LENT, 1, "revoked", 0))
+        until(lambda: first[0]._reader.is_hung_up(), what="the news")
+        until(lambda: not notices._thread._lines[0].listeners, what="the news for both")
+        assert not notices._thread._is_over()
+        line.say(m.Done(call))
+        thread.join(SOON)
+        assert isinstance(second[0], notices.Signal), second
+        for came in (first, second):
+            came[0].close()
+        assert line.is_ended()
+
+
 def test_a_path_is_waited_for_as_long_as_a_greeting_by_each_who_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one after another; and then nothing is left of it, neither a lock nor a connection."""
     monkeypatch.setattr(notices, "CONNECT_SECONDS", 0.3)

@@ -131,6 +131,7 @@ class _Line(RpcConnection):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.listeners: dict[int, Subscription] = {}
+        self.asking: dict[int, Subscription] = {}
         self.heard: deque[m.Notice] = deque()
         self._watched = self._noticed = 0  # how often news were asked for, and how many pieces of them came
 
@@ -143,8 +144,9 @@ class _Line(RpcConnection):
 
         Called with the thread's lock: a connection that nobody listens on is closed.
         """
-        self.listeners[subscription.number] = subscription
         subscription.line = self
+        self.asking[subscription.number] = subscription  # until it has asked: it may be told before that is answered
+        self.listeners[subscription.number] = subscription
         self._watched += 1
 
     def watch(self, subscription: Subscription) -> None:
@@ -206,7 +208,11 @@ class _Thread:
                     if is_new:
                         raise
                     refused = line
+                finally:
+                    line.asking.pop(subscription.number, None)
         finally:
+            if subscription.line is not None:  # an interrupt came before it asked
+                subscription.line.asking.pop(subscription.number, None)
             self._wake()
 
     def _line(self, like: RpcConnection, subscription: Subscription, refused: _Line | None) -> tuple[_Line, bool]:
@@ -335,7 +341,7 @@ class _Thread:
             return False  # somebody comes to listen, and wakes us
         try:
             for line in tuple(self._lines):
-                if line.listeners:
+                if line.listeners or line.asking:
                     continue
                 self._lines.remove(line)
                 line.close()
