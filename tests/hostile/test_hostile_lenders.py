@@ -690,9 +690,10 @@ def test_who_is_told_before_its_question_is_answered_keeps_the_connection() -> N
         thread, second = later(lambda: one.signal(1))
         call = line.hear().call
         line.say(m.Notice(0, LENT, 1, "revoked", 0))
-        until(lambda: first[0]._reader.is_hung_up(), what="the news")
-        until(lambda: not notices._thread._lines[0].listeners, what="the news for both")
-        assert not notices._thread._is_over()
+        ours = first[0].subscription.line
+        until(lambda: not ours.listeners, what="the news for both")
+        notices._thread._is_over()
+        assert ours in notices._thread._lines
         line.say(m.Done(call))
         thread.join(SOON)
         assert isinstance(second[0], notices.Signal), second
