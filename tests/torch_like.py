@@ -124,7 +124,7 @@ class TorchLike(ModuleType):
         entry = (threading.get_ident(), pool)
         self.lock.pass_by()
         assert pool.uses
-        assert pool not in [one for _, one in self.entered], "already recording to mempool_id"
+        assert pool not in [one for _, one in list(self.entered)], "already recording to mempool_id"
         pool.uses += 1
         self.entered.append(entry)
         try:
@@ -153,11 +153,13 @@ class TorchLike(ModuleType):
         """Allocate as ``torch.empty`` does, and return the address."""
         size = -(-nbytes // (2 << 20)) * (2 << 20)
         me = threading.get_ident()
-        pool = next(one for thread, one in reversed(self.entered) if thread == me)
+        pool = next(one for thread, one in reversed(list(self.entered)) if thread == me)
         address = next((one for one, cached in pool.cached.items() if cached >= size), None)
         if address is not None:
-            size = pool.cached.pop(address)
-        elif self.opens and not self.keep_lock:
+            pool.taken[address] = pool.cached[address]  # first: no snapshot is to miss it
+            del pool.cached[address]
+            return address
+        if self.opens and not self.keep_lock:
             address = pool.allocate(size, 0, None)
         else:
             with self.lock.held():
@@ -171,7 +173,8 @@ class TorchLike(ModuleType):
     def drop(self, address: int) -> None:
         """Free a "tensor": its segment stays in the cache."""
         pool = next(one for one in self.pools if address in one.taken)
-        pool.cached[address] = pool.taken.pop(address)
+        pool.cached[address] = pool.taken[address]
+        del pool.taken[address]
 
     def empty_cache(self) -> None:
         """Give back the cached segments of pools that nobody uses any more."""

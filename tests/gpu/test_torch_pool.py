@@ -30,11 +30,11 @@ HANGS = 30
 
 
 @pytest.fixture(autouse=True)
-def limit() -> Iterator[None]:
-    with open(os.dup(2), "w") as stderr:  # not what pytest captures
-        faulthandler.dump_traceback_later(HANGS, exit=True, file=stderr)
-        yield
-        faulthandler.cancel_dump_traceback_later()
+def limit(pytestconfig: pytest.Config) -> Iterator[None]:
+    stderr = pytestconfig.pluginmanager.get_plugin("watchdog")._stderr  # that of before pytest captured it
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def free_bytes() -> int:

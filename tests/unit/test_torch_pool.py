@@ -255,8 +255,17 @@ def test_out_of_memory_is_torchs_own_and_says_why(torch: TorchLike, pool: vram.T
     with pytest.raises(OutOfMemoryError) as caught, pool.use("kv"):
         torch.empty(2 * total)
     assert any(note.startswith("vram: OutOfMemoryError: ") for note in caught.value.__notes__)
-    with pool.use("kv"):
-        assert torch.empty(2 * MIB)
+
+    def fail_later() -> None:
+        with pool.use("kv"):
+            with pytest.raises(OutOfMemoryError):
+                torch.empty(2 * total)
+            assert torch.empty(2 * MIB)
+            raise LookupError
+
+    with pytest.raises(LookupError) as other:
+        fail_later()
+    assert not hasattr(other.value, "__notes__")  # which is not about that
 
 
 @on_gpu

@@ -128,6 +128,8 @@ def _requests() -> Generator[int, int, None]:
 
 def _allocate(nbytes: int) -> int:
     _note_given()  # torch has come back for more: it has noted what it was given before
+    if isinstance(_here.failed, Exception):
+        _here.failed = None  # whoever asked has been told, by torch
     pool, tag = _here.within[-1]
     try:
         region = Region.create(pool.location, capacity=nbytes, nbytes=nbytes, managed=True)
