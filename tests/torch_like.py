@@ -9,6 +9,7 @@ Entering a pool, leaving it, statistics and snapshots wait for that lock with Py
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,11 +51,10 @@ class _Lock:
 
 
 class _MemPool:
-    _count = 0
+    _numbers = itertools.count(1)
 
     def __init__(self, allocator: tuple[int, int]) -> None:
-        type(self)._count += 1
-        self.id = (0, type(self)._count)
+        self.id = (0, next(self._numbers))
         self.allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(allocator[0])
         self.release = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
             allocator[1]
@@ -83,6 +83,7 @@ class TorchLike(ModuleType):
         self.pools: list[_MemPool] = []
         self.entered: list[tuple[int, _MemPool]] = []
         self.frees = 0
+        self.emptying = threading.Lock()
         self.capturing = False
         self._C = SimpleNamespace(
             _cuda_customAllocator=lambda allocate, free: (allocate, free),
@@ -116,8 +117,9 @@ class TorchLike(ModuleType):
 
     def _make(self, allocator: tuple[int, int]) -> _MemPool:
         self.lock.pass_by()
-        self.pools.append(_MemPool(allocator))
-        return self.pools[-1]
+        made = _MemPool(allocator)
+        self.pools.append(made)
+        return made
 
     @contextmanager
     def _use(self, pool: _MemPool, device: int) -> Iterator[None]:
@@ -125,7 +127,7 @@ class TorchLike(ModuleType):
         self.lock.pass_by()
         assert pool.uses
         assert pool not in [one for _, one in list(self.entered)], "already recording to mempool_id"
-        pool.uses += 1
+        pool.uses += 1  # nobody else has it: the pool under test sees to that
         self.entered.append(entry)
         try:
             yield
@@ -178,8 +180,9 @@ class TorchLike(ModuleType):
 
     def empty_cache(self) -> None:
         """Give back the cached segments of pools that nobody uses any more."""
-        for pool in self.pools:
-            while not pool.uses and pool.cached:
-                address, size = pool.cached.popitem()
-                self.frees += 1
-                pool.release(address, size, 0, None)
+        with self.emptying:
+            for pool in list(self.pools):
+                while not pool.uses and pool.cached:
+                    address, size = pool.cached.popitem()
+                    self.frees += 1
+                    pool.release(address, size, 0, None)
