@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .arrays.share import share as share
     from .arrays.sleep import sleep as sleep
     from .arrays.sleep import wake as wake
+    from .arrays.torch_pool import TorchPool as TorchPool
     from .entries.administration import entry as entry
     from .entries.administration import holders as holders
     from .entries.administration import list_entries as list_entries
@@ -67,6 +68,7 @@ _HOMES = {
     "arrays.route": "ShareRoute",
     "arrays.share": "copy explain share",
     "arrays.sleep": "sleep wake",
+    "arrays.torch_pool": "TorchPool",
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",

@@ -43,6 +43,7 @@ USES = {
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
     "sleep": "assert_type(vram.sleep([array], to='/tmp').freed, int)",
     "wake": "assert_type(vram.wake([array]).discarded, int)",
+    "TorchPool": "pool = vram.TorchPool('cuda:0')\nassert_type(pool.sleep(['weights']).freed, int)",
     "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",
     "trim": "assert_type(vram.trim(), int)",
     "Access": "right: vram.Access = vram.Access.READ_WRITE",
