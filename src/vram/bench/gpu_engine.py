@@ -1,8 +1,9 @@
-"""What engines do with GPU memory: sleep and wake, against a plain copy of the bytes and against bare calls."""
+"""What engines do with GPU memory: it sleeps and wakes, and PyTorch allocates it in a pool."""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,14 +12,17 @@ import vram
 
 from .. import driver as drivers
 from ..spec import Location, format_size
-from .bare_calls import Bare, bare_calls
+from .bare_calls import Bare, bare_calls, ordinal_of
+from .gpu_torch import torch_on
 from .machine import fitting
-from .measure import Figure, Result, Row, in_turns
+from .measure import Figure, Result, Row, in_turns, timed
 
 __all__ = ["measure"]
 
 _NBYTES = 32 << 30
 _CHUNKS = (80 << 20, 512 << 20)  # layers of a model, and large tables
+_TENSOR = 256 << 20
+_TENSORS = 16
 _WINDOW = 4 << 30  # bytes of pinned memory that the plain copy goes through again and again
 
 
@@ -49,12 +53,13 @@ def measure(quick: bool, location: Location) -> Result:
             rows += _discarded(bare, location, size, chunk, rounds, what)
     with _trimmed():
         rows += _all_at_once(location, nbytes, rounds, notes)
+    rows += _in_torchs_pool(quick, location, notes)
     notes.append(
         f"the second time and later: the pinned memory is there. The plain copy is one call after the other on one "
         f"stream, through {format_size(min(_WINDOW, nbytes))} of pinned memory that it uses again and again. Asleep, "
         f"memory is with the device; awake, every byte is back"
     )
-    return Result("engine", "GPU memory asleep and awake", rows, notes)
+    return Result("engine", "GPU memory asleep and awake, and in PyTorch's hands", rows, notes)
 
 
 @contextlib.contextmanager
@@ -181,4 +186,49 @@ def _all_at_once(location: Location, nbytes: int, rounds: int, notes: list[str])
         one = Row(f"{word}: {format_size(size)} of one GPU", figures[f"one {verb}"])
         every = f"{word}: {format_size(size)} of each of {devices} GPUs, in one call"
         rows += [one, Row.held(every, figures[f"all {verb}"], one, at_most=1.1)]
+    return rows
+
+
+def _in_torchs_pool(quick: bool, location: Location, notes: list[str]) -> list[Row]:
+    """Allocate tensors in a pool of ours: against torch's own."""
+    torch = torch_on(location, notes)
+    if torch is None:
+        return []
+    device = f"cuda:{ordinal_of(location)}"
+    nbytes = fitting(location, (4 << 20) if quick else _TENSOR, _TENSORS, 1.25, notes)
+    pool = vram.TorchPool(device)
+
+    def new() -> Any:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def first() -> float:
+        kept: list[Any] = []
+        return statistics.median(timed(lambda: kept.append(new())) for _ in range(_TENSORS))
+
+    def reused() -> float:
+        new()
+        return statistics.median(timed(new) for _ in range(100 if quick else 1000))
+
+    def case(allocate: Callable[[], float], *, ours: bool) -> Callable[[], float]:
+        def run() -> float:
+            with pool.use("bench") if ours else contextlib.nullcontext():
+                spent = allocate()
+            pool.close()  # which empties torch's cache as well
+            torch.cuda.empty_cache()
+            return spent
+
+        return run
+
+    cases = {
+        "torch first": case(first, ours=False),
+        "first": case(first, ours=True),
+        "torch reused": case(reused, ours=False),
+        "reused": case(reused, ours=True),
+    }
+    took = in_turns(cases, 2 if quick else 9, warm=1)
+    figures = {name: Figure.of(seconds, "us", scale=1e6) for name, seconds in took.items()}
+    rows: list[Row] = []
+    for name, most in {"first": 1.5, "reused": 1.05}.items():
+        own = Row(f"torch.empty of {format_size(nbytes)}, {name}: torch's own pool", figures[f"torch {name}"])
+        rows += [own, Row.held(f"in a vram.TorchPool, {name}", figures[name], own, at_most=most)]
     return rows
