@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .arrays.create import zeros as zeros
     from .arrays.hints import ArrayLike as ArrayLike
     from .arrays.hints import StreamLike as StreamLike
+    from .arrays.resize import resize as resize
     from .arrays.route import ShareRoute as ShareRoute
     from .arrays.share import copy as copy
     from .arrays.share import explain as explain
@@ -64,6 +65,7 @@ _HOMES = {
     "arrays": "Array",
     "arrays.create": "asarray empty zeros",
     "arrays.hints": "ArrayLike StreamLike",
+    "arrays.resize": "resize",
     "arrays.route": "ShareRoute",
     "arrays.share": "copy explain share",
     "arrays.sleep": "sleep wake",

@@ -41,6 +41,7 @@ USES = {
     "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
+    "resize": "vram.resize({array: 7})",
     "sleep": "assert_type(vram.sleep([array], to='/tmp').freed, int)",
     "wake": "assert_type(vram.wake([array]).discarded, int)",
     "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",

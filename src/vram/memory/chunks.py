@@ -110,20 +110,36 @@ class Chunks:
         memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
-    def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags) -> None:
-        """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
+    @property
+    def workers(self) -> tuple[Location, ...]:
+        """The devices that may have work under way on what is mapped."""
+        return self.where.workers
+
+    def make(
+        self,
+        sizes: Sequence[int],
+        kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags,
+        into: list[Chunk] | None = None,
+    ) -> None:
+        """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4).
+
+        Into the row, unless a list is given: then it is for the caller to put it there, or to :meth:`give_back`.
+        """
         driver, place = self.where.driver, self.location
         if _is_direct(type(driver)):
             direct: Any = driver
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
             put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
-            self._append([Piece(size, put) for size in sizes], access)
+            self._append([Piece(size, put) for size in sizes], access, into)
             return
         made: list[tuple[Memory, Claim]] = []
         try:
             for size in sizes:
                 made.append(create_memory(driver, size, place, kinds, flags))
-            self._append([Piece(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made], access)
+            pieces = [Piece(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made]
+            self._append(pieces, access, into)
         except BaseException as error:
             with unwinding(error):
                 for _, claim in reversed(made):
@@ -169,10 +185,11 @@ class Chunks:
         for one in opened:
             one.close()  # the mappings keep it now
 
-    def _append(self, pieces: Sequence[Piece], access: Access) -> None:
+    def _append(self, pieces: Sequence[Piece], access: Access, into: list[Chunk] | None = None) -> None:
         """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped.
 
-        The region's handle keeps each mapping from before it is made: while this runs, the caller has a claim on it.
+        Into the row, or into a list, as :meth:`make`. The region's handle keeps each mapping from before it is made:
+        while this runs, the caller has a claim on it.
         """
         handle, where = self.handle, self.where
         start = offset = self.row[-1].stop if self.row else 0
@@ -184,6 +201,7 @@ class Chunks:
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
                 undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
+                undo.is_idle = True  # nobody has heard of it
                 made.append(handle.keep(undo.describe, undo, depends=depends))
                 undo.map(put)
                 row.append(Chunk(offset, offset + nbytes, self.location, made[-1], undo, memory))
@@ -193,7 +211,12 @@ class Chunks:
                 where.driver.mem_set_access(where.address + start, offset - start, access, self.users)
             if self.populate:
                 touchable(where.driver, access).populate(where.address + start, offset - start)
-            self.row = (*self.row, *row)
+            for chunk in row:
+                chunk.undo.is_idle = False
+            if into is None:
+                self.row = (*self.row, *row)
+            else:
+                into += row
         except BaseException as error:
             with unwinding(error):
                 for mapping in reversed(made):
@@ -216,6 +239,10 @@ class Chunks:
         """
         if chunks:
             self.row = tuple(chunk for chunk in self.row if chunk.start < chunks[0].start)
+        self.give_back(chunks)
+
+    def give_back(self, chunks: Sequence[Chunk]) -> None:
+        """Give chunks back that are in the row no more, or not yet; as :meth:`unmap`."""
         for chunk in reversed(chunks):
             self.handle.drop_dependency(chunk.mapping)
         for chunk in chunks:

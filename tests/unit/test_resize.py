@@ -1,0 +1,291 @@
+"""Growth of many arrays as users write it; what regions do is in vram.testing.resize."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram import lifetime
+from vram.driver.host import HostDriver
+from vram.driver.protocol import DirectMapping
+from vram.errors import (
+    AsleepError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    ForkedError,
+    OutOfMemoryError,
+    UsageError,
+)
+from vram.memory import Region
+from vram.memory.resize import resize_regions
+from vram.spec import HOST, Location
+from vram.testing.faults import FaultyDriver
+from vram.testing.keeper import SOON, until
+
+G = 2 << 20
+GPU = Location("cuda", 0)
+
+
+@pytest.fixture
+def arrays() -> Iterator[list[vram.Array]]:
+    made = [vram.zeros((4, 64), "int32", device="host", capacity=1 << 20, chunk="2MiB") for _ in range(5)]
+    for number, array in enumerate(made):
+        array[:] = number + 1
+    yield made
+    for array in made:
+        array.close()
+
+
+def looks(arrays: list[vram.Array]) -> list[object]:
+    return [(array.shape, array.region.nbytes, array.region.layout, array.numpy().sum()) for array in arrays]
+
+
+def test_some_grow_and_some_shrink_and_none_moves_i5(arrays: list[vram.Array]) -> None:
+    addresses = [array.address for array in arrays]
+    vram.resize({arrays[0]: 100_000, arrays[1]: 1, arrays[2]: 0, arrays[3]: 50_000, arrays[4]: 4})
+    assert [len(array) for array in arrays] == [100_000, 1, 0, 50_000, 4]
+    assert [array.address for array in arrays] == addresses
+    assert arrays[0].numpy()[:4].min() == 1
+    assert not arrays[0].numpy()[4:].any()
+    assert arrays[1].numpy().max() == 2
+    vram.resize({})
+
+
+@pytest.mark.parametrize("kind", ["slice", "attached", "scalar", "not an array", "rows", "capacity", "twin", "closed"])
+def test_what_cannot_be_is_refused_and_says_which(arrays: list[vram.Array], kind: str) -> None:
+    arrays[1].close()
+    arrays.pop(1)
+    before = looks(arrays)
+    one, closed = arrays[0], vram.zeros(1, device="host")
+    closed.close()
+    with vram.private_keeper(), vram.zeros((), device="host") as scalar:
+        vram.publish("n", {"x": one})
+        with vram.attach("n") as lease:
+            two = arrays[2]
+            wrong: dict[str, tuple[Callable[[], Any], Any, Any, str]] = {
+                "slice": (lambda: two[1:], 9, UsageError, r"\(3, 64\).*memory of others"),
+                "attached": (lambda: lease["x"], 9, UsageError, "memory of others"),
+                "scalar": (lambda: scalar, 9, UsageError, "no dimension"),
+                "not an array": (lambda: b"bytes", 9, UsageError, "arrays are resized"),
+                "rows": (lambda: two, 1.5, UsageError, "rows must be"),
+                "capacity": (lambda: two, (1 << 20) + 1, CapacityError, r"1048577 rows.*\(4, 64\)"),
+                "twin": (lambda: vram.Array(arrays[1].region, "int32", 4, owns_growth=True), 9, UsageError, "one of"),
+                "closed": (lambda: closed, 1, ClosedError, "closed"),
+            }
+            make, rows, error, says = wrong[kind]
+            thing = make()
+            for order in (1, -1):
+                with pytest.raises(error, match=says):
+                    vram.resize(dict([(arrays[3], 50_000), (arrays[1], 1), (thing, rows)][::order]))
+                assert looks(arrays)[1:] == before[1:]
+            del thing
+    with pytest.raises(UsageError, match="dict of arrays"):
+        vram.resize([(one, 1)])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no CUDA event"):
+        vram.resize({arrays[1]: 1}, after="soon")
+
+
+def test_a_view_of_what_would_go_keeps_all_as_it_is_i6(arrays: list[vram.Array]) -> None:
+    views = [arrays[0].numpy(), arrays[2].numpy()[3:]]
+    before = looks(arrays)
+    with pytest.raises(BusyError, match="1 more") as caught:
+        vram.resize({arrays[0]: 1, arrays[1]: 200_000, arrays[2]: 2})
+    assert len(caught.value.holders) == 2
+    assert looks(arrays) == before
+    vram.resize({arrays[0]: 4, arrays[1]: 200_000, arrays[3]: 2})
+    del views
+    vram.resize({arrays[0]: 1, arrays[1]: 0, arrays[2]: 2})
+
+
+def test_not_enough_memory_keeps_all_as_it_is_i4(arrays: list[vram.Array]) -> None:
+    available, _ = drivers.get(HOST).mem_info(HOST)
+    with vram.zeros((1, 1 << 20), "int8", device="host", capacity=(available >> 20) + 1024) as vast:
+        before = looks([*arrays, vast])
+        with pytest.raises(OutOfMemoryError):
+            vram.resize({arrays[0]: 100_000, arrays[1]: 1, vast: vast.capacity[0]})
+        assert looks([*arrays, vast]) == before
+
+
+def test_what_is_asleep_is_not_resized(arrays: list[vram.Array], tmp_path: Path) -> None:
+    vram.sleep(arrays[3], tmp_path)
+    before = looks(arrays[:3])
+    with pytest.raises(AsleepError):
+        vram.resize(dict.fromkeys(arrays, 9000))
+    assert looks(arrays[:3]) == before
+    vram.wake(arrays[3])
+    vram.resize(dict.fromkeys(arrays, 9000))
+    assert arrays[3].numpy()[:4].min() == 4
+
+
+def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            vram.resize(dict.fromkeys(arrays, 9))
+        except ForkedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    vram.resize(dict.fromkeys(arrays, 9))
+
+
+def test_threads_that_resize_many_and_look(arrays: list[vram.Array]) -> None:
+    """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
+    wrong: list[BaseException] = []
+    stop = threading.Event()
+
+    def change(seed: int) -> None:
+        order = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                chosen = [arrays[number] for number in order.permutation(5)[:3]]
+                try:
+                    vram.resize({array: int(order.integers(0, 60_000)) for array in chosen})
+                except BusyError:
+                    continue
+        except BaseException as error:
+            wrong.append(error)
+
+    def look() -> None:
+        try:
+            while not stop.is_set():
+                for array in arrays:
+                    view = array.numpy()
+                    if len(view):
+                        view[0, 0] = view[-1, -1]
+                    del view
+        except BaseException as error:
+            wrong.append(error)
+
+    changers = [threading.Thread(target=change, args=(seed,), daemon=True) for seed in range(3)]
+    looker = threading.Thread(target=look, daemon=True)
+    for thread in (*changers, looker):
+        thread.start()
+    for thread in changers:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    stop.set()
+    looker.join(SOON)
+    assert not looker.is_alive()
+    assert not wrong
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_budget_of_driver_calls_of_many(direct: bool) -> None:
+    driver = FaultyDriver(HostDriver(), hide=() if direct else [DirectMapping])
+    regions = [Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) for _ in range(6)]
+    driver.clear()
+    resize_regions(dict.fromkeys(regions, 5 * G))
+    new = ("mem_map_new",) * 4 if direct else ("mem_create",) * 4 + ("mem_map",) * 4 + ("mem_set_access",)
+    assert driver.calls == new * 6
+    driver.clear()
+    with regions[0].pin(0, 2 * G), pytest.raises(BusyError):
+        resize_regions({regions[0]: G, regions[1]: 8 * G})
+    assert driver.calls == ()  # what can be refused is refused before anything is made
+    resize_regions(dict.fromkeys(regions, G))
+    assert set(driver.calls) == {"mem_unmap"} | ({"mem_release"} if not direct else set())
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.standin
+def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
+    import standin
+
+    control = standin.Standin()
+    arrays = [vram.zeros((1, 1 << 20), "int8", device="cuda:0", capacity=64, chunk="2MiB") for _ in range(4)]
+    try:
+        arrays[0].fill(1)  # from here on the GPU has a context, and may have work
+        control.clear()
+        vram.resize(dict.fromkeys(arrays, 9))
+        called = control.called()
+        assert (called["cuMemCreate"], called["cuMemMap"], called["cuMemSetAccess"]) == (16, 16, 4)
+        control.clear()
+        vram.resize(dict.fromkeys(arrays, 1))
+        called = control.called()
+        assert (called["cuMemUnmap"], called["cuCtxSynchronize"]) == (16, 1)
+    finally:
+        for array in arrays:
+            array.close()
+
+
+@pytest.mark.standin
+def test_shrinking_many_waits_for_all_work_or_for_the_event_that_is_named() -> None:
+    import standin
+
+    control, driver = standin.Standin(), drivers.get(GPU)
+    stream, event = driver.stream_create(GPU), driver.event_create(GPU)
+    control.defer()
+    try:
+        arrays = [vram.zeros((8, 1 << 19), "int32", device="cuda:0", capacity=9, chunk="2MiB") for _ in range(2)]
+        for after in (None, event, SimpleNamespace(cuda_event=event)):
+            vram.resize(dict.fromkeys(arrays, 8))
+            control.clear()
+            for array in arrays:
+                driver.fill_async(array.address, 1, array.nbytes, stream)
+            driver.event_record(event, stream)
+            vram.resize({arrays[0]: 4, arrays[1]: 3}, after=after)
+            waits = control.calls("cuEventSynchronize"), control.calls("cuCtxSynchronize")
+            driver.stream_synchronize(stream, GPU)
+            assert control.illegal() == 0, "the fill was done before its memory went"
+            assert waits == (after is not None, after is None)
+        for array in arrays:
+            array.close()
+    finally:
+        control.defer(False)
+        driver.event_destroy(event)
+        driver.stream_destroy(stream)
+
+
+def test_locks_are_taken_in_one_order_whatever_is_said_first() -> None:
+    driver = HostDriver()
+    made = (Region.create(HOST, driver=driver, capacity=G, nbytes=1) for _ in range(2))
+    low, high = sorted(made, key=lambda region: region.address)
+    for first, second in ((low, high), (high, low)):
+        with high._alone():
+            thread = threading.Thread(target=resize_regions, args=({first: 2, second: 2},), daemon=True)
+            thread.start()
+            until(lambda: not is_free(low._changing_lock))
+        thread.join(SOON)
+        assert not thread.is_alive()
+        resize_regions({low: 1, high: 1})
+    low.close()
+    high.close()
+
+
+def is_free(lock: Any) -> bool:
+    """Whether nobody has a lock."""
+    held = lock.acquire(blocking=False)
+    if held:
+        lock.release()
+    return bool(held)
+
+
+# -- locks in a row ---------------------------------------------------------------------------------------------
+def test_a_row_of_locks_is_let_go_of_whatever_comes_i12() -> None:
+    locks = [threading.RLock() for _ in range(3)]
+
+    def inside() -> str:
+        assert all(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+        return "done"
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    assert lifetime.holding(locks, inside) == "done"
+    with pytest.raises(KeyboardInterrupt):
+        lifetime.holding(locks, fail)
+    lifetime.holding([], lambda: None)
+    assert not any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
