@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
     from .memory import Region as Region
+    from .memory.ahead import prepare as prepare
     from .memory.pinned import trim as trim
     from .memory.sleep import on_remap as on_remap
     from .spec import Access as Access
@@ -81,6 +82,7 @@ _HOMES = {
     "info": "info=",
     "keeper.session": "Keeper private_keeper",
     "memory": "memory= Region",
+    "memory.ahead": "prepare",
     "memory.pinned": "trim",
     "memory.sleep": "on_remap",
     "sharing": "sharing=",

@@ -42,6 +42,7 @@ USES = {
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
     "resize": "vram.resize({array: 7})",
+    "prepare": "ready = vram.prepare('cuda:0', '2GiB', chunk='64MiB')\nassert_type(ready.wait(1.0), bool)",
     "sleep": "assert_type(vram.sleep([array], to='/tmp').freed, int)",
     "wake": "assert_type(vram.wake([array]).discarded, int)",
     "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",

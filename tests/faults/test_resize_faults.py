@@ -6,6 +6,7 @@ their new sizes or all have their old ones, every byte that is to be there is th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -24,9 +25,12 @@ from vram.driver.host import HostDriver
 from vram.driver.protocol import DirectMapping
 from vram.errors import DriverError, OutOfMemoryError
 from vram.memory import Region
+from vram.memory.ahead import keep_ready
+from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
-from vram.spec import HOST, Location
+from vram.spec import HOST, AllocationFlags, HandleKind, Location
 from vram.testing.faults import UNDO, FaultyDriver
+from vram.testing.keeper import SOON
 from vram.testing.region import load, store
 
 G = 2 << 20
@@ -49,7 +53,7 @@ NEW = (6 * G, 5 * G + 1, G + 1, 0)
 class Scene:
     """Four regions with bytes in them."""
 
-    def __init__(self, driver: Any, where: Location) -> None:
+    def __init__(self, driver: Any, where: Location, ready: int = 0) -> None:
         self.driver = driver
         self.empty = driver.live()
         self.regions = [
@@ -60,6 +64,8 @@ class Scene:
             store(driver, region.address, bytes([number]) * 9)
             store(driver, region.address + region.nbytes - 3, b"end")
         self.regions[1].shrink(OLD[1])
+        self.prepared = keep_ready(Kind(driver, where, HandleKind.POSIX_FD, AllocationFlags.NONE, G), ready)
+        assert self.prepared.wait(SOON) is (ready > 0)
         self.books = self.look()
 
     def change(self) -> object:
@@ -69,20 +75,20 @@ class Scene:
         """What a change that fails must leave as it was."""
         return self.driver.live(), [(region.layout, region.remains) for region in self.regions]
 
-    def has_changed(self) -> bool:
+    def has_changed(self, is_interrupted: bool = False) -> bool:
         """Whether all have their new sizes; that some have and others have not must never be."""
         sizes = tuple(region.nbytes for region in self.regions)
         assert sizes in (OLD, NEW)
         assert [region.asleep for region in self.regions] == [None] * 4
-        if sizes == OLD:
+        if sizes == OLD and not is_interrupted:
             assert self.look() == self.books
-        else:
+        elif sizes == NEW:
             assert [region.mapped for region in self.regions] == [6 * G, 6 * G, 2 * G, 0]
         return sizes == NEW
 
-    def check(self) -> None:
+    def check(self, is_interrupted: bool = False) -> None:
         """Every byte is there, and it works."""
-        if not self.has_changed():
+        if not self.has_changed(is_interrupted):
             self.change()
         assert self.has_changed()
         for number, region in enumerate(self.regions[:3], 1):
@@ -92,12 +98,18 @@ class Scene:
         assert all(load(self.driver, one.address + at, 9) == bytes(9) for at in range(2 * G, 6 * G, G // 4))
         assert load(self.driver, two.address + 2 * G - 3, 9) == b"end" + bytes(6)  # it came back, as always
         resize_regions(dict.fromkeys(self.regions, 8 * G))
+        places = [region.address + at for region in self.regions for at in range(0, 8 * G, G)]
+        for number, address in enumerate(places, 1):  # no memory is behind two of them
+            store(self.driver, address + 100, bytes([number]))
+        assert [load(self.driver, address + 100, 1)[0] for address in places] == list(range(1, 33))
         assert all(load(self.driver, three.address + at, 9) == bytes(9) for at in range(2 * G, 8 * G, G // 4))
         resize_regions(dict.fromkeys(self.regions, 0))
 
     def close(self) -> None:
         for region in self.regions:
             region.close()
+        self.prepared.close()
+        gc.collect(0)
         assert self.driver.live() == self.empty
 
 
@@ -136,12 +148,58 @@ def test_a_failed_call_changes_nothing_i4(scene: Callable[[], Scene], error: str
     assert failed >= 7
 
 
+AHEAD = frozenset({"mem_create", "mem_retain", "mem_properties", "fill", "fill_async", "stream_create"})
+
+
 @pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=pytest.mark.standin)])
-def test_an_interrupt_leaves_all_or_nothing_changed_i12(kind: str) -> None:
+def test_a_failed_call_puts_what_was_ready_back_i4(kind: str) -> None:
+    """But for the calls that make or keep memory ahead, which fail for nobody: the next test."""
+    for nth in itertools.count(1):
+        driver = FaultyDriver(HostDriver() if kind == "host" else drivers.get(GPU))
+        here = Scene(driver, HOST if kind == "host" else GPU, 3)
+        with here.driver.inject(WORK - AHEAD, nth) as fault:
+            raised = outcome(here.change)
+        assert (raised is not None) == bool(fault.fired)
+        assert here.has_changed() is (raised is None)
+        assert here.prepared.wait(SOON)
+        assert here.prepared.ready == 3 * G
+        here.check()
+        here.close()
+        assert not lifetime.stuck()
+        if raised is None:
+            break
+    assert nth > 6
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=pytest.mark.standin)])
+def test_what_fails_ahead_fails_for_nobody(kind: str, forever: bool) -> None:
+    fired = set()
+    for method in sorted(AHEAD):
+        if kind == "host" and method in ("fill_async", "stream_create"):
+            continue
+        for nth in (1, 2):
+            driver = FaultyDriver(HostDriver() if kind == "host" else drivers.get(GPU))
+            here = Scene(driver, HOST if kind == "host" else GPU, 8)
+            with driver.inject(method, nth, forever=forever) as fault:
+                here.change()
+                with contextlib.suppress(DriverError):
+                    here.prepared.wait(SOON)
+                fired.update(fault.fired)
+            assert here.has_changed()
+            here.check()
+            here.close()
+            assert not lifetime.stuck()
+    assert fired >= {"mem_create", "mem_retain", "mem_properties", "fill" if kind == "host" else "fill_async"}
+
+
+@pytest.mark.parametrize("ready", [0, 3])
+@pytest.mark.parametrize("kind", ["host", pytest.param("gpu", marks=pytest.mark.standin)])
+def test_an_interrupt_leaves_all_or_nothing_changed_i12(kind: str, ready: int) -> None:
     where = HOST if kind == "host" else GPU
 
     def make() -> Scene:
-        return Scene(HostDriver() if kind == "host" else drivers.get(GPU), where)
+        return Scene(HostDriver() if kind == "host" else drivers.get(GPU), where, ready)
 
     here = make()
     found = points(here.change, ROOMS)
@@ -152,19 +210,20 @@ def test_an_interrupt_leaves_all_or_nothing_changed_i12(kind: str) -> None:
         here = make()
         interrupt(nth, here.change)
         gc.collect(0)
-        here.check()
+        here.check(is_interrupted=ready > 0)  # what is ready may be less then
         here.close()
     gc.collect()
     assert not lifetime.stuck()
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_each_point_leaves_all_or_nothing_changed_i12() -> None:
+@pytest.mark.parametrize("ready", [0, 3])
+def test_an_interrupt_at_each_point_leaves_all_or_nothing_changed_i12(ready: int) -> None:
     for nth in itertools.count(1):
-        here = Scene(HostDriver(), HOST)
+        here = Scene(HostDriver(), HOST, ready)
         more = interrupt(nth, here.change)
         gc.collect(0)
-        here.check()
+        here.check(is_interrupted=ready > 0)
         here.close()
         if not more:
             break

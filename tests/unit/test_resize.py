@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +28,13 @@ from vram.errors import (
     ForkedError,
     OutOfMemoryError,
     UsageError,
+    VramError,
 )
 from vram.memory import Region
+from vram.memory.ahead import keep_ready
+from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
-from vram.spec import HOST, Location
+from vram.spec import HOST, AllocationFlags, HandleKind, Location
 from vram.testing.faults import FaultyDriver
 from vram.testing.keeper import SOON, until
 
@@ -289,3 +295,160 @@ def test_a_row_of_locks_is_let_go_of_whatever_comes_i12() -> None:
         lifetime.holding(locks, fail)
     lifetime.holding([], lambda: None)
     assert not any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+
+
+# -- memory that is made ahead ----------------------------------------------------------------------------------
+@pytest.fixture
+def nothing_ready() -> Iterator[None]:
+    yield
+    vram.trim()
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_arrays_grow_into_what_was_prepared_and_shrink_into_it(arrays: list[vram.Array]) -> None:
+    prepared = vram.prepare("host", "16MiB", chunk="2MiB")
+    assert prepared.wait(SOON)
+    assert repr(prepared) == "<Prepared host 16 MiB of 16 MiB in chunks of 2 MiB>"
+    for array in arrays:
+        array[:] = 77
+    kept = drivers.get(HOST).live().nbytes
+    vram.resize(dict.fromkeys(arrays, 8192 * 2))  # a chunk more for each
+    assert prepared.wait(SOON)
+    assert drivers.get(HOST).live().nbytes == kept + 5 * G
+    for array in arrays:
+        array[:] = 5
+    vram.resize(dict.fromkeys(arrays, 0))
+    assert prepared.ready == 16 << 20
+    vram.resize(dict.fromkeys(arrays, 8192))
+    assert not any(array.numpy().any() for array in arrays)
+    assert vram.prepare("host", "4MiB", chunk=2 << 20) is prepared  # the latest holds
+    assert prepared.wait(SOON)
+    assert (prepared.nbytes, prepared.ready) == (4 << 20, 4 << 20)
+    vram.prepare("host", 0, chunk="2MiB")
+    assert (prepared.nbytes, prepared.ready) == (0, 0)
+    assert "0 B of 0 B" in repr(prepared)
+    prepared.close()
+    assert vram.trim() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunk", "says"),
+    [
+        (("host", "1MiB"), "2MiB", "less than one chunk"),
+        (("host", "1MiB"), 0, "chunk is 0"),
+        (("host", -1), "2MiB", "nbytes"),
+        (("host", "much"), "2MiB", "much"),
+        (("nowhere", "1MiB"), "2MiB", "nowhere"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(arguments: tuple[Any, Any], chunk: Any, says: str) -> None:
+    with pytest.raises(VramError, match=says):
+        vram.prepare(*arguments, chunk=chunk)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_budget_of_driver_calls_of_what_was_prepared(direct: bool) -> None:
+    """Growth by what is ready makes no memory: a map for each chunk and an access for each span."""
+    driver = FaultyDriver(HostDriver(), hide=() if direct else [DirectMapping])
+    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
+    regions = [Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) for _ in range(2)]
+    prepared = keep_ready(kind, 6)
+    assert prepared.wait(SOON)
+    driver.clear()
+    resize_regions(dict.fromkeys(regions, 4 * G))
+    assert prepared.wait(SOON)
+    made = [call for call in driver.calls if call != "mem_create"]  # the thread's, for the next time
+    assert made == ["mem_map"] * 3 + ["mem_set_access"] + ["mem_map"] * 3 + ["mem_set_access"]
+    assert driver.count("mem_create") == 6
+    for region in regions:
+        region.close()
+    prepared.close()
+
+
+def test_what_is_ready_gives_way_to_a_growth_that_finds_too_little_i4() -> None:
+    driver = FaultyDriver(HostDriver())
+    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, 2 * G)
+    prepared = keep_ready(kind, 3)
+    assert prepared.wait(SOON)
+    with Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) as region:
+        with driver.inject("mem_map_new", error=OutOfMemoryError("injected", 12, "ENOMEM")):
+            region.grow(3 * G)
+        assert region.mapped == 3 * G
+        assert prepared.wait(SOON)  # it is made again, if there is enough
+        failing = OutOfMemoryError("injected", 12, "ENOMEM")
+        with driver.inject("mem_map_new", error=failing, forever=True), pytest.raises(OutOfMemoryError):
+            region.grow(4 * G)
+        assert region.mapped == 3 * G
+    prepared.close()
+    assert driver.live().nbytes == 0
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_in_a_forked_child_nothing_is_ready_i7() -> None:
+    prepared = vram.prepare("host", "4MiB", chunk="2MiB")
+    assert prepared.wait(SOON)
+    pid = os.fork()
+    if not pid:
+        try:
+            assert (prepared.ready, prepared.nbytes, prepared.wait(1)) == (0, 0, False)
+            prepared.close()
+            assert vram.trim() == 0
+            with vram.zeros((1, G), "int8", device="host", capacity=4, chunk="2MiB") as array:
+                mine = vram.prepare("host", "4MiB", chunk="2MiB")
+                assert mine is not prepared
+                assert mine.wait(SOON)
+                vram.resize({array: 3})
+                array[:] = 3
+            assert vram.trim() > 0
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert prepared.ready == 4 << 20
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_at_exit_no_thread_is_waited_for_and_nothing_is_said(waits: bool) -> None:
+    code = f"""
+import vram
+prepared = vram.prepare("host", "1GiB", chunk="2MiB")
+array = vram.zeros((1, 1 << 21), "int8", device="host", capacity=9, chunk="2MiB")
+{waits} and prepared.wait({SOON})
+array.resize(5)
+print("done")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_threads_that_prepare_trim_and_resize(arrays: list[vram.Array]) -> None:
+    wrong: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(60):
+                if not seed:
+                    if chance.randint(0, 1):
+                        vram.trim()
+                    else:
+                        vram.prepare("host", chance.randint(1, 9) * G, chunk=G)
+                    continue
+                array = arrays[seed]
+                array.resize(chance.randint(0, 40_000))
+                assert not array.numpy().any()
+                array[:] = seed
+                array.resize(0)
+        except BaseException as error:
+            wrong.append(error)
+
+    for array in arrays:
+        array.resize(0)
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    assert not wrong

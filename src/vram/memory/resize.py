@@ -52,6 +52,10 @@ class Resizable(Protocol):
     def handle(self) -> Handle:
         """What keeps it, while it is open."""
 
+    @property
+    def is_imported(self) -> bool:
+        """Whether its memory was made elsewhere."""
+
     def sleeps(self) -> AsleepError:
         """Return the error for what cannot be done while it is asleep."""
 
@@ -68,8 +72,8 @@ class _Change:
         Its size until now, and the new one.
     sizes : list of int
         Of the chunks to be made.
-    made, dropped : sequence of Chunk
-        What comes behind its end, and what goes from there.
+    made, dropped
+        The chunks that come behind its end, and those that go from there.
     """
 
     __slots__ = ("before", "dropped", "made", "nbytes", "region", "row", "sizes")
@@ -79,7 +83,7 @@ class _Change:
         self.before = self.nbytes = nbytes
         self.row = region._chunks.row
         self.sizes: list[int] = []
-        self.made: list[chunks.Chunk] = []
+        self.made = chunks.Made([], [])
         self.dropped: tuple[chunks.Chunk, ...] = ()
 
     @property
@@ -114,7 +118,7 @@ class _Change:
         """Let everybody at what was made. It can be called again."""
         region = self.region
         if self.nbytes > self.before:
-            region._chunks.row = (*self.row, *self.made)
+            region._chunks.row = (*self.row, *self.made.chunks)
             region._reached = max(region._reached, self.nbytes)  # before the size: see Region.clear
             region._nbytes = self.nbytes
 
@@ -128,10 +132,12 @@ class _Change:
             region._reached = min(region._reached, region._chunks.mapped)
 
     def take_back(self) -> None:
-        """Let go of what was made, which no device has ever worked on. It can be called again."""
-        for chunk in self.made:
+        """Let go of what was made, which no device has ever worked on; what was kept ready is ready again."""
+        for chunk in self.made.chunks:
             chunk.undo.is_idle = True
-        self.region._chunks.give_back(self.made)
+        self.region._chunks.give_back(self.made.chunks)
+        for supply, ready in self.made.taken:
+            supply._put(ready)
 
 
 def resize_regions(
@@ -189,7 +195,7 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
             _finish(changes, then)
         except BaseException as error:
             if is_decided:
-                _finish(changes, then)  # an interrupt: what was begun is finished
+                _finish(changes, then, keeps=False)  # an interrupt: what was begun is finished
             else:
                 _take_back(changes, error)
             raise
@@ -251,14 +257,36 @@ def _wait(changes: Sequence[_Change], after: int | None) -> None:
             driver.synchronize(place)
 
 
-def _finish(changes: Sequence[_Change], then: Callable[[], object] | None) -> None:
-    """Show what grew, and unmap what goes. It can be called again."""
+def _finish(changes: Sequence[_Change], then: Callable[[], object] | None, *, keeps: bool = True) -> None:
+    """Show what grew, and unmap what goes, of which some may be kept for the next growth. It can be called again."""
     for change in changes:
         change.show()
     if then is not None:
         then()
+    kept = _set_aside(changes) if keeps and chunks.supplies else []
     for change in changes:
         change.unmap()
+    for supply, ready in kept:
+        supply._put(ready)
+    for change in changes:
+        for _, (_, claim) in change.made.taken:
+            claim.release()  # the mappings keep it now
+    if keeps:
+        for supply in chunks.supplies.copy().values():
+            supply._refill()
+
+
+def _set_aside(changes: Sequence[_Change]) -> Sequence[tuple[chunks.Supply, chunks.Ready]]:
+    """Make what goes zero, as far as it is to be kept, and return that."""
+    from .ahead import set_aside
+
+    return set_aside(
+        [
+            (change.region._chunks, change.region._kinds, change.region._flags, change.dropped)
+            for change in changes
+            if change.dropped and not change.region.is_imported and change.region._access is Access.READ_WRITE
+        ]
+    )
 
 
 def _take_back(changes: Sequence[_Change], error: BaseException) -> None:

@@ -5,6 +5,7 @@ Inherit, and supply the fixtures of :class:`vram.testing.memory.MemoryContract`.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,15 +14,19 @@ import pytest
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, CapacityError, ClosedError, OutOfMemoryError, UsageError, VramError
-from ..memory import PhysicalAllocation, Region
+from ..memory import PhysicalAllocation, Received, Region
+from ..memory.ahead import Prepared, keep_ready
+from ..memory.chunks import Kind
+from ..memory.pinned import trim
 from ..memory.resize import resize_regions
 from ..memory.sleep import sleep_regions, wake_regions
-from ..spec import Location
+from ..spec import Access, AllocationFlags, HandleKind, Location
 from .keeper import SOON
 from .region import MemorySuite, load, store
 
 __all__ = ["ResizeContract"]
 
+FD = HandleKind.POSIX_FD
 Regions = tuple[Region, Region, Region]
 
 
@@ -175,6 +180,187 @@ class ResizeContract(MemorySuite):
         assert len(sums) == 60
         assert one_size(regions[1:])
         resize_regions(dict.fromkeys(regions, granule))
+
+    # -- memory that was made ahead -----------------------------------------------------------------------------
+    @pytest.fixture
+    def prepared(self, driver: Driver, location: Location, granule: int) -> Iterator[Prepared]:
+        """Four chunks that are ready."""
+        made = keep_ready(Kind(driver, location, FD, AllocationFlags.NONE, granule), 4)
+        assert made.wait(SOON)
+        yield made
+        made.close()
+        assert (made.ready, made.nbytes, made.wait(SOON)) == (0, 0, False)
+
+    @pytest.fixture
+    def room(
+        self, driver: Driver, location: Location, granule: int, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Prepared]:
+        """Room for eight chunks, before the thread has made one."""
+        monkeypatch.setattr(Prepared, "_refill", lambda self: None)
+        made = keep_ready(Kind(driver, location, FD, AllocationFlags.NONE, granule), 8)
+        yield made
+        made.close()
+
+    def test_growing_takes_what_is_ready_and_a_thread_makes_more(
+        self, driver: Driver, regions: Regions, granule: int, prepared: Prepared
+    ) -> None:
+        before = driver.live().nbytes
+        assert (prepared.ready, prepared.nbytes) == (4 * granule, 4 * granule)
+        resize_regions({regions[0]: 5 * granule, regions[1]: 5 * granule})
+        assert load(driver, regions[0].address + 2 * granule, 3 * granule) == bytes(3 * granule)
+        for number, region in enumerate(regions[:2]):
+            for chunk in range(2, 5):  # each is a memory of its own
+                store(driver, region.address + chunk * granule, bytes([8 * number + chunk]))
+        for number, region in enumerate(regions[:2]):
+            found = [load(driver, region.address + chunk * granule, 1) for chunk in range(2, 5)]
+            assert found == [bytes([8 * number + chunk]) for chunk in range(2, 5)]
+        assert prepared.wait(SOON)
+        assert prepared.ready == 4 * granule
+        assert driver.live().nbytes == before + 6 * granule
+        assert prepared.error is None
+
+    def test_what_shrinking_gives_back_is_kept_and_zero(
+        self, driver: Driver, regions: Regions, granule: int, room: Prepared
+    ) -> None:
+        one, two, three = regions
+        resize_regions({one: 5 * granule})
+        for chunk in range(5):
+            store(driver, one.address + chunk * granule, b"secret" * 99)
+            store(driver, one.address + (chunk + 1) * granule - 6, b"secret")
+        held = driver.live().nbytes
+        resize_regions({one: granule, three: granule})
+        assert room.ready == 5 * granule
+        assert driver.live().nbytes == held
+        resize_regions({two: 7 * granule})
+        assert (room.ready, driver.live().nbytes) == (0, held)
+        assert load(driver, two.address + 2 * granule, 5 * granule) == bytes(5 * granule)
+        assert load(driver, two.address, 9) == b"\2" * 9
+        store(driver, two.address + 2 * granule, b"secret" * 99)
+        resize_regions({two: 0})  # what was taken is kept again
+        assert room.ready == 7 * granule
+        resize_regions({one: 0, three: 0})  # two more, and no more than was said
+        assert (room.ready, driver.live().nbytes) == (8 * granule, held - granule)
+        resize_regions({two: 8 * granule})
+        assert load(driver, two.address, 8 * granule) == bytes(8 * granule)
+
+    @pytest.mark.parametrize("how", ["exported", "held"])
+    def test_what_somebody_else_may_have_is_never_kept(
+        self, driver: Driver, regions: Regions, granule: int, room: Prepared, how: str
+    ) -> None:
+        one = regions[0]
+        one.grow(3 * granule)
+        store(driver, one.address + 2 * granule, b"secret")
+        (theirs,), _ = one.segments(granule, 2 * granule)
+        if how == "exported":
+            fd = os.dup(theirs.export())
+            theirs.close()
+        resize_regions({one: 0})
+        assert room.ready == 2 * granule
+        resize_regions(dict.fromkeys(regions, 8 * granule))
+        if how == "exported":
+            theirs = PhysicalAllocation.import_(driver, fd, granule)
+            os.close(fd)
+        with Region.from_allocations(driver, [theirs], access=Access.READ_WRITE) as alias:
+            store(driver, alias.address, b"theirs")
+        theirs.close()
+        for chunk in range(8):
+            assert load(driver, one.address + chunk * granule, 6) == bytes(6)
+
+    def test_memory_of_others_is_never_kept(
+        self, driver: Driver, location: Location, regions: Regions, granule: int, room: Prepared
+    ) -> None:
+        one = regions[0]
+        unsaid = keep_ready(room._kind._replace(kinds=HandleKind.NONE), 8)  # how it can leave, nobody says of it
+        with PhysicalAllocation.create(driver, granule, location) as theirs:
+            with Region.from_allocations(
+                driver, [Received(theirs.export(), granule)], access=Access.READ_WRITE
+            ) as ours:
+                ours.shrink(0)
+            assert room.ready == unsaid.ready == 0
+            unsaid.close()
+            resize_regions(dict.fromkeys(regions, 8 * granule))
+            with Region.from_allocations(driver, [theirs], access=Access.READ_WRITE) as alias:
+                store(driver, alias.address, b"theirs")
+            assert load(driver, one.address + 2 * granule, 6 * granule) == bytes(6 * granule)
+
+    def test_read_only_memory_is_not_kept(self, driver: Driver, regions: Regions, granule: int, room: Prepared) -> None:
+        one, two, _ = regions
+        one.freeze()
+        one.shrink(0)
+        assert room.ready == 0
+        two.grow(8 * granule)
+        store(driver, two.address, b"1" * 8 * granule)
+
+    def test_what_cannot_be_zeroed_is_not_kept(
+        self, driver: Driver, regions: Regions, granule: int, room: Prepared, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise UsageError("no zeros today")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("vram.memory.ahead._zero", fail)
+            regions[0].shrink(0)
+        assert room.ready == 0
+        assert str(room.error) == "no zeros today"
+        assert driver.live().nbytes == 4 * granule
+        regions[0].grow(2 * granule)
+        assert load(driver, regions[0].address, 2 * granule) == bytes(2 * granule)
+
+    def test_what_was_taken_for_a_call_that_fails_is_ready_again_i4(
+        self, driver: Driver, location: Location, regions: Regions, granule: int, prepared: Prepared
+    ) -> None:
+        one, _, three = regions
+        before = self.state(driver, regions)
+        with three.pin(granule, 2 * granule), pytest.raises(BusyError):
+            resize_regions({one: 5 * granule, three: granule})
+        assert self.state(driver, regions) == before
+        available, _ = driver.mem_info(location)
+        with Region.create(location, driver=driver, capacity=available + 1024 * granule) as vast:
+            with pytest.raises(OutOfMemoryError):  # for which what is ready gives way
+                resize_regions({one: 4 * granule, vast: vast.capacity})
+            assert [region.nbytes for region in regions] == [2 * granule] * 3
+        resize_regions({one: 5 * granule})
+        assert load(driver, one.address + 2 * granule, 3 * granule) == bytes(3 * granule)
+        assert prepared.wait(SOON)
+
+    def test_waking_and_making_take_what_is_ready_too(
+        self, driver: Driver, location: Location, regions: Regions, granule: int, prepared: Prepared
+    ) -> None:
+        sleep_regions({regions[0]: None})
+        wake_regions(regions)
+        with Region.create(location, driver=driver, capacity=4 * granule, chunk=granule, nbytes=3 * granule) as made:
+            assert load(driver, made.address, 3 * granule) == bytes(3 * granule)
+            assert prepared.wait(SOON)
+            before = driver.live().nbytes
+            prepared.close()
+            assert driver.live().nbytes == before - 4 * granule
+            store(driver, made.address, b"still there")
+            made.shrink(0)  # nothing is kept any more
+            assert driver.live().nbytes == before - 7 * granule
+
+    def test_not_enough_memory_ahead_is_said_and_harms_nobody(
+        self, driver: Driver, location: Location, regions: Regions, granule: int
+    ) -> None:
+        available, _ = driver.mem_info(location)
+        vast = (available // granule + 1024) * granule
+        made = keep_ready(Kind(driver, location, FD, AllocationFlags.NONE, vast), 1)
+        with pytest.raises(OutOfMemoryError):
+            made.wait(SOON)
+        assert isinstance(made.error, OutOfMemoryError)
+        assert made.ready == 0
+        regions[0].grow(4 * granule)
+        made.close()
+
+    def test_trimming_gives_all_of_it_back(
+        self, driver: Driver, regions: Regions, granule: int, prepared: Prepared
+    ) -> None:
+        before = driver.live().nbytes
+        trim()
+        assert driver.live().nbytes == before - 4 * granule
+        assert prepared.ready == 0
+        regions[0].grow(4 * granule)
+        regions[0].shrink(0)
+        assert driver.live().nbytes == before - 6 * granule
 
 
 def one_size(regions: tuple[Region, ...]) -> bool:
