@@ -25,13 +25,14 @@ from vram.errors import (
     BusyError,
     CapacityError,
     ClosedError,
+    DriverError,
     ForkedError,
     OutOfMemoryError,
     UsageError,
     VramError,
 )
 from vram.memory import Region
-from vram.memory.ahead import keep_ready
+from vram.memory.ahead import Prepared, keep_ready
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, AllocationFlags, HandleKind, Location
@@ -227,6 +228,65 @@ def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
             array.close()
 
 
+@pytest.fixture
+def nothing_ready() -> Iterator[None]:
+    yield
+    vram.trim()
+
+
+@pytest.mark.standin
+@pytest.mark.usefixtures("nothing_ready")
+def test_what_is_kept_is_zeroed_in_one_stream_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import standin
+
+    control = standin.Standin()
+    monkeypatch.setattr(Prepared, "_refill", lambda self: None)  # the thread has not come to it
+    prepared = vram.prepare("cuda:0", "64MiB", chunk="2MiB")
+    arrays = [vram.zeros((9, 1 << 20), "int8", device="cuda:0", capacity=64, chunk="2MiB") for _ in range(4)]
+    for array in arrays:
+        array.fill(7)
+    control.clear()
+    vram.resize(dict.fromkeys(arrays, 1))
+    called = control.called()
+    assert (called["cuMemsetD8Async"], called["cuStreamCreate"], called["cuStreamSynchronize"]) == (4, 1, 1)
+    assert prepared.ready == 32 << 20
+    control.clear()
+    vram.resize(dict.fromkeys(arrays, 9))
+    called = control.called()
+    assert ("cuMemCreate" in called, called["cuMemMap"], called["cuMemSetAccess"]) == (False, 16, 4)
+    for array in arrays:
+        assert not array[2:].to_host().any()
+        array.close()
+
+
+@pytest.mark.standin
+def test_zeros_that_were_begun_end_before_anything_is_unmapped() -> None:
+    import standin
+
+    control, driver = standin.Standin(), FaultyDriver(drivers.get(GPU))
+    regions = [Region.create(GPU, driver=driver, capacity=8 * G, chunk=G, nbytes=2 * G) for _ in range(2)]
+    prepared = keep_ready(Kind(driver, GPU, HandleKind.POSIX_FD, AllocationFlags.NONE, G), 1)
+    assert prepared.wait(SOON)
+    prepared._most = 9  # there is room, and the thread has not come to it
+    for region in regions:
+        driver.fill(region.address, 1, region.nbytes)
+    control.defer()
+    try:
+        control.clear()
+        with driver.inject("fill_async", 2) as fault:
+            resize_regions(dict.fromkeys(regions, 0))
+        assert fault.fired
+        assert control.calls("cuStreamSynchronize") == 1  # which the first was waited for with
+        driver.synchronize(GPU)
+        assert control.illegal() == 0
+    finally:
+        control.defer(False)
+    assert isinstance(prepared.error, DriverError) or prepared.wait(SOON)
+    prepared.close()
+    for region in regions:
+        region.close()
+
+
 @pytest.mark.standin
 def test_shrinking_many_waits_for_all_work_or_for_the_event_that_is_named() -> None:
     import standin
@@ -298,12 +358,6 @@ def test_a_row_of_locks_is_let_go_of_whatever_comes_i12() -> None:
 
 
 # -- memory that is made ahead ----------------------------------------------------------------------------------
-@pytest.fixture
-def nothing_ready() -> Iterator[None]:
-    yield
-    vram.trim()
-
-
 @pytest.mark.usefixtures("nothing_ready")
 def test_arrays_grow_into_what_was_prepared_and_shrink_into_it(arrays: list[vram.Array]) -> None:
     prepared = vram.prepare("host", "16MiB", chunk="2MiB")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from ..driver.protocol import StreamOrdered
 from ..errors import UsageError
-from ..lifetime import Gate, begin, own
+from ..lifetime import Gate, begin, noted, own
 from ..spec import AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import create_memory
@@ -233,46 +234,56 @@ def set_aside(
     given : iterable
         Of each region: its chunks, how they were asked for, and those that go. No device works on them any more.
     """
-    found: list[tuple[Prepared, Ready]] = []
+    count: Counter[Prepared] = Counter()
+    places: dict[tuple[Any, Location], tuple[list[tuple[int, int]], list[tuple[Prepared, Ready]]]] = {}
     for mapped, kinds, flags, going in given:
-        kept: list[tuple[Prepared, Ready]] = []
-        chosen: list[Chunk] = []
-        driver = mapped.where.driver
-        try:
-            for chunk in going:
-                supply = supplies.get(Kind(driver, mapped.location, kinds, flags, chunk.stop - chunk.start))
-                count = sum(other is supply for other, _ in (*found, *kept))
-                if not isinstance(supply, Prepared) or len(supply._ready) + count >= supply._most:
-                    continue
+        driver, chosen = mapped.where.driver, list[Chunk]()
+        spans, kept = places.setdefault((driver, mapped.users[0]), ([], []))
+        for chunk in going:
+            supply = supplies.get(Kind(driver, mapped.location, kinds, flags, chunk.stop - chunk.start))
+            if not isinstance(supply, Prepared) or len(supply._ready) + count[supply] >= supply._most:
+                continue
+            try:
                 ready = _claimed(chunk)
-                if ready is None:
-                    continue
-                kept.append((supply, ready))
-                chosen.append(chunk)
-            _zero(mapped, _spans(chosen))
-        except Exception as error:  # noqa: BLE001  (it goes as it would without)
+            except Exception as error:  # noqa: BLE001  (it goes as it would without)
+                supply._error = error.with_traceback(None)
+                continue
+            if ready is None:
+                continue
+            kept.append((supply, ready))
+            count[supply] += 1
+            chosen.append(chunk)
+        spans += _spans(mapped.where.address, chosen)
+    found: list[tuple[Supply, Ready]] = []
+    for (driver, place), (spans, kept) in places.items():
+        try:
+            _zero(driver, place, spans)
+        except Exception as error:  # noqa: BLE001  (as above)
             for supply, _ in kept:
                 supply._error = error.with_traceback(None)
             continue
         found += kept
-    return list(found)
+    return found
 
 
-def _zero(mapped: Chunks, spans: Sequence[tuple[int, int]]) -> None:
-    """Zero spans; on a device in a stream of its own, which waits for nobody's work."""
-    driver: Any = mapped.where.driver
-    address = mapped.where.address
+def _zero(driver: Any, place: Location, spans: Sequence[tuple[int, int]]) -> None:
+    """Zero spans of addresses; on a device in a stream of its own, which waits for nobody's work."""
     if not isinstance(driver, StreamOrdered) or not spans:
         for start, stop in spans:
-            driver.fill(address + start, 0, stop - start)
+            driver.fill(start, 0, stop - start)
         return
-    place, streams = mapped.users[0], list[int]()
+    streams: list[int] = []
     claim = own("stream for zeros", partial(destroy_streams, driver, streams))
     try:
         streams.append(driver.stream_create(place))
         for start, stop in spans:
-            driver.fill_async(address + start, 0, stop - start, streams[0])
+            driver.fill_async(start, 0, stop - start, streams[0])
         driver.stream_synchronize(streams[0], place)
+    except BaseException as error:
+        for stream in streams:  # what was begun ends before anything is unmapped
+            with noted(error):
+                driver.stream_synchronize(stream, place)
+        raise
     finally:
         claim.release()
 
@@ -285,12 +296,12 @@ def _claimed(chunk: Chunk) -> Ready | None:
     return memory, memory.handle.claim("kept for growth")
 
 
-def _spans(given: Sequence[Chunk]) -> list[tuple[int, int]]:
-    """Return from where to where chunks reach that lie behind one another."""
+def _spans(address: int, given: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Return from where to where chunks reach that lie behind one another: addresses, of one region."""
     found: list[tuple[int, int]] = []
     for chunk in given:
-        start = found.pop()[0] if found and found[-1][1] == chunk.start else chunk.start
-        found.append((start, chunk.stop))
+        start, stop = address + chunk.start, address + chunk.stop
+        found.append((found.pop()[0] if found and found[-1][1] == start else start, stop))
     return found
 
 
