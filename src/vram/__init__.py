@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .arrays.create import zeros as zeros
     from .arrays.hints import ArrayLike as ArrayLike
     from .arrays.hints import StreamLike as StreamLike
+    from .arrays.resize import resize as resize
     from .arrays.route import ShareRoute as ShareRoute
     from .arrays.share import copy as copy
     from .arrays.share import explain as explain
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
     from .memory import Region as Region
+    from .memory.ahead import prepare as prepare
     from .memory.pinned import trim as trim
     from .memory.sleep import on_remap as on_remap
     from .spec import Access as Access
@@ -65,6 +67,7 @@ _HOMES = {
     "arrays": "Array",
     "arrays.create": "asarray empty zeros",
     "arrays.hints": "ArrayLike StreamLike",
+    "arrays.resize": "resize",
     "arrays.route": "ShareRoute",
     "arrays.share": "copy explain share",
     "arrays.sleep": "sleep wake",
@@ -81,6 +84,7 @@ _HOMES = {
     "info": "info=",
     "keeper.session": "Keeper private_keeper",
     "memory": "memory= Region",
+    "memory.ahead": "prepare",
     "memory.pinned": "trim",
     "memory.sleep": "on_remap",
     "sharing": "sharing=",

@@ -39,7 +39,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -56,6 +56,7 @@ __all__ = [
     "Owned",
     "begin",
     "close_all",
+    "holding",
     "live",
     "noted",
     "own",
@@ -478,6 +479,28 @@ def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
     """
     (result,) = itertools.starmap(call, (arguments,))
     return result
+
+
+def holding(locks: Iterable[Any], act: Callable[[], _T]) -> _T:
+    """Call a function while this thread has several locks, and return what it returns.
+
+    As many ``with`` blocks, one in the other, would do it, and as safe from interrupts: a lock is taken and noted in
+    one step of C, and when all is over no call of the interpreter's comes before the last of them is free.
+
+    Parameters
+    ----------
+    locks : iterable
+        In the order in which everybody takes them.
+    act : callable
+        Takes no argument.
+    """
+    held: list[Any] = []
+    letting_go = map(methodcaller("release"), held)
+    try:
+        held.extend(filter(methodcaller("acquire"), locks))
+        return act()
+    finally:
+        _ = [*letting_go]
 
 
 class Gate:

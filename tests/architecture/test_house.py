@@ -11,7 +11,6 @@ LONG = {
     "vram/handover/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/sharing/channel.py": "one socket: every place where a message, its descriptors or an interrupt could be lost",
-    "vram/memory/region.py": "one size, which every change of it and every look at it must agree on",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 

@@ -41,6 +41,8 @@ USES = {
     "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
+    "resize": "vram.resize({array: 7})",
+    "prepare": "ready = vram.prepare('cuda:0', '2GiB', chunk='64MiB')\nassert_type(ready.wait(1.0), bool)",
     "sleep": "assert_type(vram.sleep([array], to='/tmp').freed, int)",
     "wake": "assert_type(vram.wake([array]).discarded, int)",
     "TorchPool": "pool = vram.TorchPool('cuda:0')\nassert_type(pool.sleep(['weights']).freed, int)",
