@@ -1,4 +1,4 @@
-"""What engines do with GPU memory: it sleeps and wakes, and PyTorch allocates it in a pool."""
+"""What engines do with GPU memory: it sleeps and wakes, many tensors grow at once, PyTorch allocates it in a pool."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ __all__ = ["measure"]
 
 _NBYTES = 32 << 30
 _CHUNKS = (80 << 20, 512 << 20)  # layers of a model, and large tables
+_GROWN = 64  # tensors
+_STEP = 64 << 20  # bytes by which each of them grows
 _TENSOR = 256 << 20
 _TENSORS = 16
 _WINDOW = 4 << 30  # bytes of pinned memory that the plain copy goes through again and again
@@ -51,6 +53,7 @@ def measure(quick: bool, location: Location) -> Result:
                 Row.held(f"wake: {what}", rates["awake"], plain_up, at_least=0.92),
             ]
             rows += _discarded(bare, location, size, chunk, rounds, what)
+        rows += _grown(bare, location, 4 if quick else _GROWN, rounds, notes)
     with _trimmed():
         rows += _all_at_once(location, nbytes, rounds, notes)
     rows += _in_torchs_pool(quick, location, notes)
@@ -163,6 +166,75 @@ def _bare_memory(bare: Bare, nbytes: int, chunk: int) -> Iterator[tuple[Callable
         for handle in handles:
             api.cuMemRelease(handle)
         api.cuMemAddressFree(base, nbytes)
+
+
+def _grown(bare: Bare, location: Location, count: int, rounds: int, notes: list[str]) -> list[Row]:
+    """Grow many tensors in one call, with their memory made ahead and without: against the same calls, bare."""
+    step = fitting(location, _STEP, count, 2.5, notes)
+    with contextlib.ExitStack() as stage:
+        arrays = [
+            stage.enter_context(vram.empty(0, "uint8", device=location, capacity=4 * step, chunk=step))
+            for _ in range(count)
+        ]
+
+        def grow() -> float:
+            spent = timed(lambda: vram.resize(dict.fromkeys(arrays, step)))
+            vram.resize(dict.fromkeys(arrays, 0))
+            return spent
+
+        def prepared() -> float:
+            ready = vram.prepare(location, count * step, chunk=step)
+            try:
+                ready.wait(60)
+                return grow()
+            finally:
+                ready.close()
+
+        made, mapped = stage.enter_context(_bare_growth(bare, count, step))
+        took = in_turns({"made": made, "grown": grow, "mapped": mapped, "prepared": prepared}, rounds, warm=1)
+    figures = {name: Figure.of(seconds, "ms", scale=1e3) for name, seconds in took.items()}
+    what = f"{count} tensors by {format_size(step)} each"
+    create = Row(f"bare create, map, set_access: {what}", figures["made"])
+    only = Row(f"bare map, set_access: {what}", figures["mapped"])
+    return [
+        create,
+        Row.held(f"vram.resize: {what}", figures["grown"], create, at_most=1.3),
+        only,
+        Row.held(f"vram.resize, memory made ahead: {what}", figures["prepared"], only, at_most=1.2),
+    ]
+
+
+@contextlib.contextmanager
+def _bare_growth(bare: Bare, count: int, step: int) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
+    """Yield what maps a chunk behind each of many addresses, made for it or before, and returns the seconds."""
+    api, ok = bare.api, bare.ok
+    base = int(ok(api.cuMemAddressReserve(count * step, 0, 0, 0)))
+    places = range(base, base + count * step, step)
+
+    def run(*, ahead: bool) -> float:
+        handles: list[Any] = []
+        mapped = 0
+        try:
+            if ahead:
+                handles += [ok(api.cuMemCreate(step, bare.prop, 0)) for _ in places]
+            begin = time.perf_counter()
+            for number, address in enumerate(places):
+                if not ahead:
+                    handles.append(ok(api.cuMemCreate(step, bare.prop, 0)))
+                ok(api.cuMemMap(address, step, 0, handles[number], 0))
+                mapped += step
+                ok(api.cuMemSetAccess(address, step, bare.grants, 1))
+            return time.perf_counter() - begin
+        finally:
+            if mapped:
+                api.cuMemUnmap(base, mapped)
+            for handle in handles:
+                api.cuMemRelease(handle)
+
+    try:
+        yield lambda: run(ahead=False), lambda: run(ahead=True)
+    finally:
+        api.cuMemAddressFree(base, count * step)
 
 
 def _all_at_once(location: Location, nbytes: int, rounds: int, notes: list[str]) -> list[Row]:
