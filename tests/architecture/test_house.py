@@ -12,6 +12,8 @@ LONG = {
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/sharing/channel.py": "one socket: every place where a message, its descriptors or an interrupt could be lost",
     "vram/memory/region.py": "one size, which every change of it and every look at it must agree on",
+    "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
+    "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 

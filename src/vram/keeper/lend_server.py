@@ -103,7 +103,9 @@ class LenderService(Service):
         super().__init__(server)
         self.lends = secrets.token_hex(8)
         self._lender = server
-        for request in (m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover):
+        for request in (
+            m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover, m.Page, m.Update, m.Pages, m.Updated,
+        ):  # fmt: skip
             self._handlers[request] = self._refuse
 
     def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:
