@@ -348,8 +348,9 @@ def _after_fork_in_child() -> None:
     _making, _registered = threading.RLock(), False
     for page in list(_pages):
         page.slots = _Forked()
-        for slot in page.slots_of.values():
+        for slot in page.slots_of.values():  # of sections that the parent is in: leaving them here does nothing
             slot.slots = page.slots
+        page.slots_of = {}
     _pages.clear()
 
 
