@@ -176,6 +176,30 @@ def test_a_reader_that_leaves_lets_the_update_begin() -> None:
         assert pid == reader.process.pid
 
 
+def test_a_section_whose_lease_was_over_says_so_at_its_end() -> None:
+    """The connection of a reader that lives was cut off: the publisher waits for it no longer (I14)."""
+    with child(children.write_stopping, 99) as publisher:
+        assert publisher.said() == "published"
+        with vram.attach("w") as lease:
+            section = lease.reading()
+            assert section.__enter__() == 1
+            lease._client._channel.close()
+            publisher.tell()
+            assert publisher.said() == "done"
+            with pytest.raises(TornError, match="updated while it was read"):
+                section.__exit__(None, None, None)
+
+
+def test_a_section_that_cannot_know_says_so_at_its_end() -> None:
+    publish()
+    with vram.attach("w") as lease, lease.reading():
+        assert lease._page is not None
+        lease._page.verify(1, 1, reading.UPDATING)  # the publisher waits for this section
+        lease._client._channel.close()
+        with pytest.raises(PeerGoneError, match="nobody can tell"):
+            lease._page.verify(1, 1, reading.UPDATING)
+
+
 def test_sections_nest_and_every_thread_has_its_own() -> None:
     publish()
     with vram.attach("w") as lease:

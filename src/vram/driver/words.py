@@ -47,8 +47,14 @@ def make(fds: list[int]) -> memoryview:
     fds : list of int
         Its descriptor is appended: the caller's to close.
     """
+    flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING
     try:
-        fds.extend(starmap(os.memfd_create, [("vram-words", libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING)]))
+        try:
+            fds.extend(starmap(os.memfd_create, [("vram-words", flags | libc.MFD_NOEXEC_SEAL)]))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fds.extend(starmap(os.memfd_create, [("vram-words", flags)]))  # before Linux 6.3
         fd = fds[-1]
         os.fchmod(fd, _MODE)
         os.ftruncate(fd, PAGE)

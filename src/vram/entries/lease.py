@@ -436,6 +436,9 @@ class Lease(Owned, Mapping[str, Array]):
 
         When the block is entered: TornError if the last update was not finished, WaitTimeoutError if one is still under
         way after `timeout` seconds, PeerGoneError if the keeper went away meanwhile.
+
+        When it ends: TornError or PeerGoneError if the lease was over before, because its connection was, so that the
+        publisher did not wait for this section.
         """
         self.handle  # noqa: B018
         page = self._page

@@ -201,6 +201,24 @@ class Page:
         count = sum(slot.depth > 0 for slot in list(self.slots_of.values()))
         return [f"{count} of this process's threads, inside lease.reading()"] if count else []
 
+    def verify(self, entered: int, version: int, state: int) -> None:
+        """Raise unless a section that was left was of one version, from the words as they were at its end.
+
+        The publisher waits for every lease that lasts, so an update that is under way has not begun to write. But a
+        lease ends with its connection, which may be cut off while its process lives, in the middle of a section.
+        """
+        leased = self._leased
+        if version != entered or state not in (QUIET, UPDATING):
+            raise TornError(
+                f"{leased.name!r} version {leased.version} was updated while it was read: the lease was over, so that "
+                f"its publisher did not wait. What was read is of no one version; attach it again"
+            )
+        if state == UPDATING and not self._client.is_usable:
+            raise PeerGoneError(
+                f"the connection to the keeper at {self._client.path} ended while {leased.name!r} was read and an "
+                f"update was under way: nobody can tell whether what was read is of one version; attach it again"
+            )
+
     def wait(self, slot: _Slot, timeout: float | None) -> None:
         """Wait until no update is under way, and set a thread's word then. If it raises, the word may be set."""
         words, slots, index = self._words, self.slots, slot.index
@@ -268,23 +286,28 @@ class Section:
         if slot.words[STATE]:
             try:
                 self._page.wait(slot, self._timeout)
-            except BaseException:
-                self.__exit__()
+            except BaseException as error:
+                self.__exit__(type(error))
                 raise
         slot.version = version = slot.words[VERSION]
         return version
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         slot = self._slot
-        if slot is not None:
-            self._slot = None
-            slot.depth -= 1
-            if not slot.depth:
-                slot.slots[slot.index] = 0
+        if slot is None:
+            return
+        version, state = slot.words[VERSION], slot.words[STATE]  # first: then the publisher may go on
+        self._slot = None
+        slot.depth -= 1
+        if slot.depth:
+            return
+        slot.slots[slot.index] = 0
+        if kind is None and (state or version != slot.version):
+            self._page.verify(slot.version, version, state)
 
     def __del__(self) -> None:
         if getattr(self, "_slot", None) is not None:
-            self.__exit__()
+            self.__exit__(GeneratorExit)  # nobody could be told anything here
 
 
 def words_of(fd: int, name: str) -> memoryview:

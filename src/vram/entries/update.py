@@ -18,6 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from itertools import compress
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from ..arrays import Array
@@ -39,6 +41,7 @@ __all__ = ["Update", "Writer", "update"]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the words of readers
 _ASK = 0.25  # seconds after which the keeper is asked which of their leases still last
+_release = methodcaller("release")
 _NAMED = 20  # readers that are named when they were waited for in vain
 
 
@@ -146,7 +149,7 @@ class Update:
         self._name, self._timeout, self._keeper = name, timeout, keeper
         self._client: KeeperClient | None = None
         self._writer: Writer | None = None
-        self._held: list[bool] = []
+        self._held: list[threading.Lock] = []  # the lock, while this has it
         self._after: int | None = None  # what the word is to say if this ends now; None: it is not ours to say
 
     def __enter__(self) -> Mapping[str, Array]:
@@ -173,7 +176,7 @@ class Update:
         left = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         self._writer = writer
         # Noted in the call that takes it: an interrupt comes between calls, and the lock would stay.
-        self._held.extend(filter(None, map(writer.lock.acquire, (True,), (left,))))
+        self._held.extend(compress((writer.lock,), map(writer.lock.acquire, (True,), (left,))))
         if not self._held:
             raise BusyError(f"{self._name!r} is being updated by another thread of this process")
         writer.owner = threading.get_ident()
@@ -285,8 +288,7 @@ class Update:
     def _let_go(self, writer: Writer) -> None:
         if self._held:
             writer.owner = 0
-            self._held.pop()
-            writer.lock.release()
+            (_,) = map(_release, map(self._held.pop, (-1,)))  # in one step, as it was taken
 
     def __del__(self) -> None:
         writer = getattr(self, "_writer", None)
