@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.hostile.test_file_attributes import NAME, needs_attributes
 from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
 from tests.hostile.test_keeper_hostile import Peer
 from tests.hostile.test_keeper_sizes import keeper_here
@@ -31,6 +32,7 @@ from vram.keeper import messages as m
 from vram.keeper import updates
 from vram.keeper.client import Attachment, KeeperClient, Segment, close_client
 from vram.keeper.server import KeeperServer
+from vram.keeper.slow_close import Unclosed
 from vram.open_files import close_fds
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
@@ -113,15 +115,11 @@ def test_s7_a_page_that_is_none_is_refused_and_costs_only_its_call(server: Keepe
         assert server.catalogue.accounts.total.handles == 2
 
 
+@needs_attributes
 def test_s7_a_page_with_extended_attributes_is_refused(server: KeeperServer) -> None:
     with KeeperClient.connect(server.path) as client, updatable(client), leased(client) as held:
-        with memfds(1, seals=SHRINK | GROW) as (fd,):
-            try:
-                os.setxattr(fd, "user.x", b"y")
-            except OSError:
-                pytest.skip("this kernel has no extended attributes on memfds")
         with memfds(1, seals=PAGE) as (fd,):
-            os.setxattr(fd, "user.x", b"y")
+            os.setxattr(fd, NAME, b"1")
             with pytest.raises(ProtocolError, match="extended attributes"):
                 updates.give_page(client, held.lease_id, fd)
 
@@ -240,6 +238,9 @@ def test_s7_pages_are_bounded_as_all_descriptors_of_a_user() -> None:
                 with pytest.raises(QuotaError, match=f"uid {GREEDY}"):
                     updates.give_page(greedy, held[4].lease_id, page)
                 greedy.release([held[0].lease_id])
+                until(
+                    lambda: server.slow_closer.of(GREEDY) == Unclosed(), what="the end of the page that was given back"
+                )
                 updates.give_page(greedy, held[4].lease_id, page)
             until(lambda: server.catalogue.accounts.total.handles == 2, what="the end of the pages")
 

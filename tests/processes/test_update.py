@@ -453,8 +453,9 @@ def test_arguments_that_cannot_be() -> None:
     with vram.attach("w", access="cow") as private, pytest.raises(UsageError, match="private copy"):
         private.reading()
     with vram.attach("w") as lease:
-        with pytest.raises(UsageError):
-            lease.reading(timeout=-1)
+        for timeout in (-1, -0.5, float("nan")):
+            with pytest.raises(UsageError):
+                lease.reading(timeout=timeout)
         with pytest.raises(UsageError):
             lease.wait(newer_than="1")  # type: ignore[arg-type]
         update = vram.update("w")

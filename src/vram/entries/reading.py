@@ -175,7 +175,9 @@ class Page:
 
     def section(self, timeout: float | None) -> Section:
         """Return a section of the calling thread, to be entered."""
-        return Section(self, timeout if timeout is None or type(timeout) is float else check_timeout(timeout))
+        if timeout is not None and not (type(timeout) is float and timeout >= 0):
+            timeout = check_timeout(timeout)
+        return Section(self, timeout)
 
     def slot(self) -> _Slot:
         """Return this thread's word, which no other has as long as the thread lives."""
