@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from .arrays.create import zeros as zeros
     from .arrays.hints import ArrayLike as ArrayLike
     from .arrays.hints import StreamLike as StreamLike
+    from .arrays.resize import resize as resize
     from .arrays.route import ShareRoute as ShareRoute
     from .arrays.share import copy as copy
     from .arrays.share import explain as explain
     from .arrays.share import share as share
     from .arrays.sleep import sleep as sleep
     from .arrays.sleep import wake as wake
+    from .arrays.torch_pool import TorchPool as TorchPool
     from .entries.administration import entry as entry
     from .entries.administration import holders as holders
     from .entries.administration import list_entries as list_entries
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
     from .memory import Region as Region
+    from .memory.ahead import prepare as prepare
     from .memory.pinned import trim as trim
     from .memory.sleep import on_remap as on_remap
     from .spec import Access as Access
@@ -65,9 +68,11 @@ _HOMES = {
     "arrays": "Array",
     "arrays.create": "asarray empty zeros",
     "arrays.hints": "ArrayLike StreamLike",
+    "arrays.resize": "resize",
     "arrays.route": "ShareRoute",
     "arrays.share": "copy explain share",
     "arrays.sleep": "sleep wake",
+    "arrays.torch_pool": "TorchPool",
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
@@ -81,6 +86,7 @@ _HOMES = {
     "info": "info=",
     "keeper.session": "Keeper private_keeper",
     "memory": "memory= Region",
+    "memory.ahead": "prepare",
     "memory.pinned": "trim",
     "memory.sleep": "on_remap",
     "sharing": "sharing=",

@@ -39,7 +39,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -56,6 +56,7 @@ __all__ = [
     "Owned",
     "begin",
     "close_all",
+    "holding",
     "live",
     "noted",
     "own",
@@ -370,7 +371,7 @@ class Claim:
             try:
                 with _lock:
                     # Claims whose release is only queued are no reason to refuse.
-                    queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, tuple(_released))))
+                    queued = set(map(itemgetter(1), filter(lambda due: due[0] is self.handle, list(_released))))
                     claims = tuple(self.handle._claims.copy().items())
                     others = tuple(_who(holder) for s, (holder, _) in claims if s != serial and s not in queued)
                     if others:
@@ -478,6 +479,28 @@ def uninterrupted(call: Callable[..., _T], *arguments: object) -> _T:
     """
     (result,) = itertools.starmap(call, (arguments,))
     return result
+
+
+def holding(locks: Iterable[Any], act: Callable[[], _T]) -> _T:
+    """Call a function while this thread has several locks, and return what it returns.
+
+    As many ``with`` blocks, one in the other, would do it, and as safe from interrupts: a lock is taken and noted in
+    one step of C, and when all is over no call of the interpreter's comes before the last of them is free.
+
+    Parameters
+    ----------
+    locks : iterable
+        In the order in which everybody takes them.
+    act : callable
+        Takes no argument.
+    """
+    held: list[Any] = []
+    letting_go = map(methodcaller("release"), held)
+    try:
+        held.extend(filter(methodcaller("acquire"), locks))
+        return act()
+    finally:
+        _ = [*letting_go]
 
 
 class Gate:
@@ -806,7 +829,7 @@ def _at_exit() -> None:
     """Take back only what the kernel will not (I8)."""
     global _exiting
     _settle()
-    for handle in reversed(tuple(_live.values())):  # what was made later may stand on what was made before
+    for handle in reversed(list(_live.values())):  # what was made later may stand on what was made before
         if handle._at_exit and handle._undo is not None:
             undo, handle._undo = handle._undo, None
             with contextlib.suppress(Exception):

@@ -168,7 +168,7 @@ def close_fds(fds: Sequence[int], sender: str = "") -> None:
 
 def unclosed(sender: str) -> int:
     """Return how many descriptors of one sender other threads have still to close: see :func:`close_fds`."""
-    return sum(len(one.fds) for one in (*tuple(_slow), *tuple(_closing)) if one.sender == sender)
+    return sum(len(one.fds) for one in (*list(_slow), *list(_closing)) if one.sender == sender)
 
 
 def _close_quick(fds: list[int], slow: list[int]) -> None:
@@ -209,7 +209,7 @@ def is_gpu(fd: int) -> bool:
 def _close_elsewhere(fds: list[int], sender: str) -> None:
     slow = _Slow(fds, sender)
     _slow.append(slow)
-    _threads[:] = [thread for thread in tuple(_threads) if thread.is_alive()]
+    _threads[:] = [thread for thread in list(_threads) if thread.is_alive()]
     if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
         return
     if len(_threads) < _MAX_THREADS:

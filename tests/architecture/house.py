@@ -101,6 +101,26 @@ _ENDINGS = frozenset(
 )
 
 
+def unsafe_listings(root: Path) -> list[str]:
+    """Name what lists a dictionary in steps between which a finalizer may change it (I3): see vram/lifetime.py."""
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, path in modules(root)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tuple" and _is_of_a_dict(node.args)
+    ]
+
+
+def _is_of_a_dict(arguments: list[ast.expr]) -> bool:
+    call = arguments[0] if arguments else None
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("items", "keys", "values")
+        and not ast.unparse(call.func.value).endswith(".copy()")
+    )
+
+
 def circles(root: Path) -> list[str]:
     """Name the circles in which modules of one room import each other, in functions and for type checkers included.
 

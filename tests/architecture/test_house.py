@@ -11,7 +11,6 @@ LONG = {
     "vram/handover/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/sharing/channel.py": "one socket: every place where a message, its descriptors or an interrupt could be lost",
-    "vram/memory/region.py": "one size, which every change of it and every look at it must agree on",
     "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
@@ -44,6 +43,11 @@ def test_everything_public_has_a_docstring() -> None:
 def test_nothing_ends_the_process() -> None:
     """I11."""
     assert house.endings(ROOT) == []
+
+
+def test_what_finalizers_change_is_listed_in_one_step() -> None:
+    """I3."""
+    assert house.unsafe_listings(ROOT) == []
 
 
 def test_modules_of_a_room_do_not_import_each_other_in_a_circle() -> None:

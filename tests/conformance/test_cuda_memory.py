@@ -5,13 +5,18 @@ from __future__ import annotations
 import pytest
 
 pytest.register_assert_rewrite(
-    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.sleep"
+    "vram.testing.memory",
+    "vram.testing.memory_kinds",
+    "vram.testing.region",
+    "vram.testing.resize",
+    "vram.testing.sleep",
 )
 
 from vram import driver as drivers  # noqa: E402
 from vram.driver.protocol import Driver  # noqa: E402
 from vram.spec import Location  # noqa: E402
 from vram.testing.memory import MemoryContract  # noqa: E402
+from vram.testing.resize import ResizeContract  # noqa: E402
 from vram.testing.sleep import SleepContract  # noqa: E402
 
 
@@ -45,6 +50,12 @@ class CudaSleep(SleepContract):
     location = CudaMemory.location
 
 
+class CudaResize(ResizeContract):
+    offers = CudaMemory.offers
+    driver = CudaMemory.driver
+    location = CudaMemory.location
+
+
 @pytest.mark.standin
 class TestOnTheStandin(CudaMemory):
     pass
@@ -55,6 +66,11 @@ class TestSleepOnTheStandin(CudaSleep):
     pass
 
 
+@pytest.mark.standin
+class TestResizeOnTheStandin(CudaResize):
+    pass
+
+
 @pytest.mark.gpu
 class TestOnHardware(CudaMemory):
     pass
@@ -62,4 +78,9 @@ class TestOnHardware(CudaMemory):
 
 @pytest.mark.gpu
 class TestSleepOnHardware(CudaSleep):
+    pass
+
+
+@pytest.mark.gpu
+class TestResizeOnHardware(CudaResize):
     pass

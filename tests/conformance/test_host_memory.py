@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite(
-    "vram.testing.memory", "vram.testing.memory_kinds", "vram.testing.region", "vram.testing.sleep"
+    "vram.testing.memory",
+    "vram.testing.memory_kinds",
+    "vram.testing.region",
+    "vram.testing.resize",
+    "vram.testing.sleep",
 )
 
 from vram.driver.host import HostDriver  # noqa: E402
@@ -15,6 +19,7 @@ from vram.driver.protocol import DirectMapping, Driver  # noqa: E402
 from vram.spec import HOST, Location  # noqa: E402
 from vram.testing.faults import FaultyDriver  # noqa: E402
 from vram.testing.memory import MemoryContract  # noqa: E402
+from vram.testing.resize import ResizeContract  # noqa: E402
 from vram.testing.sleep import SleepContract  # noqa: E402
 
 
@@ -46,6 +51,22 @@ class TestHostSleep(SleepContract):
 
 class TestSleepOverAWrapper(TestHostSleep):
     driver = TestMemoryOverAWrapper.driver
+
+
+class TestHostResize(ResizeContract):
+    offers = TestHostMemory.offers
+    driver = TestHostMemory.driver
+    location = TestHostMemory.location
+
+
+class TestResizeOverAWrapper(TestHostResize):
+    driver = TestMemoryOverAWrapper.driver
+
+
+class TestResizeStepByStep(TestHostResize):
+    @pytest.fixture
+    def driver(self) -> Driver:
+        return FaultyDriver(HostDriver(), hide=[DirectMapping])
 
 
 class TestMemoryStepByStep(TestHostMemory):

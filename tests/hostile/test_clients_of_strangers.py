@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from tests.hostile import fuse_files
 from tests.hostile.fuse_files import DEADLINE, unanswered_files
+from tests.hostile.test_hostile_lenders import limit_of_descriptors
 from tests.hostile.test_keeper_fairness import GREEDY, being
 from tests.hostile.test_trial3_keeper import locked_for_ever
 from tests.hostile.test_trial6_channel import ended, long_array
@@ -31,7 +32,7 @@ from tests.processes.other_users import _become
 import vram
 from vram.cli import app
 from vram.entries.placement import Placement
-from vram.errors import PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
+from vram.errors import DriverError, PeerGoneError, ProtocolError, UsageError, WaitTimeoutError
 from vram.handover import array_channel
 from vram.handover.messages import AwaitedPart, MemoryPart, NextPart, Part, Reference, Shared, Value, encode
 from vram.keeper import client as client_module
@@ -340,6 +341,37 @@ def test_the_command_prints_what_it_printed(talkative: KeeperClient, capsys: pyt
     assert text == json.dumps(rows, indent=2) + "\n"
     app.list_("none", holders=False, socket=talkative.path, as_json=True)
     assert capsys.readouterr().out == "[]\n"
+
+
+# -- attaching --------------------------------------------------------------------------------------------------------
+@needs_root
+def test_no_stranger_s_entry_takes_all_descriptors_of_who_attaches_it() -> None:
+    """1,000 of 1,024 were open, and whatever else the process did found none."""
+    with open_to_all() as path, memfds(1) as fds, contextlib.ExitStack() as stack:
+        with being(GREEDY):
+            greedy = stack.enter_context(KeeperClient.connect(path))
+        one = stack.enter_context(KeeperClient.connect(path))
+        for client, name, count in ((greedy, "large", 1000), (greedy, "small", 600), (one, "own", 900)):
+            client.publish(name, [Segment(4096)] * count, fds * count)
+        with limit_of_descriptors(1024):
+            before = len(os.listdir("/proc/self/fd"))
+            for attach in (one.attach, one.lease, one.attach_or_claim, one.lease_or_claim):
+                with pytest.raises(DriverError, match="less than a quarter") as caught:
+                    attach("large", timeout=SOON)
+                assert caught.value.name == "EMFILE"
+                assert f"more descriptors from 'large', an entry of uid {GREEDY}" in str(caught.value)
+                assert "`ulimit -n " in str(caught.value)
+                assert len(os.listdir("/proc/self/fd")) == before
+                assert one.statistics().leases == 0
+            for name, count in (("small", 600), ("own", 900)):
+                found = one.attach(name)
+                assert len(found.fds) == count
+                close_fds(found.fds)
+        with limit_of_descriptors(2048):
+            leased = one.lease("large")
+            assert len(leased.fds) == 1000
+        assert leased.answer is not None
+        leased.answer.give_back()
 
 
 # -- asking to let go -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from vram import open_files
 from vram.errors import AccessDeniedError, DriverError, PeerGoneError, ProtocolError, WaitTimeoutError
 from vram.keeper import client as client_module
 from vram.keeper import messages as m
-from vram.keeper import rpc_connection
+from vram.keeper import notices, rpc_connection
 from vram.keeper.client import KeeperClient, client, close_client
 from vram.keeper.private import short_directory
 from vram.keeper.rpc_connection import MOST_UNCLOSED
@@ -268,7 +268,7 @@ def lend_in_parts(one: KeeperClient, other: Lender, fd: int, total: int) -> tupl
     """What comes of a lease of so many descriptors, 100 in a message, and how many were sent."""
     thread, came = later(lambda: one.lease(LENT, timeout=SOON))
     request, sent = other.hear(), 0
-    entry = m.Entry(LENT, 1, 0, False, [m.SegmentRow(4096, 1, 0)] * total, ["host"], b"", False, {})
+    entry = m.Entry(LENT, 1, os.geteuid(), False, [m.SegmentRow(4096, 1, 0)] * total, ["host"], b"", False, {})
     while isinstance(request, m.Attach | m.More):
         part = [fd] * min(100, total - sent)
         if isinstance(request, m.Attach):
@@ -298,7 +298,7 @@ def test_no_lender_has_all_descriptors_of_a_process() -> None:
         assert len(leased.fds) == sent == 500
         leased.answer.give_back()
         assert isinstance(other.hear(), m.Release)
-        one.lends = ""  # a keeper's are not refused
+        one.lends = ""  # a keeper's are not refused where the entry is one's own
         leased, sent = lend_in_parts(one, other, fd, 800)
         assert len(leased.fds) == sent == 800
         leased.answer.give_back()
@@ -436,6 +436,7 @@ def test_who_does_not_greet_keeps_no_connection_to_others_waiting() -> None:
             slow.join(SOON)
             thread.join(SOON)
             assert is_over, "it waited for another connection"
+            assert not isinstance(honest[0], WaitTimeoutError), "it waited for another connection"
             assert isinstance(came[0], KeeperClient), came
             assert isinstance(others[1][0], WaitTimeoutError), others
             assert client(path) is came[0]
@@ -607,3 +608,120 @@ def test_they_end_the_connection_that_listens_too(what: str) -> None:
         until(lambda: not said[0]._reader.peek(1) and said[0]._reader.is_hung_up(), what="the news of its end")
         said[0].close()
         came[0].answer.give_back()
+
+
+# -- listening for news -----------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def leased() -> Iterator[tuple[KeeperClient, Callable[[], Lender]]]:
+    """A connection that has lease 1, and what accepts the next one to where it listens for news."""
+    with connected() as (one, other), listening() as (path, accept), memfds(1) as fds:
+        one.path = path
+        one.lends = "lender-1"
+        thread, came = later(lambda: one.lease(LENT, timeout=SOON))
+        other.say(m.Attached(other.hear().call, 1, 1, ENTRY), fds)
+        thread.join(SOON)
+        yield one, accept
+        came[0].answer.give_back()
+
+
+@pytest.fixture
+def long_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not answer is waited for as long as a test lasts."""
+    monkeypatch.setattr(notices, "CONNECT_SECONDS", SOON)
+    monkeypatch.setattr(rpc_connection, "_LENDERS_GRACE", SOON)
+
+
+def answers_a_watch(accept: Callable[[], Lender]) -> Lender:
+    line = accept()
+    line.greet()
+    line.say(m.Done(line.hear().call))
+    return line
+
+
+@pytest.mark.usefixtures("long_patience")
+@pytest.mark.parametrize("greets", [False, True])
+def test_who_does_not_answer_keeps_nobody_waiting_who_listens_to_others(greets: bool) -> None:
+    """For 7 s other threads that began to listen, also to a keeper, waited for it."""
+    with leased() as (one, accept), leased() as (two, others):
+        slow, first = later(lambda: one.signal(1))
+        silent = accept()
+        if greets:
+            silent.greet()
+            watch = silent.hear()
+            assert isinstance(watch, m.Watch)
+        serving, _ = later(lambda: answers_a_watch(others))
+        thread, second = later(lambda: two.signal(1))
+        thread.join(AT_ONCE)
+        is_over = bool(second)
+        if not greets:
+            silent.greet()
+            watch = silent.hear()
+        silent.say(m.Done(watch.call))
+        for each in (slow, thread, serving):
+            each.join(SOON)
+        assert is_over, "it waited for who does not answer"
+        for came in (first, second):
+            came[0].close()
+    until(lambda: not notices._thread._lines, what="the end of the connections")
+
+
+def test_threads_that_listen_at_one_path_share_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "CONNECT_SECONDS", AT_ONCE)
+    with leased() as (one, accept):
+        threads = [later(lambda: one.signal(1)) for _ in range(5)]
+        line = accept()
+        line.greet()
+        for _ in threads:
+            line.say(m.Done(line.hear().call))
+        for thread, _ in threads:
+            thread.join(SOON)
+        assert len(notices._thread._lines) == 1
+        for _, came in threads:
+            came[0].close()
+        assert line.is_ended()
+
+
+@pytest.mark.usefixtures("long_patience")
+def test_who_is_told_before_its_question_is_answered_keeps_the_connection() -> None:
+    """News of the same version that others were told of came in between, and nobody listened there any more."""
+    with leased() as (one, accept):
+        thread, first = later(lambda: one.signal(1))
+        line = answers_a_watch(accept)
+        thread.join(SOON)
+        thread, second = later(lambda: one.signal(1))
+        call = line.hear().call
+        line.say(m.Notice(0, LENT, 1, "revoked", 0))
+        ours = first[0].subscription.line
+        until(lambda: notices._thread._wake() or not ours.listeners, what="the news for both")  # who asks may read it
+        notices._thread._is_over()
+        assert ours in notices._thread._lines
+        line.say(m.Done(call))
+        thread.join(SOON)
+        assert isinstance(second[0], notices.Signal), second
+        for came in (first, second):
+            came[0].close()
+        assert line.is_ended()
+
+
+def test_a_path_is_waited_for_as_long_as_a_greeting_by_each_who_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one after another; and then nothing is left of it, neither a lock nor a connection."""
+    monkeypatch.setattr(notices, "CONNECT_SECONDS", 0.3)
+    with leased() as (one, accept):
+        threads = [later(lambda: one.signal(1)) for _ in range(4)]
+        silent = accept()
+        for thread, _ in threads:
+            thread.join(AT_ONCE)
+        assert [type(error) for _, came in threads for error in came] == [WaitTimeoutError] * 4
+        silent.sock.close()
+        assert notices._thread._lines == []
+        monkeypatch.setattr(notices, "CONNECT_SECONDS", SOON)
+        thread, came = later(lambda: one.signal(1))
+        while thread.is_alive() and not came:  # those of before, which hung up, may be in the queue
+            line = accept()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                line.greet()
+                if said := line.sock.recv(1 << 17):
+                    line.say(m.Done(m.decode_request(said).call))
+                    thread.join(SOON)
+        came[0].close()
+        assert line.is_ended()

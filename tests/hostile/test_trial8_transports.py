@@ -10,15 +10,17 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.hostile.test_trial6_channel import ended
+from tests.hostile.test_hostile_lenders import nothing_is_closed  # noqa: F401  (a fixture)
+from tests.hostile.test_trial6_channel import ended, unread
 from tests.unit.test_remote_transports import GRANULE, memory
 
 import vram
+from vram import open_files
 from vram.errors import ProtocolError, WaitTimeoutError
 from vram.handover.messages import Closed, MemoryPart, NextPart, Part, Reference, Shared
 from vram.sharing.descriptor import MemoryDescriptor, SegmentEntry
-from vram.testing.keeper import SOON
-from vram.transports import ShmTransport, SocketExchange, VmmTransport, shm
+from vram.testing.keeper import SOON, memfds
+from vram.transports import ShmTransport, SocketExchange, VmmTransport, remote, shm
 from vram.transports.remote import RemoteTransport
 from vram.transports.wire import VERSION, Chunk, Drained, Hello, Received, decode, encode
 
@@ -126,6 +128,61 @@ def test_the_deadline_of_a_receiver_is_for_all_of_a_message() -> None:
         with transport.recv(timeout=SOON) as array:
             assert array.to_host().tolist() == [7] + [0] * (pieces - 1)
         thread.join(SOON)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_receiver_hears_of_its_deadline_where_something_always_is_there(
+    given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline was looked at only where a piece was waited for."""
+    pieces = 20
+    with greeted("shm") as (one, _, transport):
+        for at in range(pieces):
+            one.send(encode(Chunk(Reference(1, 1, at, "uint8", (pieces,)), at, 1, at + 1)), timeout=SOON)
+            if given_up and not at:
+                break
+        assert transport.ready
+        if given_up:
+            one.send(encode(Chunk(Reference(1, 1, 1, "uint8", (1,)), 0, 1, 2)), timeout=SOON)
+        with monkeypatch.context() as patch:
+            patch.setattr(remote, "_MOST_LATE", 0.0)
+            with pytest.raises(WaitTimeoutError, match="the rest of a message"):
+                transport.recv(timeout=0)
+        assert transport._inbox[0].done == 1
+        with transport.recv(timeout=0) as array:
+            assert array.to_host().tolist() == ([0] if given_up else [7] + [0] * (pieces - 1))
+
+
+@pytest.mark.parametrize("call", ["recv", "listen"])
+def test_what_is_heard_without_time_takes_a_bounded_time(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number was bounded, and each may take as long as it takes to close what comes along."""
+    with greeted("vmm", described=False) as (one, other, transport):
+        for _ in range(5):
+            one.send(encode(Closed((1 << 40,))), timeout=SOON)
+        monkeypatch.setattr(remote, "_MOST_LATE", 0.0)
+        if call == "recv":
+            with pytest.raises(WaitTimeoutError):
+                transport.recv(timeout=0)
+        else:
+            transport._listen()
+        assert unread(other) == 5  # it heard the greeting
+
+
+@pytest.mark.usefixtures("nothing_is_closed")
+def test_while_descriptors_are_still_being_closed_no_more_are_received() -> None:
+    """Each message brought 253 more, until this process had none left."""
+    with greeted("vmm", described=False) as (one, _, transport), memfds(1) as (fd,):
+        assert transport.ready
+        for _ in range(2):
+            one.send(encode(Closed((1 << 40,))), [fd] * 20, timeout=SOON)
+        with pytest.raises(ProtocolError, match="20 descriptors came with a Closed"):
+            transport.recv(timeout=SOON)
+        with pytest.raises(WaitTimeoutError, match="no message came"):
+            transport.recv(timeout=0.1)
+        transport._listen()
+        open_files._close_slowly()
+        with pytest.raises(ProtocolError, match="20 descriptors came with a Closed"):
+            transport.recv(timeout=SOON)
 
 
 def test_what_is_begun_and_given_up_costs_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:

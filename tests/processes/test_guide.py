@@ -85,6 +85,14 @@ AROUND = {
         "import multiprocessing\nfrom worker_of_the_guide import work\nstep = 3\n" + MAKES_EMB,
         "assert ours.recv(timeout=100.0) == 'done'\nprocess.join(100)\nassert process.exitcode == 0\nours.close()",
     ),
+    "vram.resize({keys: rows": Around(
+        "keys, values = (vram.zeros((0, 4), device='host', capacity=100) for _ in range(2))\nrows = 9",
+        "assert keys.shape == values.shape == (9, 4)\nkeys.close()\nvalues.close()",
+    ),
+    'ready = vram.prepare("host"': Around(
+        after="keys = vram.zeros((9, 4), device='host', capacity=100, chunk='64MiB')\nkeys.close()\n"
+        "assert vram.trim() > 0\nassert ready.ready == 0",
+    ),
     "vram.sleep([weights, cache]": Around(
         "weights, cache = (vram.asarray([1.0, 2.0], device='host') for _ in range(2))",
         "assert vram.wake(cache).discarded == 16\nassert weights.numpy()[1] == 2.0\nweights.close()\ncache.close()",

@@ -43,6 +43,7 @@ def test_the_clean_tree_passes(tree: Path) -> None:
         house.vague_names,
         house.undocumented,
         house.endings,
+        house.unsafe_listings,
         house.unkept,
         house.broken_links,
         house.unknown_verbs,
@@ -108,6 +109,14 @@ def test_an_end_of_the_process_is_caught(tree: Path, line: str) -> None:
     write(tree, "src/vram/cli/__init__.py", body)
     write(tree, "src/vram/testing/ledger.py", body)
     assert len(house.endings(tree)) == 1
+
+
+@pytest.mark.parametrize("kind", ["items", "values", "keys"])
+def test_a_listing_that_a_finalizer_can_break_is_caught(tree: Path, kind: str) -> None:
+    write(tree, "src/vram/memory/region.py", CLEAN + f"for x in tuple(known.{kind}()):\n    pass\n")
+    assert len(house.unsafe_listings(tree)) == 1
+    write(tree, "src/vram/memory/region.py", CLEAN + f"x = tuple(known.copy().{kind}()), list(known.{kind}())\n")
+    assert house.unsafe_listings(tree) == []
 
 
 @pytest.mark.parametrize("number", ["I7", "S7"])

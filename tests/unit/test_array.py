@@ -121,6 +121,9 @@ def test_a_foreign_byte_order_works_in_this_process(host: Driver) -> None:
         ((1,) * 33, UsageError, "at most 32"),
         ((2**40, 2**40), RangeError, "addresses end"),
         (2**62, RangeError, "addresses end"),
+        ((2**62, 2**62, 0), RangeError, "addresses end"),
+        ((0, 2**62), RangeError, "addresses end"),
+        ((2**62, 0), RangeError, "addresses end"),
     ],
 )
 def test_shapes_that_cannot_be(host: Driver, shape: object, error: type[Exception], says: str) -> None:
@@ -143,6 +146,15 @@ def test_shapes_that_cannot_be(host: Driver, shape: object, error: type[Exceptio
 def test_capacities_that_cannot_be(host: Driver, capacity: object, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         Array.create(host, HOST, (3, 4), "float32", capacity=capacity)  # type: ignore[arg-type]
+
+
+def test_a_shape_that_no_empty_array_has_is_refused_on_memory_that_is_there(host: Driver) -> None:
+    """numpy said so, in words of its own, once somebody looked at it."""
+    with Array.create(host, HOST, 4, "uint8") as array:
+        with pytest.raises(RangeError, match="addresses end"):
+            Array(array.region, "uint8", (2**62, 2**62, 0))
+        with Array(array.region, "uint8", (2**62, 0)) as empty:
+            assert empty.numpy().shape == (2**62, 0)
 
 
 def test_an_array_without_dimensions_cannot_grow(host: Driver) -> None:

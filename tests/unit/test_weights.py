@@ -333,6 +333,11 @@ BAD: dict[str, tuple[Callable[[Path], Path], type[Exception], str]] = {
     "too many dimensions": (lambda p: write(p, _tensor(shape=[1] * 40), EIGHT), UsageError, "wrongly"),
     "an unknown type": (lambda p: write(p, _tensor(dtype="Q7"), EIGHT), UsageError, "'Q7', which is not known"),
     "a packed type": (lambda p: write(p, _tensor(dtype="F4", shape=[16]), EIGHT), UsageError, "packs several"),
+    "lengths that overflow beside a 0": (
+        lambda p: write(p, _tensor(shape=[2**61, 2**61, 0], data_offsets=[0, 0]), b""),
+        RangeError,
+        "not its size",
+    ),
     "a size that is not its own": (lambda p: write(p, _tensor(shape=[3]), EIGHT), RangeError, "not its size"),
     "offsets backwards": (lambda p: write(p, _tensor(data_offsets=[8, 0]), EIGHT), RangeError, "not its size"),
     "a hole before": (lambda p: write(p, _tensor(data_offsets=[8, 16]), EIGHT * 2), RangeError, "bytes are missing"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
-from ..lifetime import unwinding
+from ..lifetime import holding, unwinding
 from ..memory import Pin, Region
 from ..spec import Location, format_size
 from . import streams
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-__all__ = ["Array"]
+__all__ = ["Array", "resize_rows"]
 
 
 class Reducer(Protocol):
@@ -114,6 +115,8 @@ class Array(Viewable):
         self._offset = operator.index(offset)
         self._row_nbytes = nbytes_of(lengths[1:], kind)
         nbytes = self._row_nbytes * lengths[0] if lengths else self._row_nbytes
+        if not self._row_nbytes:
+            nbytes_of(lengths, kind)  # whose rows are empty: nothing above says that there are too many
         self._size_lock = threading.RLock() if owns_growth else None  # never taken by a finalizer
         self.provenance = provenance
         # The array that owns the region pins nothing: it must be able to shrink below itself.
@@ -266,35 +269,7 @@ class Array(Viewable):
         OutOfMemoryError
             If there is not enough; nothing has changed then.
         """
-        region = self._open_views().region
-        lock = self._size_lock
-        if lock is None:
-            what = "no dimension to resize" if not self._shape else "memory of others: resize the array that made it"
-            raise UsageError(f"this array has {what}, or copy it into one of your own (vram.asarray)")
-        count = as_length(rows, "rows")
-        if count > self._capacity:
-            raise CapacityError(
-                f"cannot resize to {count} rows: the capacity is {self._capacity}, fixed at creation. Make an array "
-                f"with more and copy, or ask for more from the start: it costs addresses only"
-            )
-        region.handle  # noqa: B018  (before the lock: in a forked child nobody would ever release it)
-        with lock:
-            before = self._shape
-            shape = (count, *before[1:])
-            if count < before[0]:
-                self._shape = shape  # first, so that no other thread takes a view of what goes
-            nbytes = self._offset + count * self._row_nbytes
-            try:
-                event = None if after is None else streams.as_event(after)
-                if event is not None and nbytes <= region.nbytes:
-                    region.shrink(nbytes, after=event)
-                else:
-                    region.resize(nbytes)
-            except BaseException:
-                # A shrink that was interrupted has come about all the same.
-                self._shape = before if region.nbytes >= self._offset + before[0] * self._row_nbytes else shape
-                raise
-            self._shape = shape
+        resize_rows({self: rows}, after)
 
     # -- views, which protocols.py gives out ---------------------------------------------------------------------
     def _view(self, holder: str, dtype: np.dtype[Any], full: bool = False, *, device_view: bool = False) -> NDArray:
@@ -404,3 +379,49 @@ class Array(Viewable):
                 ".copy() gives a numpy array that pickles with its contents"
             )
         return made
+
+
+def resize_rows(rows: Mapping[Array, object], after: object = None) -> None:
+    """Set the lengths of arrays, all or none: :meth:`Array.resize` and :func:`vram.resize`, which say the rest."""
+    plans: dict[Region, tuple[Array, int]] = {}
+    for array, wanted in rows.items():
+        region = array._open_views().region
+        if array._size_lock is None:
+            what = "no dimension to resize" if not array._shape else "memory of others: resize the array that made it"
+            raise UsageError(f"{array!r} has {what}, or copy it into one of your own (vram.asarray)")
+        count = as_length(wanted, "rows")
+        if count > array._capacity:
+            raise CapacityError(
+                f"cannot resize to {count} rows: the capacity is {array._capacity}, fixed at creation, of {array!r}. "
+                f"Make an array with more and copy, or ask for more from the start: it costs addresses only"
+            )
+        region.handle  # noqa: B018  (before the lock: in a forked child nobody would ever release it)
+        if plans.setdefault(region, (array, count))[0] is not array:
+            raise UsageError(f"{array!r} lies on the memory of another array of this call: resize one of the two")
+    event = None if after is None else streams.as_event(after)
+    locks = [plans[region][0]._size_lock for region in sorted(plans, key=operator.attrgetter("address"))]
+    holding(locks, partial(_resize_rows, plans, event))
+
+
+def _resize_rows(plans: Mapping[Region, tuple[Array, int]], event: int | None) -> None:
+    from ..memory.resize import resize_regions  # which whoever only attaches does without
+
+    changes = [(array, array._shape, (count, *array._shape[1:])) for array, count in plans.values()]
+    sizes = {region: array._offset + count * array._row_nbytes for region, (array, count) in plans.items()}
+    done: list[bool] = []
+
+    def show() -> None:
+        done.append(True)
+        for array, _, shape in changes:
+            array._shape = shape
+
+    try:
+        for array, before, shape in changes:
+            # What becomes smaller first, so that no other thread takes a view of what goes.
+            array._shape = min(before, shape)
+        resize_regions(sizes, after=event, then=show)
+    except BaseException:
+        if not done:  # what was interrupted after that has come about all the same
+            for array, before, _ in changes:
+                array._shape = (before[0], *before[1:])  # another object, which tells _view to look again
+        raise

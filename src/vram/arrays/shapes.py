@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -80,8 +81,10 @@ def nbytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     nbytes = dtype.itemsize
     for length in shape:
         nbytes *= length
-    if nbytes > _MAX_BYTES:
-        raise RangeError(f"shape {shape} of {dtype} is {nbytes} bytes; addresses end at {_MAX_BYTES}")
+    # Beside a 0 the other lengths count as well: numpy has no empty array either whose strides are no numbers.
+    spanned = nbytes or dtype.itemsize * math.prod(filter(None, shape))
+    if spanned > _MAX_BYTES:
+        raise RangeError(f"shape {shape} of {dtype} spans {spanned} bytes; addresses end at {_MAX_BYTES}")
     return nbytes
 
 

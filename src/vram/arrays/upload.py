@@ -43,7 +43,7 @@ def ring_of(driver: Any, location: Location) -> Ring:
 def close_rings() -> None:
     """Give the pinned memory of all rings back. The next file pins anew."""
     with _lock:
-        for place in tuple(_rings):
+        for place in list(_rings):
             _rings.pop(place).close()
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import stat
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from ..spec import Access, Location, round_up
 from .array import Array
 from .dtypes import dtype_of
 from .file_copy import changed, copy_file
+from .shapes import nbytes_of
 from .views import close_when_unused
 
 if TYPE_CHECKING:
@@ -253,7 +253,11 @@ def _check_offsets(path: str, entries: list[tuple[str, _Header]], start: int, si
     at = 0
     for name, entry in entries:
         begin, end = entry.data_offsets
-        if begin > end or end - begin != _dtype(path, name, entry).itemsize * math.prod(entry.shape):
+        try:
+            nbytes = nbytes_of(entry.shape, _dtype(path, name, entry))
+        except RangeError:
+            nbytes = -1  # no array has such lengths, be it an empty one
+        if begin > end or end - begin != nbytes:
             wrong = f"of {entry.dtype} {list(entry.shape)} is said to lie at bytes {begin} to {end}, not its size"
         elif begin < at:
             wrong = f"overlaps the one before it: it begins at byte {begin}, that one ends at {at}"

@@ -252,7 +252,7 @@ class Mapping:
     def leave(self, ticket: Ticket) -> bool:
         """Leave the line with a ticket that is over, and return whether nobody is left in it."""
         self._line.pop(ticket, None)
-        return not self._line or all(other.is_over for other in tuple(self._line))
+        return not self._line or all(other.is_over for other in list(self._line))
 
     def wait(self, ticket: Ticket) -> bool:
         """Wait for the turn of a ticket in the line; False if the mapping went instead. Not for undo calls (I3)."""
@@ -268,7 +268,7 @@ class Mapping:
         return not self.is_gone
 
     def _is_turn(self, ticket: Ticket) -> bool:
-        for other in tuple(self._line):
+        for other in list(self._line):
             if not other.is_over:
                 return other is ticket
         return False

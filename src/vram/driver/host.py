@@ -139,7 +139,7 @@ class HostDriver:
         if reservation is None or reservation.nbytes != nbytes or reservation.is_leaving:
             found = f"it has {reservation.nbytes} bytes" if reservation else "no reservation begins there"
             raise UsageError(f"address_free({address:#x}, {nbytes}): {found}; free exactly what was reserved")
-        inside = tuple(reservation.mappings.at.values())
+        inside = list(reservation.mappings.at.values())
         if inside and all(mapping.is_leaving for mapping in inside):
             # Whoever is at them takes them away next, and then the reservation.
             if self._books.late.setdefault(reservation, (me := Ticket())) is not me:

@@ -586,7 +586,7 @@ class Lease(Owned, Mapping[str, Array]):
     def _unmap(self) -> None:
         for region in reversed(self._regions):
             close_when_unused(region)  # closed with its last array: slices that are alive keep it open, to be handed on
-        for array in tuple(self._arrays.values()):
+        for array in list(self._arrays.values()):
             array.close()
         self._arrays.clear()
         self._claim.release()
@@ -594,7 +594,7 @@ class Lease(Owned, Mapping[str, Array]):
     def _refuse_while_viewed(self) -> None:
         others: list[str] = []
         for region in self._regions:
-            others += region.pinned_by(excluding=[array.pin for array in tuple(self._arrays.values())])
+            others += region.pinned_by(excluding=[array.pin for array in list(self._arrays.values())])
         if self._page is not None:
             others += self._page.inside()
         if others:
@@ -757,7 +757,7 @@ def _attach(client: KeeperClient, where: Provenance) -> Array:
         raise
     with _lock:
         versions = _known.setdefault(client, {})
-        for key, known in tuple(versions.items()):
+        for key, known in versions.copy().items():
             if known.is_alive:
                 continue
             del versions[key]

@@ -316,7 +316,7 @@ class Placement:
         if lends:
             self._refuse_copies()
         # What is empty needs memory of its own only if nothing else is in the same place.
-        for span in tuple(self.spans.values()):
+        for span in list(self.spans.values()):
             for item in self.items:
                 if item.region is None and not item.nbytes and _place(item) == span.region.location:
                     self._share(span.region, item, span.start)
@@ -355,7 +355,7 @@ class Placement:
     def _hold(self) -> int:
         """Keep what is shared from being shrunk away; return how many segments it has."""
         shared = 0
-        for handle, span in tuple(self.spans.items()):
+        for handle, span in self.spans.copy().items():
             self._pins.append(span.region.pin(span.start, span.stop, "lent" if self._lends else "being published"))
             if span.by_handle:
                 shared += 1

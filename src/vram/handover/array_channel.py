@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..lifetime import Owned, uninterrupted
 from ..memory import Region
-from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError, check_timeout, close_fds
+from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError, check_timeout
 from ..sharing.parcels import Unread
 from .containers import Packed, has_tuples, named, pack, refuse, unpack
 from .exports import ExportTable, nothing, refer
@@ -129,8 +129,10 @@ _REFERENCE = 96  # bytes of an array in a container, at most, and 9 for each of 
 _SLICE = 0.05  # seconds for which a sender that waits for an answer keeps others from receiving
 _TAKEN = encode(NextPart())
 # Messages that are dealt with when there is no time left, or none was given: what is there already is taken, and a peer
-# that goes on with what puts nothing into the inbox keeps nobody beyond that.
+# that goes on with what puts nothing into the inbox keeps nobody beyond that, nor for more seconds than this: what a
+# message brings may take as long to close as whoever sent it likes. The rest waits in the socket.
 _MOST_AT_ONCE = 64
+_MOST_LATE = 1.0
 # Messages, and bytes in them, that a sender which waits for an answer takes for recv: enough for an end that sends a
 # good while before it receives, and no more memory than a peer that never answers should have here. What comes after
 # them waits in the socket.
@@ -203,7 +205,7 @@ class ArrayChannel(Owned):
 
     def __init__(self, channel: Channel | socket.socket) -> None:
         channel = channel if isinstance(channel, Channel) else Channel(channel)
-        channel.only_memory = True
+        channel.only_memory = channel.one_at_a_time = True
         self._channel = channel
         self._exports = ExportTable(_weakly(self._note_unmap), by_handle=True, remembers=True)
         self._imports = ImportTable(_weakly(self._note_unref))
@@ -358,7 +360,8 @@ class ArrayChannel(Owned):
         Raises
         ------
         WaitTimeoutError
-            If nothing came in time, or the work that fills it was not done by then: it comes again.
+            If nothing came in time, or the work that fills it was not done by then: it comes again. Or if the other end
+            has sent memory that takes long to close: while that goes on no more of it is received.
         PeerGoneError
             If the other end is closed.
         ProtocolError
@@ -386,10 +389,11 @@ class ArrayChannel(Owned):
                     if inbox:
                         break
                     if deadline is not None:
-                        left = max(0.0, deadline - time.monotonic())
-                        late += not left
-                        if late > _MOST_AT_ONCE:
+                        left = deadline - time.monotonic()
+                        late += left <= 0
+                        if late > _MOST_AT_ONCE or (late > 1 and left <= -_MOST_LATE):
                             raise WaitTimeoutError(f"nothing to receive came for {timeout:g} s, only other messages")
+                        left = max(0.0, left)
                     self._take(left)
                 self._ahead -= self._ahead // len(inbox)
                 taken = (inbox[0],)
@@ -691,11 +695,14 @@ class ArrayChannel(Owned):
         try:
             held = uninterrupted(self._receiving.acquire, False)
             heard = 0
+            until = time.monotonic() + _MOST_LATE
             if held and self._owed:
                 self._acknowledge(0.0)
             while True:
                 if not held or heard >= _MOST_AT_ONCE or self._is_full or self._channel.peek(3) not in _HEARD:
                     break  # whoever receives hears it
+                if heard and time.monotonic() >= until:
+                    break
                 self._take(0)
                 heard += 1
         except WaitTimeoutError:
@@ -726,10 +733,14 @@ class ArrayChannel(Owned):
                 self._came += (_Came(error.payload, [], str(error)),)
             else:
                 self._came += ((payload, fds),)  # the step after the return: no interrupt comes in between
+        came = self._came[0]
+        if not isinstance(came, _Came):
+            self._came[0] = came = _Came(came[0], came[1])
         try:
-            self._deal_with()
+            self._deal_with(came)
         except VramError:
             self._came.clear()
+            self._channel.close_received(came.fds)  # not by their finalizer, which an interrupt does not come out of
             raise
 
     def _put_aside(self, error: VramError) -> None:
@@ -764,10 +775,7 @@ class ArrayChannel(Owned):
                     break
         return _left(deadline)
 
-    def _deal_with(self) -> None:
-        came = self._came[0]
-        if not isinstance(came, _Came):
-            self._came[0] = came = _Came(came[0], came[1])
+    def _deal_with(self, came: _Came) -> None:
         came.tries += 1
         if came.tries > _TRIES:
             raise _LostHereError(f"a message of {len(came.payload)} bytes is lost: it was interrupted {_TRIES} times")
@@ -776,6 +784,8 @@ class ArrayChannel(Owned):
             came.message = message = _parsed(decode_message, came.payload)
         if came.lost and not isinstance(message, Part):
             raise DescriptorsLostError(came.lost)
+        if came.fds and not isinstance(message, Part):
+            raise ProtocolError(f"{len(came.fds)} descriptors came with a {type(message).__name__}, which has none")
         # What puts something into the inbox, or must not be done twice, ends in two steps that no interrupt divides.
         if isinstance(message, (Shared, Returned, Mixed, Value)):
             size = len(came.payload) + (_ARRAY_AHEAD * len(message.arrays) if isinstance(message, Mixed) else 0)
@@ -860,7 +870,7 @@ class ArrayChannel(Owned):
                 raise wrong
             finally:
                 wrong = None
-        close_fds(came.fds)
+        self._channel.close_received(came.fds)
 
     def _arrived(self, message: Shared | Returned) -> Array | _Ordered | _Failure:
         """Return what a reference to an array means here."""

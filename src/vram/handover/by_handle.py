@@ -126,7 +126,7 @@ class LentPools:
                 return known[0], known[1].claim("lent memory"), known[2]
         if not isinstance(driver, Pools):
             raise InternalError(f"{region!r} is said to be of a pool")
-        for old, (_, handle, _) in tuple(self._known.items()):
+        for old, (_, handle, _) in self._known.copy().items():
             if not handle.is_open:
                 del self._known[old]
         fds: list[int] = []
@@ -221,7 +221,7 @@ class Imports:
         if not isinstance(driver, Pools):
             raise ProtocolError("memory of a pool on a place that has none")
         with self._lock:
-            for old, one in tuple(self._pools.items()):
+            for old, one in self._pools.copy().items():
                 if one.handle is not None and one.handle.is_open:
                     continue
                 del self._pools[old]
@@ -251,7 +251,7 @@ def _reuse(
     enter: Callable[[], ForeignRegion],
 ) -> ForeignRegion:
     """Return a region over what is open under a key, or over what `enter` opens."""
-    for old, opened in tuple(known.items()):
+    for old, opened in known.copy().items():
         if opened.handle.is_over:
             del known[old]
     found = known.get(key)

@@ -342,7 +342,7 @@ class ExportTable:
     def close(self) -> None:
         """Forget everything; the other end is gone and is told nothing."""
         self._retired = None
-        for handle, export in tuple(self._by_region.items()):
+        for handle, export in self._by_region.copy().items():
             export.release()
             handle.drop_dependency(export.handle)
         self.expect_nothing()

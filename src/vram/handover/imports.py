@@ -189,7 +189,7 @@ class ImportTable:
 
     def close(self) -> None:
         """Let go of everything."""
-        for number in tuple(self._regions):
+        for number in list(self._regions):
             self.release(number)
 
 

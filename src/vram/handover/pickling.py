@@ -239,7 +239,7 @@ class Flights:
         horizon = now - FLIGHT_SECONDS
         with self._lock:
             stale: list[_Flight] = []
-            for key, flight in tuple(self._flights.items()):
+            for key, flight in self._flights.copy().items():
                 if not self._is_over(flight, now, horizon):
                     continue
                 stale.append(self._flights.pop(key))
@@ -747,7 +747,7 @@ class Endpoint:
                 self._tell_taken()
             if self._retired or self._origins:
                 self._tell_retired()
-            for server in tuple(self._servers.values()):
+            for server in list(self._servers.values()):
                 if server.asked or server.unmaps or not server.is_heard:
                     self._catch_up(server)
             look = self.flights.end_stale()
@@ -778,7 +778,7 @@ class Endpoint:
 
     def _servers_of(self, by: int) -> list[FetchServer]:
         """Return who is connected and has unpickled something that a thread pickled."""
-        return [server for server in tuple(self._servers.values()) if by in server.threads]
+        return [server for server in list(self._servers.values()) if by in server.threads]
 
     def _who_unpickles(self, by: int) -> str:
         servers = self._servers_of(by)
@@ -939,14 +939,14 @@ class Endpoint:
 
     def _tell_taken(self, timeout: float = 0.0) -> None:
         self._is_to_tell = False  # first: what is taken from here on is told the next time
-        for client in tuple(self._clients.values()):
+        for client in list(self._clients.values()):
             if client.tell(timeout):
                 self._is_to_tell = True
 
     def _take_leave(self) -> None:
         """Tell all who sent something what was taken of it, and that this process ends of its own accord."""
         self._tell_taken(1.0)
-        for client in tuple(self._clients.values()):
+        for client in list(self._clients.values()):
             client.take_leave()
 
     def _tell_retired(self) -> None:
@@ -954,7 +954,7 @@ class Endpoint:
             memory = self._retired.popleft()
             for server in self._servers.values():
                 server.unmaps.append(memory)
-        for handle in tuple(self._origins):
+        for handle in list(self._origins):
             if not handle.is_open:
                 self._origins.pop(handle, None)
 

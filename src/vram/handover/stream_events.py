@@ -164,7 +164,7 @@ class StreamEvents:
 
     def synchronize(self) -> None:
         """Return when all work is done that events of this end stand for."""
-        for event in tuple(self._numbers):
+        for event in list(self._numbers):
             event.synchronize()
 
     def close(self) -> None:

@@ -240,6 +240,9 @@ class KeeperClient(Queries):
             For writing to what was published read-only.
         QuotaError
             If this user leases too much of versions that are not current any more, or this connection too much.
+        DriverError
+            If its descriptors find no room here; where it is another user's and comes in parts, unless a quarter of
+            those that this process may have stays free. The lease is given back.
         """
         leased = self.lease(name, version=version, access=access, expect=expect, timeout=timeout, owner=owner)
         _hand_over(leased)
@@ -528,13 +531,17 @@ class KeeperClient(Queries):
         """Ask for the descriptors of a lease that did not come with it, all of them before a deadline."""
         left = self.grace
         fds = Collector(reply.total)
+        # A lender may have them close slowly at any time, and keep the last part to itself; another user whose entry
+        # this is decides how many there are. One's own may take what there is.
+        is_foreign = bool(self.lends) or reply.entry.owner != os.geteuid()
         try:
             check_total(reply)
             fds.take(0, answer.fds)
             answer.fds = fds  # in the step after the return: they are given back with the answer, or closed (I12)
             while not fds.is_complete:
-                if self.lends:  # it may have them close slowly at any time, and keep the last part to itself
-                    check_room(fds, fds.total - len(fds), self.path)
+                if is_foreign:
+                    whose = self.path if self.lends else f"{reply.entry.name!r}, an entry of uid {reply.entry.owner}"
+                    check_room(fds, fds.total - len(fds), whose)
                 part = next(self._calls)
                 if deadline is not None:
                     left = max(0.0, min(self.grace, deadline - time.monotonic()))
@@ -623,7 +630,7 @@ def close_client(path: str) -> None:
 
 def close_clients() -> None:
     """End all connections that :func:`client` made: for tests, and before a fork that should share nothing."""
-    for path in tuple(_clients):
+    for path in list(_clients):
         close_client(path)
 
 

@@ -7,10 +7,12 @@ leases, whose callers would wait for one another with a thread that always reads
 Who listens is called back in the thread when the version is revoked (:func:`listen`), or has a descriptor that becomes
 readable when anything happens to it (:func:`signal`), for ``select`` and event loops.
 
-Who does what: :func:`listen` asks the keeper to watch a version, in the caller's thread, under a lock. The thread calls
-back, drops who stopped listening, closes what nobody needs and ends when nothing is left; it only *tries* the lock, and
-is woken by whoever had it. Stopping takes no lock at all: it appends to a queue and wakes the thread, so that a
-callback may close its own lease and a finalizer may stop too (I3).
+Who does what: :func:`listen` notes who listens, under a lock, and asks the keeper to watch a version, in the caller's
+thread and without it: whoever is asked may take seconds, as a lender that is stopped does, and nobody else waits for
+that but who would connect to the same path. The thread calls back, drops who stopped listening, closes what nobody
+needs and ends when nothing is left; it only *tries* the lock, and is woken by whoever had it. Stopping takes no lock at
+all: it appends to a queue and wakes the thread, so that a callback may close its own lease and a finalizer may stop too
+(I3).
 
 A keeper that is gone has revoked nothing (S5): its connection is dropped, and nobody is called. But signals are given,
 since it will tell nothing more.
@@ -33,7 +35,7 @@ from ..errors import BusyError, ClosedError, ProtocolError, QuotaError, VramErro
 from ..lifetime import begin
 from ..sharing.channel import Channel
 from . import messages as m
-from .rpc_connection import Answer, RpcConnection
+from .rpc_connection import CONNECT_SECONDS, Answer, RpcConnection
 
 __all__ = ["Signal", "Subscription", "listen", "signal"]
 
@@ -129,6 +131,7 @@ class _Line(RpcConnection):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.listeners: dict[int, Subscription] = {}
+        self.asking: dict[int, Subscription] = {}
         self.heard: deque[m.Notice] = deque()
         self._watched = self._noticed = 0  # how often news were asked for, and how many pieces of them came
 
@@ -136,12 +139,19 @@ class _Line(RpcConnection):
         """Whether another connection leads to the same keeper, or lender."""
         return (self.path, self.lends) == (other.path, other.lends)
 
+    def enter(self, subscription: Subscription) -> None:
+        """Note who listens, before the keeper is asked, or the first news had no address.
+
+        Called with the thread's lock: a connection that nobody listens on is closed.
+        """
+        subscription.line = self
+        self.asking[subscription.number] = subscription  # until it has asked: it may be told before that is answered
+        self.listeners[subscription.number] = subscription
+        self._watched += 1
+
     def watch(self, subscription: Subscription) -> None:
-        """Ask for news of a version. Who listens is known before the keeper is, or the first news had no address."""
+        """Ask for news of a version. Who listens was entered, and is not any more if this raises."""
         try:
-            self.listeners[subscription.number] = subscription
-            subscription.line = self
-            self._watched += 1
             call = next(self._calls)
             self._expect(m.Done, self._ask(m.Watch(call, *subscription.key), call))
         except BaseException:
@@ -177,6 +187,9 @@ class _Thread:
     def __init__(self) -> None:
         # Reentrant only to be asked who has it: a signal handler must not wait for the thread that it interrupted.
         self._lock = threading.RLock()
+        # Held by who connects to a path: one for each, or who does not greet would keep those waiting who listen
+        # elsewhere.
+        self._connecting: dict[str, threading.RLock] = {}
         self._lines: list[_Line] = []
         self._left: deque[Subscription] = deque()
         self._thread: threading.Thread | None = None
@@ -184,23 +197,69 @@ class _Thread:
 
     def join(self, like: RpcConnection, subscription: Subscription) -> None:
         """Have a version watched, and the thread run."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
-            raise BusyError("this thread is about to listen already: what interrupted it cannot listen as well")
+        refused: _Line | None = None
         try:
+            while True:
+                line, is_new = self._line(like, subscription, refused)
+                try:
+                    line.watch(subscription)
+                    return
+                except QuotaError:  # for one connection; it may be one of its own only
+                    if is_new:
+                        raise
+                    refused = line
+                finally:
+                    line.asking.pop(subscription.number, None)
+        finally:
+            if subscription.line is not None:  # an interrupt came before it asked
+                subscription.line.asking.pop(subscription.number, None)
+            self._wake()
+
+    def _line(self, like: RpcConnection, subscription: Subscription, refused: _Line | None) -> tuple[_Line, bool]:
+        """Enter who listens into a connection that may watch one more; return that, and whether it was made for it."""
+        connecting = self._connecting.setdefault(like.path, threading.RLock())
+        if self._lock._is_owned() or connecting._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            raise BusyError("this thread is about to listen already: what interrupted it cannot listen as well")
+        line = self._enter(like, subscription, refused)
+        if line is not None:
+            return line, False
+        deadline = time.monotonic() + CONNECT_SECONDS
+        held: list[bool] = []
+        made: list[_Line] = []
+        try:
+            # The lock is remembered in the call that takes it, as in RpcConnection._flush (I12).
+            held.extend(filter(None, map(connecting.acquire, (True,), (CONNECT_SECONDS,))))
+            if not held:
+                raise WaitTimeoutError(
+                    f"what listens at {like.path} has not greeted another thread that listens either"
+                )
+            line = self._enter(like, subscription, refused)  # the other thread has made one, perhaps
+            if line is not None:
+                return line, False
+            left = max(0.001, deadline - time.monotonic())
+            made.append(_Line.connect(like.path, label=like.label, like=like, timeout=left))
             with self._lock:
                 self._start()
-                line = next((one for one in reversed(self._lines) if one.is_like(like) and one.is_usable), None)
-                if line is not None:
-                    try:
-                        line.watch(subscription)
-                        return
-                    except QuotaError:  # for one connection; it may be one of its own only
-                        pass
-                line = _Line.connect(like.path, label=like.label, like=like)
-                self._lines.append(line)  # the thread closes it if nobody comes to listen on it
-                line.watch(subscription)
+                self._lines.append(made[0])  # the thread closes it if nobody comes to listen on it
+                made[0].enter(subscription)
+            return made[0], True
+        except BaseException:
+            if made and made[0] not in self._lines:
+                made[0].close()
+            raise
         finally:
-            self._wake()
+            if held:
+                connecting.release()
+
+    def _enter(self, like: RpcConnection, subscription: Subscription, refused: _Line | None) -> _Line | None:
+        """Enter who listens into the latest connection that there is, unless that one takes no more."""
+        with self._lock:
+            line = next((one for one in reversed(self._lines) if one.is_like(like) and one.is_usable), None)
+            if line is None or line is refused:
+                return None
+            self._start()
+            line.enter(subscription)
+            return line
 
     def leave(self, subscription: Subscription) -> None:
         """Somebody stopped listening. Never waits: finalizers and callbacks come here."""
@@ -219,8 +278,7 @@ class _Thread:
                 begin(self._thread)
             except BaseException:  # interrupted: it may run, and ends with its bell
                 self._bell = self._thread = None
-                for end in bell:
-                    end.close()
+                bell[1].close()  # not the other end: it may be about to wait for a number that is another's by then
                 raise
 
     def _wake(self) -> None:
@@ -232,7 +290,7 @@ class _Thread:
     # -- in the thread ----------------------------------------------------------------------------------------------
     def _run(self, bell: Channel) -> None:
         while self._sleep(bell):
-            for line in tuple(self._lines):
+            for line in list(self._lines):
                 try:
                     line.pump()
                 except VramError:  # the keeper is gone, and what it said before is heard
@@ -241,7 +299,7 @@ class _Thread:
                     line.close()
                 _pass_on(line)
                 if line not in self._lines:
-                    for subscription in tuple(line.listeners.values()):
+                    for subscription in list(line.listeners.values()):
                         if subscription.of_all:
                             subscription.call()
                     line.listeners.clear()
@@ -249,6 +307,7 @@ class _Thread:
             self._drop_those_who_left()
             if self._is_over():
                 return
+        bell.close()  # nobody rings it any more
 
     def _sleep(self, bell: Channel) -> bool:
         """Wait for news or the bell; return whether there still is one."""
@@ -257,7 +316,7 @@ class _Thread:
             poll.register(bell.fileno(), select.POLLIN)
         except ClosedError:
             return False
-        for line in tuple(self._lines):
+        for line in list(self._lines):
             with contextlib.suppress(ClosedError):
                 poll.register(line._channel.fileno(), select.POLLIN)
         poll.poll()
@@ -281,8 +340,8 @@ class _Thread:
         if not self._lock.acquire(blocking=False):  # in the thread, where no interrupt comes
             return False  # somebody comes to listen, and wakes us
         try:
-            for line in tuple(self._lines):
-                if line.listeners:
+            for line in list(self._lines):
+                if line.listeners or line.asking:
                     continue
                 self._lines.remove(line)
                 line.close()
@@ -300,7 +359,7 @@ def _pass_on(line: _Line) -> None:
     while line.heard:
         notice = line.heard.popleft()
         key, is_revoked = (notice.name, notice.version), notice.reason == "revoked"  # a newer version harms nobody
-        told = [one for one in tuple(line.listeners.values()) if one.key == key and (is_revoked or one.of_all)]
+        told = [one for one in list(line.listeners.values()) if one.key == key and (is_revoked or one.of_all)]
         for subscription in told:
             line.listeners.pop(subscription.number, None)
             subscription.call()

@@ -89,8 +89,9 @@ class Queries(RpcConnection):
     def holders(self, prefix: str = "") -> Sequence[HolderInfo]:
         """Return the leases on names that begin with `prefix`, by name, version and age.
 
-        Those on versions that were removed from the catalogue are included. Asks on a connection of its own, since an
-        older keeper does not know the request and hangs up.
+        Those on versions that were removed from the catalogue are included; those that this connection has given back
+        are not. Asks on a connection of its own, since an older keeper does not know the request and hangs up, which
+        would end every lease of this one.
 
         Raises
         ------
@@ -100,6 +101,10 @@ class Queries(RpcConnection):
         from .reports import holder_info
 
         check_prefix(prefix)
+        # What was given back over this connection, which nobody waits for, may still be in its queue, or unread in its
+        # socket. The answer to this comes behind all of it.
+        call = next(self._calls)
+        self._expect(m.Done, self._ask(m.Release(call, []), call))
         with RpcConnection.connect(self.path, label=self.label) as asking:
             pages = _pages(asking, m.HolderList, lambda call, row: m.Leases(call, prefix, row.lease_id if row else 0))
             found = [holder_info(row) for page in pages for row in page.rows]

@@ -1,7 +1,7 @@
 """The keeper's process: a listening socket, a loop, and the descriptors of everybody's memory.
 
 One thread does everything but closing: memory takes a second for 8 GiB, and what strangers sent as long as they please.
-That is done in threads of :mod:`.slow_close`.
+That is done in threads of :mod:`.slow_close`; and the data base of users is asked in threads of :mod:`.lookups`.
 Per message there is one ``recvmsg``, the catalogue's dictionaries, and one ``sendmsg``; no coroutines, no tasks.
 """
 
@@ -30,6 +30,7 @@ from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .connection import Connection, Partial
 from .failures import failure
 from .in_flight import InFlight
+from .lookups import Lookups
 from .paths import find_path, prepare_directory
 from .records import Session
 from .service import Service
@@ -76,6 +77,8 @@ class KeeperServer:
         Whether to raise this process's limit of descriptors as far as it goes.
     directory_fd : int
         Borrowed: a descriptor of the socket's directory that holds its lock.
+    names : UserNames, optional
+        Whose names under ``~name/`` are; by default those of this system.
     hand_over : callable
         Gives everything to a successor that asks for it, as :func:`.takeover.hand_over` does; without, nobody can take
         over.
@@ -97,6 +100,7 @@ class KeeperServer:
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
         directory_fd: int = -1,
+        names: UserNames | None = None,
         hand_over: Callable[[KeeperServer, Connection, m.Takeover], None] | None = None,
     ) -> None:
         self.path, self._chosen = find_path(socket_path)
@@ -131,12 +135,14 @@ class KeeperServer:
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
         self.in_flight = InFlight(limit, is_own=self.is_own, now=self.now)
+        names = names or UserNames()
+        self.lookups = Lookups(self, names)
         self.catalogue = Catalogue(
             Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
             keeper_uid=os.geteuid(),
             nobody=_overflow_uid(),
             claim_timeout=claim_timeout,
-            why_not=UserNames().why_not,
+            why_not=names.why_not,
         )
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
@@ -252,6 +258,7 @@ class KeeperServer:
             connection.close()
         for connection in list(self.lingering):
             self._stop_lingering(connection, at_once=True)
+        self.lookups.finish(0.0)
         self.service.finish()
         for version in self.catalogue.all_versions():
             version.token.drop()
@@ -374,9 +381,9 @@ class KeeperServer:
         def count() -> None:
             self._refused -= 1
 
-        self._call(count)
+        self.call(count)
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def call(self, callback: Callable[[], None]) -> None:
         """Have a function called in the loop's thread, from another one."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it does not matter any more
             self.loop.call_soon_threadsafe(callback)
@@ -409,7 +416,7 @@ class KeeperServer:
 
     def socket_closed(self, connection: Connection) -> None:
         """The socket of a connection, with the unread messages in it, was closed by another thread."""
-        self._call(partial(self._left, connection))
+        self.call(partial(self._left, connection))
 
     def _left(self, connection: Connection) -> None:
         """From now on its user has one connection less."""
@@ -442,7 +449,7 @@ class KeeperServer:
             self.aside.pop(uid, None)
 
     def _has_room_again(self) -> None:
-        self._call(self._resume_aside)
+        self.call(self._resume_aside)
 
     def _resume_aside(self) -> None:
         if self.paused or not self.aside:

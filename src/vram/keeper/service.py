@@ -23,6 +23,7 @@ from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
 from .fields import record_from
+from .lookups import Lookups
 from .records import (
     Claim,
     Claimed,
@@ -56,6 +57,8 @@ class ServiceHost(ConnectionHost, Protocol):
         Seconds that a peer may keep it waiting.
     connections : dict of int to Connection
         Those that have said hello, by their session's id.
+    lookups : Lookups
+        Where a request waits until it is known whose its name is.
     """
 
     path: str
@@ -64,6 +67,7 @@ class ServiceHost(ConnectionHost, Protocol):
     patience: float
     catalogue: Catalogue
     connections: dict[int, Connection]
+    lookups: Lookups
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello: from now on it is known by its session."""
@@ -354,6 +358,8 @@ class Service:
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def _publish(self, connection: Connection, session: Session, request: m.Publish, fds: list[int]) -> None:
+        if self.server.lookups.waits(connection, request, fds):
+            return
         if any(piece.device >= len(request.devices) for piece in request.segments):
             raise errors.ProtocolError("a segment names a device that is not in the list")
         if request.call in connection.partials or not request.call:
@@ -377,6 +383,8 @@ class Service:
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
+        if self.server.lookups.waits(connection, request, fds):
+            return
         self.server.check_freeing(session.uid, request.handles, request.nbytes)
         publication = self.catalogue.begin(
             session,
@@ -468,6 +476,8 @@ class Service:
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def _attach(self, connection: Connection, session: Session, request: m.Attach, fds: list[int]) -> None:
+        if request.claim and self.server.lookups.waits(connection, request, fds):
+            return
         result = self.catalogue.attach(
             session,
             request.name,

@@ -233,7 +233,7 @@ def _forget(path: str) -> None:
         else:
             os.environ[ENVIRONMENT] = before
     else:  # another was started since, or the user chose one: not back to this one when that one ends
-        for other, named in tuple(_before.items()):
+        for other, named in _before.copy().items():
             if named == path:
                 _before[other] = before
     del _before[path]  # last: an interrupt before it has all of it done again, which changes nothing

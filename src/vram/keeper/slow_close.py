@@ -118,6 +118,16 @@ class SlowCloser:
         """Close descriptors that came from a user and were not taken."""
         self._put(~uid, *((partial(_close_sent, fd), Unclosed(sent=1)) for fd in fds))
 
+    def keep(self, uid: int, count: int) -> None:
+        """Count so many more descriptors that came from a user and wait to be taken, or less."""
+        if not count:
+            return
+        with self._lock:
+            self._count(uid, Unclosed(sent=count), 1)
+        if count < 0 and self.is_awaited:
+            self.is_awaited = False
+            self._on_room()
+
     def free(self, fds: list[int], nbytes: int, uid: int) -> None:
         """Close descriptors of a user's memory that is on the books no more. It counts until then.
 

@@ -272,6 +272,7 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
     """Return True once the successor serves, False if it died after Committed was sent; raise for anything else."""
     call = request.call
     # What was decided and is not done yet is not written down; nor, for an older keeper, what is under way.
+    server.lookups.finish()
     server.service.finish(for_successor=request.goes_on)
     if not request.goes_on:
         for sock in [server.listener.sock, *(stranger.sock for stranger in server.pending)]:

@@ -1,18 +1,21 @@
 """Which user a name such as ``~ann/...`` belongs to: asked of the system's data base, seldom.
 
-The data base may be on another machine, and the keeper's loop waits for it. So it is asked for the name of a user who
-is connected, remembered for some seconds; for a name that somebody made up only a few times in that time.
+The data base may be on another machine, so :mod:`.lookups` asks in other threads, before a request is handled. It is
+asked for the name of a user who is connected, remembered for some seconds; for a name that somebody made up only a few
+times in that time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
-__all__ = ["UserNames", "by_number", "is_number"]
+__all__ = ["Answer", "UserNames", "by_number", "is_number"]
 
 _REMEMBERED = 10.0  # seconds
-_MOST = 1_024  # names remembered
+_MOST_USERS, _MOST = 1_024, 64  # users of whom answers are remembered, and names of each
 _QUESTIONS = 16  # about names that are not their own, of one user in that time
 
 
@@ -28,6 +31,25 @@ def by_number(uid: int, user: str) -> str:
     return f"no user {user!r} is known here"
 
 
+class Answer(NamedTuple):
+    """What the data base says: the name of who asks, or none, and the uid of the name asked for, or -1."""
+
+    own: str
+    found: int
+
+
+class _Known:
+    """What was asked about the names of one user."""
+
+    __slots__ = ("answers", "own", "questions", "until")
+
+    def __init__(self) -> None:
+        self.own = ""
+        self.until = float("-inf")  # after that the user's own name is asked for anew, and names are counted anew
+        self.questions = 0
+        self.answers: dict[str, tuple[str, float]] = {}  # why a name is not the user's, and until when that is new
+
+
 class UserNames:
     """The users of this system.
 
@@ -35,41 +57,80 @@ class UserNames:
     ----------
     now : callable
         A clock, in seconds, that never goes back.
+    name_of, uid_of : callable
+        The data base: the name of a uid, or nothing; the uid of a name, or -1.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        name_of: Callable[[int], str] | None = None,
+        uid_of: Callable[[str], int] | None = None,
+    ) -> None:
         self._now = now
-        self._until = 0.0
-        self._names: dict[int, str] = {}
-        self._uids: dict[str, int] = {}  # -1: there is no such user
-        self._questions: dict[int, int] = {}
+        self._name_of = name_of or _name_of
+        self._uid_of = uid_of or _uid_of
+        self._users: dict[int, _Known] = {}
+
+    def knows(self, uid: int, user: str) -> bool:
+        """Whether it is known, and was asked not long ago, whether user `uid` is the one called `user`; or is not
+        asked, since that user has asked for too many names."""
+        if is_number(user):
+            return True
+        known, now = self._users.get(uid), self._now()
+        if known is None:
+            return False
+        return known.answers.get(user, ("", 0.0))[1] > now or (known.until > now and known.questions >= _QUESTIONS)
+
+    def question(self, uid: int, user: str) -> Callable[[], Answer]:
+        """Return what asks the data base, in any thread and for as long as that takes."""
+        known = self._users.get(uid)
+        own = known.own if known is not None and known.until > self._now() else None
+        return partial(self._ask, uid, user, own)
+
+    def _ask(self, uid: int, user: str, own: str | None) -> Answer:
+        own = self._name_of(uid) if own is None else own
+        return Answer(own, uid if own == user else self._uid_of(user))
+
+    def learn(self, uid: int, user: str, answer: Answer) -> None:
+        """Remember an answer."""
+        now = self._now()
+        known = self._users.pop(uid, None) or _Known()
+        self._users[uid] = known  # behind all others: the first one is forgotten first
+        if now >= known.until:
+            known.own, known.until, known.questions = answer.own, now + _REMEMBERED, 0
+        me = _described(uid, answer.own)
+        known.questions += answer.own != user
+        if answer.found == uid:  # perhaps a second name of the same user
+            why = ""
+        else:
+            why = f"no user {user!r} is known here" if answer.found < 0 else f"that is uid {answer.found}, and not {me}"
+        known.answers.pop(user, None)
+        known.answers[user] = (why, now + _REMEMBERED)
+        if len(known.answers) > _MOST:
+            del known.answers[next(iter(known.answers))]
+        if len(self._users) > _MOST_USERS:
+            del self._users[next(iter(self._users))]
 
     def why_not(self, uid: int, user: str) -> str:
-        """Say why user `uid` is not the one called `user`, a name or a decimal uid; nothing if it is."""
+        """Say why user `uid` is not the one called `user`, a name or a decimal uid; nothing if it is.
+
+        What was asked before is not asked again, however long ago that was: a request is looked at once more when its
+        turn has come. What was never asked is asked now, which is only so where another keeper had asked.
+        """
         if is_number(user):
             return by_number(uid, user)
-        now = self._now()
-        if now >= self._until or len(self._names) + len(self._uids) >= _MOST:
-            self._names.clear()
-            self._uids.clear()
-            if now >= self._until:
-                self._questions.clear()
-                self._until = now + _REMEMBERED
-        if uid not in self._names:
-            self._names[uid] = _name_of(uid)
-        own = self._names[uid]
-        if own == user:
-            return ""
-        me = f"uid {uid}, {own}" if own else f"uid {uid}, who has no name here"
-        if user not in self._uids:
-            asked = self._questions[uid] = self._questions.get(uid, 0) + 1
-            if asked > _QUESTIONS:
-                return f"that is not the name of {me}"
-            self._uids[user] = _uid_of(user)
-        found = self._uids[user]
-        if found == uid:  # a second name of the same user
-            return ""
-        return f"no user {user!r} is known here" if found < 0 else f"that is uid {found}, and not {me}"
+        known = self._users.get(uid)
+        if known is None or user not in known.answers:
+            if known is not None and self.knows(uid, user):
+                return f"that is not the name of {_described(uid, known.own)}"
+            self.learn(uid, user, self.question(uid, user)())
+            known = self._users[uid]
+        return known.answers[user][0]
+
+
+def _described(uid: int, own: str) -> str:
+    return f"uid {uid}, {own}" if own else f"uid {uid}, who has no name here"
 
 
 def _name_of(uid: int) -> str:

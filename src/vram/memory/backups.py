@@ -11,7 +11,6 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +20,7 @@ from ..errors import BackupError, UsageError
 from ..lifetime import Claim, Handle, close_all, noted, own, uninterrupted, unwinding
 from ..spec import Access, Location, format_size
 from .allocation import Memory, PhysicalAllocation
+from .chunks import destroy_streams
 from .pinned import Span, store_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Copies:
         place = region.users[0]
         if place not in self._streams:
             able, made = cast("StreamOrdered", region.driver), list[int]()
-            self._claim.handle.keep("stream for sleeping memory", partial(_destroy, able, made))
+            self._claim.handle.keep("stream for sleeping memory", partial(destroy_streams, able, made))
             made.append(able.stream_create(place))
             self._streams[place] = able, made[0]
         driver, stream = self._streams[place]
@@ -68,16 +68,6 @@ class Copies:
     def close(self) -> None:
         """Give the streams back. Idempotent."""
         self._claim.release()
-
-
-def _destroy(driver: StreamOrdered, streams: list[int]) -> None:
-    """Give streams back. An undo that was interrupted is called again, and finds the last one gone."""
-    while True:
-        if not streams:
-            break
-        with suppress(UsageError):
-            driver.stream_destroy(streams[-1])
-        streams.pop()
 
 
 class Backup:

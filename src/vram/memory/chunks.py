@@ -5,18 +5,32 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, StreamOrdered
-from ..errors import UnsupportedError, UsageError
+from ..errors import OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
 from .reservation import AddressRange, Unmap, put_memory
 
-__all__ = ["Chunk", "Chunks", "measure", "plan", "reserve", "touchable"]
+__all__ = [
+    "Chunk",
+    "Chunks",
+    "Kind",
+    "Made",
+    "Ready",
+    "Supply",
+    "destroy_streams",
+    "measure",
+    "plan",
+    "reserve",
+    "supplies",
+    "touchable",
+]
 
 _PATIENCE = 60.0  # seconds to wait for an unmap that another thread is running
 
@@ -54,6 +68,39 @@ class Chunk:
             self.mapping.adopt(claim)
             self._memory.setdefault(self.mapping, memory)
         return self._memory[self.mapping]
+
+
+class Kind(NamedTuple):
+    """What chunks are asked for that can take each other's place."""
+
+    driver: Driver
+    location: Location
+    kinds: HandleKind
+    flags: AllocationFlags
+    nbytes: int
+
+
+Ready: TypeAlias = tuple[Memory, Claim]  # memory that is zero and nobody else's, and what keeps it
+
+
+class Supply(Protocol):
+    """Memory that is kept ready: see :class:`~vram.memory.ahead.Prepared`."""
+
+    def _take(self) -> Ready | None: ...
+    def _put(self, ready: Ready) -> None: ...
+    def _give_way(self) -> int: ...
+    def _refill(self) -> None: ...
+    def _end(self) -> int: ...
+
+
+supplies: dict[Kind, Supply] = {}  # filled by :mod:`.ahead`, which is loaded where somebody wants that
+
+
+class Made(NamedTuple):
+    """Chunks that are mapped and in no row yet, and what of their memory was kept ready."""
+
+    chunks: list[Chunk]
+    taken: list[tuple[Supply, Ready]]
 
 
 class Piece(NamedTuple):
@@ -110,27 +157,66 @@ class Chunks:
         memory = self.row[-1].known if self.row else None
         return memory is not None and (memory.sealed or (memory.has_left and is_sealed(memory)))
 
-    def make(self, sizes: Sequence[int], kinds: HandleKind, access: Access, flags: AllocationFlags) -> None:
-        """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4)."""
+    @property
+    def workers(self) -> tuple[Location, ...]:
+        """The devices that may have work under way on what is mapped."""
+        return self.where.workers
+
+    def make(
+        self,
+        sizes: Sequence[int],
+        kinds: HandleKind,
+        access: Access,
+        flags: AllocationFlags,
+        into: Made | None = None,
+    ) -> None:
+        """Make memory and map it behind what is mapped: all of it, or nothing (invariant I4).
+
+        Into the row, unless there is something else for it: then it is for the caller to put it there, or to
+        :meth:`give_back`, and to release the claims on what was taken, or to put that back.
+        """
         driver, place = self.where.driver, self.location
+        put = None
         if _is_direct(type(driver)):
             direct: Any = driver
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
             put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
-            self._append([Piece(size, put) for size in sizes], access)
-            return
-        made: list[tuple[Memory, Claim]] = []
+        taken: list[tuple[Supply, Ready]] = []
+        made: list[Ready] = []
         try:
+            pieces = []
             for size in sizes:
-                made.append(create_memory(driver, size, place, kinds, flags))
-            self._append([Piece(memory.nbytes, put_memory(memory, False), memory) for memory, _ in made], access)
+                supply = supplies.get(Kind(driver, place, kinds, flags, size)) if supplies else None
+                ready = None if supply is None else supply._take()
+                if supply is not None and ready is not None:
+                    taken.append((supply, ready))
+                elif put is not None:
+                    pieces.append(Piece(size, put))
+                    continue
+                else:
+                    made.append(create_memory(driver, size, place, kinds, flags))
+                    ready = made[-1]
+                pieces.append(Piece(size, put_memory(ready[0], False), ready[0]))
+            self._append(pieces, access, None if into is None else into.chunks)
+            if into is not None:
+                theirs = into.taken  # no interrupt comes between the line before and the next
+                theirs += taken
         except BaseException as error:
             with unwinding(error):
+                for supply, ready in taken:
+                    supply._put(ready)
                 for _, claim in reversed(made):
                     claim.release()
+            if isinstance(error, OutOfMemoryError) and _make_room(driver, place):
+                self.make(sizes, kinds, access, flags, into)
+                return
             raise
         for _, claim in made:
             claim.release()  # the mappings keep it now
+        if into is None:
+            for supply, (_, claim) in taken:
+                claim.release()
+                supply._refill()
 
     def append(self, given: Sequence[PhysicalAllocation | Received], access: Access) -> None:
         """Map memory behind what is mapped: all of it, or nothing (invariant I4).
@@ -169,10 +255,11 @@ class Chunks:
         for one in opened:
             one.close()  # the mappings keep it now
 
-    def _append(self, pieces: Sequence[Piece], access: Access) -> None:
+    def _append(self, pieces: Sequence[Piece], access: Access, into: list[Chunk] | None = None) -> None:
         """Map what lies behind what is mapped. Pieces without memory are accessible as soon as they are mapped.
 
-        The region's handle keeps each mapping from before it is made: while this runs, the caller has a claim on it.
+        Into the row, or into a list, as :meth:`make`. The region's handle keeps each mapping from before it is made:
+        while this runs, the caller has a claim on it.
         """
         handle, where = self.handle, self.where
         start = offset = self.row[-1].stop if self.row else 0
@@ -184,6 +271,7 @@ class Chunks:
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
                 undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
+                undo.is_idle = True  # nobody has heard of it
                 made.append(handle.keep(undo.describe, undo, depends=depends))
                 undo.map(put)
                 row.append(Chunk(offset, offset + nbytes, self.location, made[-1], undo, memory))
@@ -193,7 +281,12 @@ class Chunks:
                 where.driver.mem_set_access(where.address + start, offset - start, access, self.users)
             if self.populate:
                 touchable(where.driver, access).populate(where.address + start, offset - start)
-            self.row = (*self.row, *row)
+            for chunk in row:
+                chunk.undo.is_idle = False
+            if into is None:
+                self.row = (*self.row, *row)
+            else:
+                into += row
         except BaseException as error:
             with unwinding(error):
                 for mapping in reversed(made):
@@ -216,6 +309,10 @@ class Chunks:
         """
         if chunks:
             self.row = tuple(chunk for chunk in self.row if chunk.start < chunks[0].start)
+        self.give_back(chunks)
+
+    def give_back(self, chunks: Sequence[Chunk]) -> None:
+        """Give chunks back that are in the row no more, or not yet; as :meth:`unmap`."""
         for chunk in reversed(chunks):
             self.handle.drop_dependency(chunk.mapping)
         for chunk in chunks:
@@ -280,6 +377,12 @@ def measure(
     return total, location or Location(driver.name)
 
 
+def _make_room(driver: Driver, location: Location) -> bool:
+    """Give back what is kept ready in a place, so that somebody can have it now; whether there was any."""
+    here = [supply for kind, supply in supplies.copy().items() if (kind.driver, kind.location) == (driver, location)]
+    return sum(supply._give_way() for supply in here) > 0
+
+
 @functools.lru_cache(maxsize=16)  # the question takes microseconds, and there are few drivers
 def _is_direct(kind: type) -> bool:
     """Whether drivers of a class map memory in the call that makes or opens it."""
@@ -302,6 +405,16 @@ def wait_for(driver: Driver, event: int) -> None:
     if not isinstance(driver, StreamOrdered):
         raise UsageError(f"the {driver.name} driver has no events: leave `after` out")
     driver.event_synchronize(event)
+
+
+def destroy_streams(driver: StreamOrdered, streams: list[int]) -> None:
+    """Give streams back. An undo that was interrupted is called again, and finds the last one gone."""
+    while True:
+        if not streams:
+            break
+        with suppress(UsageError):
+            driver.stream_destroy(streams[-1])
+        streams.pop()
 
 
 def touchable(driver: Driver, access: Access) -> HostAddressable:

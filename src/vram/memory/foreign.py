@@ -271,7 +271,7 @@ def _adopted(driver: Driver, info: PointerInfo) -> tuple[Memory, Claim]:
                 return memory, memory.handle.claim("foreign region")
             except ClosedError:
                 pass
-        for old, one in tuple(_known.memories.items()):
+        for old, one in _known.memories.copy().items():
             if one.handle.is_open:
                 continue
             del _known.memories[old]

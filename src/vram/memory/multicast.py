@@ -195,12 +195,12 @@ class MulticastObject(Owned):
     @property
     def devices(self) -> tuple[Location, ...]:
         """The devices that this process added."""
-        return tuple(self._team.added.values())
+        return tuple(self._team.added.copy().values())
 
     @property
     def bound(self) -> tuple[tuple[Location, int, int], ...]:
         """What this process has bound: location, offset and size in bytes of each."""
-        return tuple((undo.location, undo.offset, undo.nbytes) for undo in tuple(self._team.bound.values()))
+        return tuple((undo.location, undo.offset, undo.nbytes) for undo in list(self._team.bound.values()))
 
     @property
     def is_mapped(self) -> bool:
@@ -351,7 +351,7 @@ class MulticastObject(Owned):
                 raise UsageError(f"{self!r} and {reservation!r} belong to different drivers")
             start, right = checks.size(offset, "offset"), checks.access(access)
             whose = team.whose(locations) if right is not Access.NONE else []
-            claim, undo = team.map(where, start, [claim.handle for claim in tuple(self._bindings.values())])
+            claim, undo = team.map(where, start, [claim.handle for claim in list(self._bindings.values())])
             mapping = MulticastMapping(team, undo, right, claim)
             with _closed_on_error(mapping):
                 if whose:

@@ -173,7 +173,7 @@ class MulticastState:
     def book(self, undo: Unbind) -> None:
         """Write down a span of one device that is about to be bound."""
         with self.lock:
-            for other in tuple(self.bound.values()):
+            for other in list(self.bound.values()):
                 apart = other.offset + other.nbytes <= undo.offset or undo.offset + undo.nbytes <= other.offset
                 if other.key[0] != undo.key[0] or apart:
                     continue

@@ -15,6 +15,7 @@ from typing import Any, Final
 from ..errors import CapacityError, UsageError
 from ..lifetime import Claim, own, unwinding
 from ..spec import HOST, Location, format_size, parse_size, round_up
+from .chunks import supplies
 from .region import Region
 
 __all__ = ["LIMIT", "PinnedStore", "Span", "store_of", "trim"]
@@ -197,11 +198,12 @@ def store_of(driver: Any) -> PinnedStore:
 
 
 def trim() -> int:
-    """Give back the pinned memory that is kept for the next time; return its bytes.
+    """Give back what is kept for the next time: pinned memory, and what was prepared; return its bytes.
 
-    What sleeping memory needs to wake stays.
+    What sleeping memory needs to wake stays. What :func:`vram.prepare` was told is over.
     """
-    return sum(store.trim() for store in list(_stores.values()))
+    prepared = sum(supply._end() for supply in supplies.copy().values())
+    return prepared + sum(store.trim() for store in list(_stores.values()))
 
 
 def _limit() -> int | None:

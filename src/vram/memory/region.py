@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, CapacityError, RangeError, UsageError
@@ -453,12 +453,7 @@ class Region(Owned):
     # -- its size -----------------------------------------------------------------------------------------------
     def resize(self, nbytes: int | str) -> None:
         """Set the size: :meth:`grow` or :meth:`shrink`, whichever it takes."""
-        size = checks.size(nbytes, "nbytes")
-        with self._alone():
-            if size < self._nbytes:
-                self._shrink(size)
-            else:
-                self._grow(size)
+        self._resize(nbytes, "resize")
 
     def grow(self, nbytes: int | str) -> None:
         """Make it larger, behind the same address.
@@ -480,11 +475,7 @@ class Region(Owned):
         OutOfMemoryError
             If there is not enough. Nothing is left behind then (invariant I4).
         """
-        size = checks.size(nbytes, "nbytes")
-        with self._alone():
-            if size < self._nbytes:
-                raise UsageError(f"cannot grow to {size} bytes: the region has {self._nbytes}; use shrink or resize")
-            self._grow(size)
+        self._resize(nbytes, "grow")
 
     def shrink(self, nbytes: int | str, *, after: int | None = None) -> None:
         """Make it smaller; chunks that lie wholly beyond the new size are unmapped and their memory given back.
@@ -504,13 +495,7 @@ class Region(Owned):
         UsageError
             If it is larger than now.
         """
-        size = checks.size(nbytes, "nbytes")
-        with self._alone():
-            if after is not None:
-                chunks.wait_for(self.driver, after)
-            if size > self._nbytes:
-                raise UsageError(f"cannot shrink to {size} bytes: the region has {self._nbytes}; use grow or resize")
-            self._shrink(size, is_idle=after is not None)
+        self._resize(nbytes, "shrink", after)
 
     def extend(self, allocations: Iterable[PhysicalAllocation | Received], nbytes: int | str) -> None:
         """Map further allocations behind an imported region whose owner grew it, and set the size.
@@ -670,70 +655,33 @@ class Region(Owned):
             raise BusyError(f"{handle.label} is being changed by the very code that this call interrupted")
         return self._changing_lock
 
-    def _grow(self, nbytes: int) -> None:
-        handle = self.handle  # first: another thread may have closed it while this one waited for its turn
-        if self.asleep is not None:
-            raise self.sleeps()
-        if nbytes == self._nbytes:
-            return
+    def _resize(self, nbytes: int | str, verb: Literal["grow", "shrink", "resize"], after: int | None = None) -> None:
+        from .resize import resize_regions  # which whoever only attaches does without
+
+        resize_regions({self: checks.size(nbytes, "nbytes")}, after=after, verb=verb)
+
+    def _growth(self, nbytes: int) -> list[int]:
+        """Return the sizes of the chunks that it takes to become larger: none where there is memory already.
+
+        For :mod:`.resize`, with the lock of those who change the region.
+        """
         if self._imported:
             raise UsageError(
-                "imported memory is grown by its owner; take what it published since (upgrade the lease, or extend "
-                "this region), or copy into a region of your own"
+                f"imported memory is grown by its owner, so {self._chunks.handle.label} is not; take what it published "
+                f"since (upgrade the lease, or extend this region), or copy into a region of your own"
             )
         if nbytes > self.capacity:
             raise CapacityError(
-                f"cannot grow to {nbytes} bytes: the capacity is {self.capacity}, fixed at creation. Make a region "
-                f"with more and copy, or ask for more from the start: it costs addresses only"
+                f"cannot grow {self._chunks.handle.label} to {nbytes} bytes: the capacity is {self.capacity}, fixed at "
+                f"creation. Make a region with more and copy, or ask for more from the start: it costs addresses only"
             )
         mapped = self._chunks
         if self._frozen or (mapped.row and mapped.ends_sealed):
-            raise UsageError("a frozen region cannot grow: its memory is read-only for good. Copy it into a new one")
+            raise UsageError(
+                f"a frozen region cannot grow, and {mapped.handle.label} is: its memory is read-only for good. Copy it "
+                f"into a new one"
+            )
         present = mapped.mapped
-        reached = max(self._reached, nbytes)
         if nbytes <= present:
-            self._reached = reached  # first: see clear
-            self._nbytes = nbytes
-            return
-        sizes = chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)
-        using = handle.claim("grow")  # another thread may close this object meanwhile: it goes afterwards
-        try:
-            mapped.make(sizes, self._kinds, self._access, self._flags)
-            # Nothing is called in between, so that no interrupt divides what is mapped from the size.
-            self._reached = reached
-            self._nbytes = nbytes
-        finally:
-            using.release()
-        self.handle  # noqa: B018  (which says that it was closed)
-
-    def _shrink(self, nbytes: int, *, is_idle: bool = False) -> None:
-        if self.asleep is not None:
-            raise self.sleeps()
-        if nbytes == self._nbytes:
-            return
-        handle, mapped = self.handle, self._chunks
-        before, dropped = self._nbytes, mapped.beyond(nbytes)
-        try:
-            self._make_smaller(handle, nbytes)
-            for chunk in dropped:
-                chunk.undo.is_idle = is_idle
-            mapped.unmap(dropped)
-            self._reached = min(self._reached, mapped.mapped)
-        except BaseException:
-            if self._nbytes != before:  # an interrupt: what was begun is finished
-                mapped.unmap(dropped)
-            raise
-
-    def _make_smaller(self, handle: Handle, nbytes: int) -> None:
-        with self._size_lock:
-            before, self._nbytes = self._nbytes, nbytes  # first: a signal handler may want to have a pin
-            busy = tuple(tag for tag in handle.tags() if isinstance(tag, Span) and tag.stop > nbytes)
-            if busy:
-                self._nbytes = before
-                least = max(span.stop for span in busy)
-                keep = f", or keep at least {least} bytes" if least < before else ""
-                raise BusyError(
-                    f"cannot shrink {handle.label} from {before} to {nbytes} bytes: something looks at what is beyond; "
-                    f"let go of it (drop views and tensors with their slices, close leases and lendings){keep}",
-                    tuple(f"{span.holder} [{span.start}:{span.stop}]" for span in busy),
-                )
+            return []
+        return chunks.plan(nbytes, present, self.capacity, self._granularity, self._least, self._exact)

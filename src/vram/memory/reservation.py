@@ -64,7 +64,7 @@ class AddressRange:
         offset, stop = undo.offset, undo.offset + undo.nbytes
         with self.lock:
             if offset < self.top:
-                for start, size in tuple(self.spans.items()):
+                for start, size in self.spans.copy().items():
                     if stop <= start or start + size <= offset:
                         continue
                     raise RangeError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import _socket  # the part of `socket` that is C, within which no interrupt comes
 import contextlib
 import errno
+import itertools
 import numbers
 import os
 import select
@@ -47,7 +48,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory
+from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory, unclosed
 from .unread import close_filled, pass_rights
 
 __all__ = [
@@ -95,6 +96,9 @@ _DAY = 86_400.0  # poll() and the locks of Python take no longer than weeks, or 
 # looked at: who waits that long needs no poll() before each message.
 _NAP = 1.0
 _IN_FLIGHT_WAIT = 10.0  # seconds to wait for other messages of this user to be read before giving up
+_LOOK = 0.01  # seconds between two looks at what is still being closed
+
+_connections = itertools.count(1)
 
 _open_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -376,13 +380,18 @@ class Channel(lifetime.Owned):
     sock : socket.socket
         A connected ``AF_UNIX``/``SOCK_SEQPACKET`` socket, taken over: the caller must not close or use it any more.
     sender : str
-        Whom what comes is counted as while it is closed: see :func:`~vram.open_files.unclosed`.
+        Whom what comes is counted as while it is closed: see :func:`~vram.open_files.unclosed`. By default each
+        connection is counted by itself.
 
     Attributes
     ----------
     only_memory : bool
         Whether descriptors that come are to be of memory. Others are refused with the connection: closing them may
         take as long as whoever sent them likes, and more of them than a message has would use up what this process has.
+    one_at_a_time : bool
+        Whether a message that brings descriptors stays in the socket while some that came before, and were given to
+        :meth:`close_received`, have still to be closed. Memory, too, closes as slowly as its sender likes: so this
+        process has those of one message open, and no more.
 
     Notes
     -----
@@ -392,7 +401,8 @@ class Channel(lifetime.Owned):
     """
 
     __slots__ = (
-        "_handle", "_has_hung_up", "_left", "_naps", "_ours", "_sender", "_sock", "_warn_on_leak", "only_memory",
+        "_handle", "_has_hung_up", "_left", "_may_be_unclosed", "_naps", "_ours", "_sender", "_sock", "_warn_on_leak",
+        "one_at_a_time", "only_memory",
     )  # fmt: skip
 
     def __init__(self, sock: _socket.socket, sender: str = "") -> None:
@@ -404,8 +414,8 @@ class Channel(lifetime.Owned):
         self._warn_on_leak = False  # a socket closed late harms nobody; the ledger still sees it
         self._naps = False  # whether the kernel ends a wait for a message after _NAP
         self._ours = ours = [True]  # until it was given away
-        self._sender = sender
-        self.only_memory = False
+        self._sender = sender = sender or f"connection {next(_connections)}"
+        self.only_memory = self.one_at_a_time = self._may_be_unclosed = False
         self._has_hung_up = False
         self._left: deque[_Raw] = deque()  # what was taken off the socket when an interrupt came
         left = self._left
@@ -622,6 +632,8 @@ class Channel(lifetime.Owned):
             check_timeout(timeout)
         if self._has_hung_up:
             raise PeerGoneError("the connection was ended here: what came over it was no memory, or no sense")
+        if self._may_be_unclosed and not self._left:
+            timeout = self._await_closed(timeout)
         flags = 0 if timeout is None else _DONTWAIT
         reset = False
         deadline = None
@@ -656,11 +668,39 @@ class Channel(lifetime.Owned):
             came = len(fds)
             if cut & _STRANGERS:
                 self.hang_up()
-            close_fds(fds, self._sender)
+            self.close_received(fds)
             if cut:
                 raise _cut_off(payload, came, cut)
             self.handle  # noqa: B018  (closed here, in another thread, reads as an end of file too)
             raise PeerGoneError("the other side closed the connection")
+
+    def close_received(self, fds: list[int]) -> None:
+        """Close descriptors that came, as :func:`~vram.open_files.close_fds` does; see :attr:`one_at_a_time`."""
+        if fds:
+            self._may_be_unclosed = self.one_at_a_time  # first: after an interrupt, too, some are
+            close_fds(fds, self._sender)
+
+    def _await_closed(self, timeout: float | None) -> float | None:
+        """Wait until what came before is closed, if descriptors come with what is next; return the time that is left.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If some has still to be closed then. What is next stays in the socket.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while count := unclosed(self._sender):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self.brings_descriptors(left):
+                return left
+            if left == 0:
+                raise WaitTimeoutError(
+                    f"{count} descriptors that the other side sent before are still being closed, and a message that "
+                    f"brings more is not received meanwhile: it has made that slow"
+                )
+            time.sleep(_LOOK if left is None else min(left, _LOOK))
+        self._may_be_unclosed = False
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def hang_up(self) -> None:
         """End the connection, and receive nothing that is left in it."""

@@ -297,7 +297,7 @@ def open_counted(driver: Any, data: bytes, nbytes: int | None, place: Location) 
                 pass
             else:
                 return _entered(key, ForeignRegion.over(driver, known.infos, kept), known.is_whole)
-        for old, one in tuple(_table.openings.items()):
+        for old, one in _table.openings.copy().items():
             if one.memory.is_open:
                 continue
             del _table.openings[old]

@@ -118,7 +118,7 @@ class _Aliases:
             return alias
 
     def close(self) -> None:
-        for handle, (_, token, _) in tuple(self.by_region.items()):
+        for handle, (_, token, _) in self.by_region.copy().items():
             handle.drop_dependency(token)
 
 

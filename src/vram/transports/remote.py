@@ -63,8 +63,10 @@ _MOMENT = 0.2  # seconds for the end of a connection to show, when its memory is
 _SLICE = 2e-3  # seconds between two looks, where another thread hears the other end
 _LINGER = 1.0  # seconds for the other end to say that it is done, when this one is closed
 # Messages that are heard where nobody waits, or no longer: more than an end that keeps to the window leaves unread, and
-# a peer that says other things without end keeps nobody beyond that.
+# a peer that says other things without end keeps nobody beyond that, nor for longer than this, in seconds: what a
+# message brings may take as long to close as whoever sent it likes. The rest waits in the exchange.
 _MOST_AT_ONCE = 4 * WINDOW
+_MOST_LATE = 1.0
 
 
 ACKED_ELSEWHERE = "another thread tells the other end what was received, and that reads nothing"
@@ -121,8 +123,8 @@ class RemoteTransport(Endpoint):
     """
 
     __slots__ = (
-        "_acking", "_awaited", "_came", "_exchange", "_exports", "_imports", "_inbox", "_is_back", "_learning",
-        "_memory_is_on", "_origin", "_outbox", "_peer", "_reading", "_received_count", "_refs", "_sending",
+        "_acking", "_awaited", "_came", "_close_fds", "_exchange", "_exports", "_imports", "_inbox", "_is_back",
+        "_learning", "_memory_is_on", "_origin", "_outbox", "_peer", "_reading", "_received_count", "_refs", "_sending",
         "_sent_count", "_stream_events", "_taken", "_taking", "_warm", "timeout",
     )  # fmt: skip
 
@@ -135,6 +137,8 @@ class RemoteTransport(Endpoint):
     ) -> None:
         super().__init__(src, dst)
         self._exchange = exchange
+        # One that counts what it received until it is closed takes that back.
+        self._close_fds: Callable[[list[int]], None] = getattr(exchange, "close_received", close_fds)
         self._memory_is_on = self.src
         self.timeout = timeout
         self._origin = os.urandom(16)
@@ -297,7 +301,7 @@ class RemoteTransport(Endpoint):
                 self._inbox.popleft()
         with self._reading:  # whoever read has been told by the exchange that it is closed
             for came in self._came:
-                close_fds(came.fds if isinstance(came, _Came) else came[1])
+                self._close_fds(came.fds if isinstance(came, _Came) else came[1])
             self._imports.close()
         self._exports.close()
         self._stream_events.close()
@@ -459,7 +463,7 @@ class RemoteTransport(Endpoint):
             late += left is not None and left <= 0
             held = False
             try:
-                if late > _MOST_AT_ONCE:
+                if late > _MOST_AT_ONCE or (late > 1 and _is_late(deadline)):
                     raise WaitTimeoutError("the other end says other things without end")
                 # Whoever else hears the other end may hear what is waited for here, and then go on hearing.
                 held = uninterrupted(
@@ -477,13 +481,18 @@ class RemoteTransport(Endpoint):
                     self._reading.release()
 
     def _listen(self) -> None:
-        """Hear what is there already, a bounded part of it."""
+        """Hear what is there already, a bounded part of it, for a bounded time."""
+        began = time.monotonic()
+        heard = 0
         held = False
         try:
             held = uninterrupted(self._reading.acquire, False)
             with contextlib.suppress(WaitTimeoutError):
-                for _ in range(_MOST_AT_ONCE if held else 0):
+                while True:
+                    if not held or heard >= _MOST_AT_ONCE or (heard and _is_late(began)):
+                        break
                     self._hear(0.0)
+                    heard += 1
         finally:
             if held:
                 self._reading.release()
@@ -509,7 +518,7 @@ class RemoteTransport(Endpoint):
             raise
         except Exception:  # no interrupt: it is what the message says, or who sent it
             del self._came[:]
-            close_fds(came.fds)
+            self._close_fds(came.fds)
             raise
 
     def _deal_with(self, came: _Came, deadline: float | None) -> None:
@@ -551,7 +560,7 @@ class RemoteTransport(Endpoint):
                 came.is_answered = True
         else:
             self._deal_with_ends(message, came)
-        close_fds(came.fds)
+        self._close_fds(came.fds)
         del self._came[:]
 
     def _deal_with_ends(self, message: Message, came: _Came) -> None:
@@ -665,6 +674,11 @@ class RemoteTransport(Endpoint):
 def _left(deadline: float | None) -> float | None:
     """Return the seconds until a deadline, 0 from then on; None where there is none."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _is_late(deadline: float | None) -> bool:
+    """Whether a deadline is over for so long that what is there already is left for the next call."""
+    return deadline is not None and time.monotonic() - deadline >= _MOST_LATE
 
 
 def _patience(deadline: float | None) -> float:

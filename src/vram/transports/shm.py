@@ -32,7 +32,7 @@ from .exchanges import Exchange, SocketExchange
 from .local import fit_with
 from .measure import measured
 from .places import ready, refusal, shown_on, unless
-from .remote import ACKED_ELSEWHERE, RemoteTransport, _Came, _left, _patience
+from .remote import ACKED_ELSEWHERE, RemoteTransport, _Came, _is_late, _left, _patience
 from .staged import SLOT, SLOTS
 from .wire import WINDOW, Chunk, Drained, Message
 
@@ -316,8 +316,11 @@ class ShmTransport(RemoteTransport):
             ready(wanted, stream)
         self._go_on(came, wanted)
         target: Array = came.target
+        taken = 0
         while came.chunks or came.done < came.nbytes:
             self._say_drained(deadline)
+            if taken and _is_late(deadline):  # one at least: who gives no time comes further with each call, too
+                raise WaitTimeoutError("the rest of a message did not come in time")
             rest = "the rest of a message did not come"
             self._until(lambda: bool(came.chunks) or came.is_dropped, _left(deadline), rest)
             if not came.chunks:  # it was given up
@@ -330,6 +333,7 @@ class ShmTransport(RemoteTransport):
                 came.done = chunk.at + chunk.nbytes
             chunk.is_read = True
             came.chunks.popleft()
+            taken += 1
         self._say_drained(deadline)
         return target if wanted is None else shown_on(wanted, came.dtype, came.shape)
 

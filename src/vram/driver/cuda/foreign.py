@@ -155,7 +155,7 @@ class ForeignCalls(WorkCalls):
     def _accessible(self, call: str, address: int, nbytes: int, access: Access) -> list[Any]:
         best: Window | None = None  # there may be several over the same memory, each with rights of its own
         if self._windows and nbytes > 0:
-            for window in tuple(self._windows.values()):
+            for window in list(self._windows.values()):
                 if window.address <= address and address + nbytes <= window.address + window.nbytes:
                     if window.access >= access:
                         return [window]
@@ -208,7 +208,7 @@ class ForeignCalls(WorkCalls):
             )
 
     def _close(self, call: str, address: int, kind: str, stream: int = 0) -> None:
-        for number, window in tuple(self._windows.items()):
+        for number, window in self._windows.copy().items():
             if window.address == address and window.kind == kind and self._take_back_window(number, window, stream):
                 return
         raise UsageError(f"{call}({address:#x}): nothing was opened there, or it was closed as often already")

@@ -287,7 +287,7 @@ class MemoryCalls:
         is_mapped = False
         try:
             books.claim(call, mapping)
-            raw = next(iter(tuple(memory.raw.values())), None)
+            raw = next(iter(list(memory.raw.values())), None)
             if raw is None:
                 raise UsageError("the memory was released while this call began")
             self._call.uninterrupted("cuMemMap", (address, nbytes, 0, raw, 0))

@@ -130,10 +130,10 @@ class Counted:
 
     def all(self) -> list[int]:
         """Return the numbers that are out, each as often as it is."""
-        return [number for number, out in tuple(self._out.items()) for _ in tuple(out)]
+        return [number for number, out in self._out.copy().items() for _ in tuple(out)]
 
     def __iter__(self) -> Iterator[int]:
-        return iter([number for number, out in tuple(self._out.items()) if out])
+        return iter([number for number, out in self._out.copy().items() if out])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -1,0 +1,234 @@
+"""What engines do with GPU memory: it sleeps and wakes, and PyTorch allocates it in a pool."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import vram
+
+from .. import driver as drivers
+from ..spec import Location, format_size
+from .bare_calls import Bare, bare_calls, ordinal_of
+from .gpu_torch import torch_on
+from .machine import fitting
+from .measure import Figure, Result, Row, in_turns, timed
+
+__all__ = ["measure"]
+
+_NBYTES = 32 << 30
+_CHUNKS = (80 << 20, 512 << 20)  # layers of a model, and large tables
+_TENSOR = 256 << 20
+_TENSORS = 16
+_WINDOW = 4 << 30  # bytes of pinned memory that the plain copy goes through again and again
+
+
+def measure(quick: bool, location: Location) -> Result:
+    """Measure on one GPU, and on all that this process sees at once."""
+    notes: list[str] = []
+    rows: list[Row] = []
+    nbytes = fitting(location, (64 << 20) if quick else _NBYTES, 1, 1.1, notes)
+    rounds = 2 if quick else 7
+    with _trimmed(), bare_calls(location) as bare, _plain_copies(bare, nbytes) as (down, up):
+        for chunk in (16 << 20,) if quick else _CHUNKS:
+            size = nbytes // chunk * chunk
+            with _memory(location, size, chunk) as array:
+                cases: dict[str, Callable[[], float]] = {"down": down, "up": up, **_kept([array])}
+                took = in_turns(cases, rounds, warm=1)
+            rates = {
+                name: Figure.of([size / one for one in values], "GB/s", scale=1e-9) for name, values in took.items()
+            }
+            what = f"{format_size(size)} in chunks of {format_size(chunk)}"
+            plain_down = Row(f"plain copy to pinned memory, beside {what}", rates["down"])
+            plain_up = Row(f"plain copy from pinned memory, beside {what}", rates["up"])
+            rows += [
+                plain_down,
+                Row.held(f"sleep: {what}", rates["asleep"], plain_down, at_least=0.92),
+                plain_up,
+                Row.held(f"wake: {what}", rates["awake"], plain_up, at_least=0.92),
+            ]
+            rows += _discarded(bare, location, size, chunk, rounds, what)
+    with _trimmed():
+        rows += _all_at_once(location, nbytes, rounds, notes)
+    rows += _in_torchs_pool(quick, location, notes)
+    notes.append(
+        f"the second time and later: the pinned memory is there. The plain copy is one call after the other on one "
+        f"stream, through {format_size(min(_WINDOW, nbytes))} of pinned memory that it uses again and again. Asleep, "
+        f"memory is with the device; awake, every byte is back"
+    )
+    return Result("engine", "GPU memory asleep and awake, and in PyTorch's hands", rows, notes)
+
+
+@contextlib.contextmanager
+def _trimmed() -> Iterator[None]:
+    """Give the pinned memory back that is kept for the next time: nobody sleeps after this."""
+    try:
+        yield
+    finally:
+        vram.trim()
+
+
+@contextlib.contextmanager
+def _memory(location: Location, nbytes: int, chunk: int) -> Iterator[vram.Array]:
+    with vram.memory.Region.create(location, capacity=nbytes, nbytes=nbytes, chunk=chunk) as region:
+        drivers.get(location).fill(region.address, 1, nbytes)
+        region.synchronize()
+        yield vram.Array(region, "uint8", nbytes)
+
+
+def _kept(arrays: list[vram.Array]) -> dict[str, Callable[[], float]]:
+    return {"asleep": lambda: vram.sleep(arrays).seconds, "awake": lambda: vram.wake(arrays).seconds}
+
+
+@contextlib.contextmanager
+def _plain_copies(bare: Bare, nbytes: int) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
+    """Yield what copies so many bytes down, and up, and returns the seconds."""
+    api, ok = bare.api, bare.ok
+    window = min(_WINDOW, nbytes)
+    device = int(ok(api.cuMemAlloc(window)))
+    try:
+        host = int(ok(api.cuMemHostAlloc(window, 0)))
+        try:
+
+            def run(copy: Callable[[int], Any]) -> float:
+                begin = time.perf_counter()
+                for start in range(0, nbytes, window):
+                    ok(copy(min(window, nbytes - start)))
+                ok(api.cuStreamSynchronize(0))
+                return time.perf_counter() - begin
+
+            yield (
+                lambda: run(lambda size: api.cuMemcpyDtoHAsync(host, device, size, 0)),
+                lambda: run(lambda size: api.cuMemcpyHtoDAsync(device, host, size, 0)),
+            )
+        finally:
+            api.cuMemFreeHost(host)
+    finally:
+        api.cuMemFree(device)
+
+
+def _discarded(bare: Bare, location: Location, nbytes: int, chunk: int, rounds: int, what: str) -> list[Row]:
+    """Let go of the bytes: against the same calls, bare."""
+    with _memory(location, nbytes, chunk) as array, _bare_memory(bare, nbytes, chunk) as (unmap, remap):
+        cases: dict[str, Callable[[], float]] = {
+            "bare asleep": unmap,
+            "bare awake": remap,
+            "asleep": lambda: vram.sleep(array, to=None).seconds,
+            "awake": lambda: vram.wake(array).seconds,
+        }
+        took = in_turns(cases, rounds, warm=1)
+    figures = {name: Figure.of(seconds, "ms", scale=1e3) for name, seconds in took.items()}
+    down = Row(f"bare unmap, release: {what}", figures["bare asleep"])
+    up = Row(f"bare create, map, set_access: {what}", figures["bare awake"])
+    return [
+        down,
+        Row.held(f"sleep, bytes discarded: {what}", figures["asleep"], down, at_most=1.2),
+        up,
+        Row.held(f"wake, bytes discarded: {what}", figures["awake"], up, at_most=1.2),
+    ]
+
+
+@contextlib.contextmanager
+def _bare_memory(bare: Bare, nbytes: int, chunk: int) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
+    """Yield what unmaps and releases so much memory, and what makes it anew, and returns the seconds."""
+    api, ok = bare.api, bare.ok
+    base = int(ok(api.cuMemAddressReserve(nbytes, 0, 0, 0)))
+    handles: list[Any] = []
+
+    def unmap() -> float:
+        ok(api.cuCtxSynchronize())
+        begin = time.perf_counter()
+        for address in range(base, base + nbytes, chunk):
+            ok(api.cuMemUnmap(address, chunk))
+            ok(api.cuMemRelease(handles.pop()))
+        return time.perf_counter() - begin
+
+    def remap() -> float:
+        begin = time.perf_counter()
+        for address in range(base, base + nbytes, chunk):
+            handles.append(ok(api.cuMemCreate(chunk, bare.prop, 0)))
+            ok(api.cuMemMap(address, chunk, 0, handles[-1], 0))
+        ok(api.cuMemSetAccess(base, nbytes, bare.grants, 1))
+        return time.perf_counter() - begin
+
+    try:
+        remap()
+        yield unmap, remap
+    finally:
+        if handles:
+            api.cuMemUnmap(base, len(handles) * chunk)
+        for handle in handles:
+            api.cuMemRelease(handle)
+        api.cuMemAddressFree(base, nbytes)
+
+
+def _all_at_once(location: Location, nbytes: int, rounds: int, notes: list[str]) -> list[Row]:
+    """Sleep and wake the memory of every GPU in one call: against that of one."""
+    devices = drivers.get(location).device_count()
+    if devices < 2:
+        notes.append("one GPU here: several at once were not measured")
+        return []
+    places = [Location("cuda", ordinal) for ordinal in range(devices)]
+    chunk = min(_CHUNKS[0], nbytes)
+    size = min(fitting(place, nbytes // chunk * chunk, 1, 1.1, notes) for place in places) // chunk * chunk
+    with contextlib.ExitStack() as stage:
+        arrays = [stage.enter_context(_memory(place, size, chunk)) for place in places]
+        cases: dict[str, Callable[[], float]] = {}
+        for name, some in {"one": arrays[:1], "all": arrays}.items():
+            cases |= {f"{name} {how}": case for how, case in _kept(some).items()}
+        took = in_turns(cases, rounds, warm=1)
+    figures = {name: Figure.of(seconds, "ms", scale=1e3) for name, seconds in took.items()}
+    rows = []
+    for verb, word in {"asleep": "sleep", "awake": "wake"}.items():
+        one = Row(f"{word}: {format_size(size)} of one GPU", figures[f"one {verb}"])
+        every = f"{word}: {format_size(size)} of each of {devices} GPUs, in one call"
+        rows += [one, Row.held(every, figures[f"all {verb}"], one, at_most=1.1)]
+    return rows
+
+
+def _in_torchs_pool(quick: bool, location: Location, notes: list[str]) -> list[Row]:
+    """Allocate tensors in a pool of ours: against torch's own."""
+    torch = torch_on(location, notes)
+    if torch is None:
+        return []
+    device = f"cuda:{ordinal_of(location)}"
+    nbytes = fitting(location, (4 << 20) if quick else _TENSOR, _TENSORS, 1.25, notes)
+    pool = vram.TorchPool(device)
+
+    def new() -> Any:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def first() -> float:
+        kept: list[Any] = []
+        return statistics.median(timed(lambda: kept.append(new())) for _ in range(_TENSORS))
+
+    def reused() -> float:
+        new()
+        return statistics.median(timed(new) for _ in range(100 if quick else 1000))
+
+    def case(allocate: Callable[[], float], *, ours: bool) -> Callable[[], float]:
+        def run() -> float:
+            with pool.use("bench") if ours else contextlib.nullcontext():
+                spent = allocate()
+            pool.close()  # which empties torch's cache as well
+            torch.cuda.empty_cache()
+            return spent
+
+        return run
+
+    cases = {
+        "torch first": case(first, ours=False),
+        "first": case(first, ours=True),
+        "torch reused": case(reused, ours=False),
+        "reused": case(reused, ours=True),
+    }
+    took = in_turns(cases, 2 if quick else 9, warm=1)
+    figures = {name: Figure.of(seconds, "us", scale=1e6) for name, seconds in took.items()}
+    rows: list[Row] = []
+    for name, most in {"first": 1.5, "reused": 1.05}.items():
+        own = Row(f"torch.empty of {format_size(nbytes)}, {name}: torch's own pool", figures[f"torch {name}"])
+        rows += [own, Row.held(f"in a vram.TorchPool, {name}", figures[name], own, at_most=most)]
+    return rows

@@ -1,0 +1,298 @@
+"""Changes of size, of one region or of many in one call: all of them come about, or none (I4, I5, I6).
+
+What can be refused is refused first. Then there is memory behind the addresses of all that grows, which nobody sees
+yet; then what shrinks is smaller, and the work of the devices on what goes is waited for. Up to here everything can be
+taken back. From then on nothing can fail, and what an interrupt cuts short is finished before it is passed on (I12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from ..driver.protocol import Driver
+from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
+from ..lifetime import Claim, Handle, holding, unwinding
+from ..spec import Access, AllocationFlags, HandleKind
+from . import chunks
+from .pin import Span
+
+if TYPE_CHECKING:
+    from threading import RLock
+
+__all__ = ["Resizable", "resize_regions"]
+
+_R = TypeVar("_R", bound="Resizable")
+
+
+class Resizable(Protocol):
+    """What is known here of a region, which imports this module."""
+
+    asleep: object
+    _access: Access
+    _chunks: chunks.Chunks
+    _flags: AllocationFlags
+    _kinds: HandleKind
+    _nbytes: int
+    _reached: int
+    _size_lock: RLock
+
+    @property
+    def address(self) -> int:
+        """Where it is."""
+
+    @property
+    def driver(self) -> Driver:
+        """What made it."""
+
+    @property
+    def handle(self) -> Handle:
+        """What keeps it, while it is open."""
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether its memory was made elsewhere."""
+
+    def sleeps(self) -> AsleepError:
+        """Return the error for what cannot be done while it is asleep."""
+
+    def _alone(self) -> RLock: ...
+    def _growth(self, nbytes: int) -> list[int]: ...
+
+
+class _Change:
+    """What becomes of one region, which nobody else changes meanwhile.
+
+    Attributes
+    ----------
+    before, nbytes : int
+        Its size until now, and the new one.
+    sizes : list of int
+        Of the chunks to be made.
+    made, dropped
+        The chunks that come behind its end, and those that go from there.
+    """
+
+    __slots__ = ("before", "dropped", "made", "nbytes", "region", "row", "sizes")
+
+    def __init__(self, region: Resizable, nbytes: int) -> None:
+        self.region = region
+        self.before = self.nbytes = nbytes
+        self.row = region._chunks.row
+        self.sizes: list[int] = []
+        self.made = chunks.Made([], [])
+        self.dropped: tuple[chunks.Chunk, ...] = ()
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether it becomes smaller."""
+        return self.nbytes < self.before
+
+    def plan(self, verb: str) -> None:
+        """See what there is to do, and refuse what cannot be."""
+        region = self.region
+        region.handle  # noqa: B018  (first: another thread may have closed it while this one waited for its turn)
+        if region.asleep is not None:
+            raise region.sleeps()
+        self.row, self.before = region._chunks.row, region._nbytes
+        if self.shrinks:
+            if verb == "grow":
+                raise UsageError(
+                    f"cannot grow to {self.nbytes} bytes: the region has {self.before}; use shrink or resize"
+                )
+            self.dropped = region._chunks.beyond(self.nbytes)
+        elif self.nbytes > self.before and verb == "shrink":
+            raise UsageError(f"cannot shrink to {self.nbytes} bytes: the region has {self.before}; use grow or resize")
+        elif self.nbytes > self.before:
+            self.sizes = region._growth(self.nbytes)
+
+    def make(self) -> None:
+        """Map memory behind its end. Nobody sees it before :meth:`show`."""
+        region = self.region
+        region._chunks.make(self.sizes, region._kinds, region._access, region._flags, self.made)
+
+    def show(self) -> None:
+        """Let everybody at what was made. It can be called again."""
+        region = self.region
+        if self.nbytes > self.before:
+            region._chunks.row = (*self.row, *self.made.chunks)
+            region._reached = max(region._reached, self.nbytes)  # before the size: see Region.clear
+            region._nbytes = self.nbytes
+
+    def unmap(self) -> None:
+        """Give back what goes, on which no device works any more. It can be called again."""
+        if self.dropped:
+            region = self.region
+            for chunk in self.dropped:
+                chunk.undo.is_idle = True
+            region._chunks.unmap(self.dropped)
+            region._reached = min(region._reached, region._chunks.mapped)
+
+    def take_back(self) -> None:
+        """Let go of what was made, which no device has ever worked on; what was kept ready is ready again."""
+        for chunk in self.made.chunks:
+            chunk.undo.is_idle = True
+        self.region._chunks.give_back(self.made.chunks)
+        for supply, ready in self.made.taken:
+            supply._put(ready)
+
+
+def resize_regions(
+    sizes: Mapping[_R, int],
+    *,
+    after: int | None = None,
+    verb: Literal["grow", "shrink", "resize"] = "resize",
+    then: Callable[[], object] | None = None,
+) -> None:
+    """Set the sizes of regions, all or none; see :func:`vram.resize`, which takes arrays.
+
+    Parameters
+    ----------
+    sizes : dict of Region to int
+        The new size of each, in bytes.
+    after : int, optional
+        An event of a device: work that used what goes is done when it is. By default all work of the devices that may
+        use that memory is waited for.
+    verb : "grow", "shrink" or "resize"
+        Which way they may go.
+    then : callable, optional
+        Called when the sizes are the new ones, and before anything is unmapped; after an interrupt once more.
+    """
+    changes = [_Change(region, nbytes) for region, nbytes in sizes.items()]
+    # In one order, so that two calls over the same regions do not wait for one another.
+    locks = [change.region._alone() for change in sorted(changes, key=_address)]
+    holding(locks, partial(_resize, changes, after, verb, then))
+
+
+def _address(change: _Change) -> int:
+    return change.region.address
+
+
+_is_made_for, _shrinks = attrgetter("sizes"), attrgetter("shrinks")
+
+
+def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Callable[[], object] | None) -> None:
+    using: list[Claim] = []
+    is_decided = False
+    try:
+        try:
+            for change in changes:
+                change.plan(verb)
+                using.append(change.region.handle.claim("resize"))  # closed meanwhile, it goes afterwards
+            growing = list(filter(_is_made_for, changes))
+            if growing:
+                _refuse_pinned(changes)
+            for change in growing:
+                change.make()
+            _make_smaller(changes)
+            _wait(changes, after)
+            for change in changes:
+                change.region.handle  # noqa: B018  (which says that it was closed)
+            is_decided = True  # from here on the sizes are the new ones, whatever comes
+            _finish(changes, then)
+        except BaseException as error:
+            if is_decided:
+                _finish(changes, then, keeps=False)  # an interrupt: what was begun is finished
+            else:
+                _take_back(changes, error)
+            raise
+    finally:
+        for claim in using:
+            claim.release()
+
+
+def _pins(change: _Change) -> tuple[Span, ...]:
+    """Return the pins that reach beyond the new size."""
+    return tuple(tag for tag in change.region.handle.tags() if isinstance(tag, Span) and tag.stop > change.nbytes)
+
+
+def _refuse_pinned(changes: Sequence[_Change]) -> None:
+    """Refuse what cannot shrink, if somebody looks at what would go."""
+    found = [(change, busy) for change in changes if change.shrinks and (busy := _pins(change))]
+    if not found:
+        return
+    change, busy = found[0]
+    least = max(span.stop for span in busy)
+    keep = f", or keep at least {least} bytes" if least < change.before else ""
+    more = f" (the same of {len(found) - 1} more)" if len(found) > 1 else ""
+    raise BusyError(
+        f"cannot shrink {change.region._chunks.handle.label} from {change.before} to {change.nbytes} bytes: something "
+        f"looks at what is beyond; let go of it (drop views and tensors with their slices, close leases and "
+        f"lendings){keep}{more}",
+        tuple(f"{span.holder} [{span.start}:{span.stop}]" for _, spans in found for span in spans),
+    )
+
+
+def _make_smaller(changes: Sequence[_Change]) -> None:
+    """Lower the sizes of what shrinks, from when on nobody takes a pin of what goes; not if somebody has one."""
+    smaller = list(filter(_shrinks, changes))
+    if smaller:
+        locks = [change.region._size_lock for change in sorted(smaller, key=_address)]  # no pin is half taken
+        holding(locks, partial(_lower, smaller))
+
+
+def _lower(smaller: Sequence[_Change]) -> None:
+    try:
+        for change in smaller:
+            change.region._nbytes = change.nbytes  # first: a signal handler may want to have a pin
+        _refuse_pinned(smaller)
+    except BaseException:
+        for change in smaller:
+            change.region._nbytes = change.before
+        raise
+
+
+def _wait(changes: Sequence[_Change], after: int | None) -> None:
+    """Wait for the work of the devices on what goes."""
+    if after is not None:
+        for driver in {change.region.driver: None for change in changes if change.nbytes <= change.before}:
+            chunks.wait_for(driver, after)
+        return
+    going = [change.region for change in changes if change.dropped]
+    for driver, place in dict.fromkeys((region.driver, place) for region in going for place in region._chunks.workers):
+        with suppress(DeviceLostError):  # it runs nothing any more
+            driver.synchronize(place)
+
+
+def _finish(changes: Sequence[_Change], then: Callable[[], object] | None, *, keeps: bool = True) -> None:
+    """Show what grew, and unmap what goes, of which some may be kept for the next growth. It can be called again."""
+    for change in changes:
+        change.show()
+    if then is not None:
+        then()
+    kept = _set_aside(changes) if keeps and chunks.supplies else []
+    for change in changes:
+        change.unmap()
+    for supply, ready in kept:
+        supply._put(ready)
+    for change in changes:
+        for _, (_, claim) in change.made.taken:
+            claim.release()  # the mappings keep it now
+    if keeps:
+        for supply in chunks.supplies.copy().values():
+            supply._refill()
+
+
+def _set_aside(changes: Sequence[_Change]) -> Sequence[tuple[chunks.Supply, chunks.Ready]]:
+    """Make what goes zero, as far as it is to be kept, and return that."""
+    from .ahead import set_aside
+
+    return set_aside(
+        [
+            (change.region._chunks, change.region._kinds, change.region._flags, change.dropped)
+            for change in changes
+            if change.dropped and not change.region.is_imported and change.region._access is Access.READ_WRITE
+        ]
+    )
+
+
+def _take_back(changes: Sequence[_Change], error: BaseException) -> None:
+    """Make everything as it was."""
+    with unwinding(error):
+        for change in filter(_shrinks, changes):
+            change.region._nbytes = change.before
+        for change in reversed(changes):
+            change.take_back()

@@ -1,0 +1,309 @@
+"""A pool for torch on a real GPU: tensors that sleep and wake with their bytes, at their addresses.
+
+A test that takes longer than ``HANGS`` seconds ends the run, with all stacks. Threads are tried in a process of their
+own: torch's locks and Python's have waited for each other before (decision 036).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram.errors import AsleepError, BusyError, UsageError
+from vram.spec import Location
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+GPU = Location("cuda", 0)
+MIB = 1 << 20
+HANGS = 30
+
+
+@pytest.fixture(autouse=True)
+def limit(pytestconfig: pytest.Config) -> Iterator[None]:
+    stderr = pytestconfig.pluginmanager.get_plugin("watchdog")._stderr  # that of before pytest captured it
+    faulthandler.dump_traceback_later(HANGS, exit=True, file=stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    free, _ = drivers.get(GPU).mem_info(GPU)
+    return free
+
+
+@pytest.fixture
+def pool() -> Iterator[vram.TorchPool]:
+    made = vram.TorchPool("cuda:0")
+    yield made
+    gc.collect()
+    torch.cuda.synchronize()
+    made.close()
+    torch.cuda.empty_cache()
+    made.trim()
+    vram.trim()
+
+
+def test_tensors_sleep_and_wake_with_their_bytes(pool: vram.TorchPool) -> None:
+    with pool.use("weights"):
+        weights = [torch.randn(32 * MIB // 4, device="cuda:0") for _ in range(4)]
+    with pool.use("kv"):
+        kv = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    before, pointers = [one.clone() for one in weights], [one.data_ptr() for one in (*weights, kv)]
+    assert [pool.tag_of(one) for one in (*weights, kv)] == ["weights"] * 4 + ["kv"]
+    assert {tag: one.awake for tag, one in pool.usage().items()} == {"weights": 128 * MIB, "kv": 64 * MIB}
+    for _ in range(2):
+        awake = free_bytes()
+        slept = pool.sleep(offload=["weights"], discard=["kv"])
+        assert (slept.freed, slept.nbytes) == (192 * MIB, 128 * MIB)
+        assert free_bytes() >= awake + 188 * MIB  # other things of the driver's may come and go
+        assert pool.usage()["kv"].asleep == 64 * MIB
+        with pytest.raises(AsleepError), pool.use("kv"):
+            pass
+        with pytest.raises(AsleepError):
+            pool.sleep(offload=["weights"])
+        assert pool.wake(["weights"]).nbytes == 128 * MIB
+        assert pool.wake(["kv"], fill=7).discarded == 64 * MIB
+        assert [one.data_ptr() for one in (*weights, kv)] == pointers
+        assert all(torch.equal(one, other) for one, other in zip(weights, before, strict=True))
+        assert bool((kv == 7).all())
+    assert pool.wake().nbytes == 0
+
+
+def test_a_captured_graph_replays_after_waking(pool: vram.TorchPool) -> None:
+    with pool.use("weights"):
+        weight = torch.randn(512, 512, device="cuda:0")
+        given = torch.ones(8, 512, device="cuda:0")
+        found = given @ weight
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found.copy_(given @ weight)
+    graph.replay()
+    wanted = found.clone()
+    pool.sleep(offload=["weights"])
+    pool.wake()
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, wanted)
+
+
+def test_captures_inside_of_the_pool_go_on(pool: vram.TorchPool) -> None:
+    """Segments that torch gives back while a graph is captured are unmapped later."""
+    graph = torch.cuda.CUDAGraph()
+    with pool.use("graph"):
+        given = torch.ones(1024, device="cuda:0")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = given * 2
+        assert pool.trim() == 0
+    graph.replay()
+    assert bool((found == 2).all())
+
+
+def test_what_is_published_is_not_copied_and_sleeps_no_longer(pool: vram.TorchPool) -> None:
+    with pool.use("weights"):
+        model = torch.nn.Linear(256, 256, device="cuda:0")
+    with vram.private_keeper():
+        published = vram.publish("linear", dict(model.state_dict()), writable=True)
+        assert published.copied == {}
+        with pytest.raises(BusyError, match="exported"):
+            pool.sleep(offload=["weights"])
+        with vram.attach("linear") as lease:
+            assert torch.equal(lease["weight"].torch(), model.weight)
+            with torch.no_grad():
+                model.weight.fill_(3.0)
+            torch.cuda.synchronize()
+            assert bool((lease["weight"].torch() == 3).all())
+
+
+def test_blocks_nest(pool: vram.TorchPool) -> None:
+    kept: list[Any] = []
+
+    def make() -> None:
+        kept.append(torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:0"))
+
+    with pool.use("weights"):
+        make()
+        with pool.use("weights"):
+            make()
+        with pool.use("kv"):
+            make()
+            with pool.use("weights"):
+                make()
+        make()
+    elsewhere = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:0")
+    assert [pool.tag_of(one) for one in kept] == ["weights", "weights", "kv", "weights", "weights"]
+    with pytest.raises(UsageError, match="not of"):
+        pool.tag_of(elsewhere)
+
+
+THREADS = """
+    import faulthandler, sys, threading
+    faulthandler.dump_traceback_later(20, exit=True)
+    sys.setswitchinterval(1e-5)
+    import torch, vram
+    pool = vram.TorchPool("cuda:0")
+    counts = {}
+
+    def allocate(tag):
+        for number in range(20):
+            with pool.use(tag):
+                kept = [torch.empty(4 << 20, dtype=torch.uint8, device="cuda:0") for _ in range(12)]
+                assert {pool.tag_of(one) for one in kept} == {tag}
+            del kept
+            pool.close()
+            counts[tag] = number + 1
+
+    def look():
+        while any(thread.is_alive() for thread in threads[:3]):
+            torch.cuda.memory_stats()
+            torch.cuda.memory_allocated()
+            torch.cuda.empty_cache()
+            torch.cuda.memory_snapshot()
+            counts["looked"] = counts.get("looked", 0) + 1
+
+    threads = [threading.Thread(target=allocate, args=(tag,)) for tag in "abc"]
+    threads.append(threading.Thread(target=look))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    pool.close()
+    assert pool.usage() == {}, pool.usage()
+    assert counts.pop("looked")
+    print(sorted(counts.items()))
+"""
+
+
+def test_threads_that_allocate_enter_and_look_do_not_wait_for_each_other_for_ever() -> None:
+    done = run(THREADS)
+    assert (done.returncode, done.stdout) == (0, "[('a', 20), ('b', 20), ('c', 20)]\n"), done.stderr
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
+        capture_output=True, text=True, timeout=HANGS - 4, env={**os.environ}, check=False,
+    )  # fmt: skip
+
+
+def test_out_of_memory_is_torchs_own_and_says_why(pool: vram.TorchPool) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught, pool.use("kv"):
+        torch.empty(free_bytes() + (64 << 30), dtype=torch.uint8, device="cuda:0")
+    assert any("OutOfMemoryError" in note for note in caught.value.__notes__)
+    kept: list[Any] = []
+
+    def fail() -> None:
+        with pool.use("kv"):
+            kept.append(torch.ones(8, device="cuda:0"))
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail()
+    assert pool.tag_of(kept.pop()) == "kv"
+
+
+def test_what_no_tensor_is_on_can_be_given_back(pool: vram.TorchPool) -> None:
+    """torch keeps what its pools cache, even when memory is short; closing the pool makes it let go."""
+    size = free_bytes() // 2 // (2 * MIB) * (2 * MIB)
+    with pool.use("big"):
+        held = torch.empty(size, dtype=torch.uint8, device="cuda:0")
+        del held
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(size + 512 * MIB, dtype=torch.uint8, device="cuda:0")
+    pool.close()
+    assert pool.usage() == {}
+    with pool.use("big"):
+        held = torch.empty(size + 512 * MIB, dtype=torch.uint8, device="cuda:0")
+    assert pool.tag_of(held) == "big"
+
+
+def test_a_pool_is_closed_while_another_block_is_under_way(pool: vram.TorchPool) -> None:
+    other = vram.TorchPool("cuda:0")
+    with pool.use("weights"):
+        kept = torch.ones(8 * MIB, dtype=torch.uint8, device="cuda:0")
+        with other.use("weights"):
+            torch.ones(8 * MIB, dtype=torch.uint8, device="cuda:0")
+        other.close()
+        del other
+        gc.collect()
+        assert pool.tag_of(kept) == "weights"
+        pool.close()
+    assert int(kept.sum()) == 8 * MIB
+
+
+def test_settings_of_torchs_allocator_are_kept_and_its_lock_is_let_go_of(pool: vram.TorchPool) -> None:
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    assert settings["release_lock_on_cudamalloc"] is True
+    assert settings["PYTORCH_CUDA_ALLOC_CONF"].endswith("release_lock_on_cudamalloc:True")
+
+
+def test_tensors_that_go_while_they_sleep_leave_nothing(pool: vram.TorchPool) -> None:
+    before = free_bytes()
+    with pool.use("weights"):
+        tensor = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    pool.sleep(offload=["weights"])
+    del tensor
+    pool.wake()
+    pool.close()
+    gc.collect()
+    pool.trim()
+    assert pool.usage() == {}
+    assert free_bytes() >= before - 16 * MIB
+
+
+def test_a_wrong_call_is_told(pool: vram.TorchPool) -> None:
+    with pool.use("weights"):
+        kept = torch.zeros(8, device="cuda:0")
+    with pytest.raises(UsageError, match="no memory called"):
+        pool.sleep(offload=["nothing of the kind"])
+    with pytest.raises(UsageError, match="at once"):
+        pool.sleep(offload=["weights"], discard=["weights"])
+    with pytest.raises(UsageError, match="list of names"):
+        pool.sleep("weights")
+    with pytest.raises(UsageError, match="byte"):
+        pool.wake(fill=300)
+    with pytest.raises(UsageError, match="tag"), pool.use(""):
+        pass
+    with pytest.raises(UsageError, match="GPU"):
+        vram.TorchPool("host")
+    assert kept.sum() == 0
+
+
+SCRIPT = """
+    import sys, torch, vram
+    pool = vram.TorchPool("cuda:0")
+    with pool.use("weights"):
+        kept = torch.ones(1 << 20, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        made = kept * 2
+    pool.sleep(offload=["weights"])
+    if "wake" in sys.argv:
+        pool.wake()
+        torch.cuda.empty_cache()
+    cycle = [kept, pool, graph]
+    cycle.append(cycle)
+    sys.modules["kept by a module"] = cycle
+    print("said", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["asleep", "wake"])
+def test_the_end_of_a_process_is_quiet(how: str) -> None:
+    done = run(SCRIPT, how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")

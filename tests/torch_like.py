@@ -1,0 +1,188 @@
+"""What of torch a pool needs, in Python, over a real lock: the pools of its allocator, and what of it waits for it.
+
+It stands in for ``torch`` where there is no GPU, to call the functions that a pool hands to torch as torch does:
+through their addresses, from any thread, with the lock of the allocator held unless the setting says otherwise.
+Entering a pool, leaving it, statistics and snapshots wait for that lock with Python's lock in hand, as in torch 2.11:
+``c10/cuda/CUDACachingAllocator.cpp`` and ``torch/csrc/cuda/Module.cpp``. It has no tensors; blocks are whole segments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+__all__ = ["OutOfMemoryError", "TorchLike"]
+
+_HOLDING = ctypes.PyDLL(None)  # calls with Python's lock
+_RELEASING = ctypes.CDLL(None)  # without
+
+
+class OutOfMemoryError(RuntimeError):
+    """torch's."""
+
+
+class _Lock:
+    """A lock that one call waits for and lets go of again, as torch's functions do: that of a file of the C library."""
+
+    def __init__(self) -> None:
+        _HOLDING.tmpfile.restype = ctypes.c_void_p
+        self._file = ctypes.c_void_p(_HOLDING.tmpfile())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold it, having waited without Python's lock."""
+        _RELEASING.flockfile(self._file)
+        try:
+            yield
+        finally:
+            _HOLDING.funlockfile(self._file)
+
+    def close(self) -> None:
+        """Nobody uses it any more."""
+        _HOLDING.fclose(self._file)
+
+    def pass_by(self) -> None:
+        """Wait until nobody else holds it, with Python's lock."""
+        _HOLDING.ftell(self._file)
+
+
+class _MemPool:
+    _numbers = itertools.count(1)
+
+    def __init__(self, allocator: tuple[int, int]) -> None:
+        self.id = (0, next(self._numbers))
+        self.allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(allocator[0])
+        self.release = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
+            allocator[1]
+        )
+        self.uses = 1
+        self.cached: dict[int, int] = {}  # sizes by address: of what no "tensor" is on
+        self.taken: dict[int, int] = {}
+
+
+class TorchLike(ModuleType):
+    """A module to be found as ``torch``.
+
+    Parameters
+    ----------
+    keep_lock : bool
+        Whether it keeps its lock around allocations whatever the settings are, as torch does by default.
+    """
+
+    def __init__(self, keep_lock: bool = False) -> None:
+        super().__init__("torch")
+        self.__version__ = "2.11.0+like"
+        self.version = SimpleNamespace(cuda="13.0")
+        self.lock = _Lock()
+        self.settings = "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"
+        self.keep_lock = keep_lock
+        self.pools: list[_MemPool] = []
+        self.entered: list[tuple[int, _MemPool]] = []
+        self.frees = 0
+        self.emptying = threading.Lock()
+        self.capturing = False
+        self._C = SimpleNamespace(
+            _cuda_customAllocator=lambda allocate, free: (allocate, free),
+            _cuda_releasePool=self._release,
+            _accelerator_setAllocatorSettings=lambda settings: setattr(self, "settings", settings),
+            _accelerator_getAllocatorSettings=lambda: self.settings,
+            _cuda_clearCublasWorkspaces=lambda: None,
+        )
+        self.cuda = SimpleNamespace(
+            MemPool=self._make,
+            use_mem_pool=self._use,
+            memory_snapshot=self.snapshot,
+            memory_stats_as_nested_dict=self._stats,
+            get_allocator_backend=lambda: "native",
+            is_current_stream_capturing=lambda: self.capturing,
+            empty_cache=self.empty_cache,
+            device=self._device,
+            memory=SimpleNamespace(
+                _snapshot=lambda: {"allocator_settings": {"release_lock_on_cudamalloc": self.opens}}
+            ),
+        )
+
+    @property
+    def opens(self) -> bool:
+        """Whether it lets go of its lock around allocations."""
+        return "release_lock_on_cudamalloc:True" in self.settings
+
+    @contextmanager
+    def _device(self, ordinal: int) -> Iterator[None]:
+        yield
+
+    def _make(self, allocator: tuple[int, int]) -> _MemPool:
+        self.lock.pass_by()
+        made = _MemPool(allocator)
+        self.pools.append(made)
+        return made
+
+    @contextmanager
+    def _use(self, pool: _MemPool, device: int) -> Iterator[None]:
+        entry = (threading.get_ident(), pool)
+        self.lock.pass_by()
+        assert pool.uses
+        assert pool not in [one for _, one in list(self.entered)], "already recording to mempool_id"
+        pool.uses += 1  # nobody else has it: the pool under test sees to that
+        self.entered.append(entry)
+        try:
+            yield
+        finally:
+            self.lock.pass_by()
+            self.entered.remove(entry)
+            self._release(device, pool.id)
+
+    def _release(self, device: int, number: tuple[int, int]) -> None:
+        self.lock.pass_by()
+        pool = next(one for one in self.pools if one.id == number)
+        pool.uses -= 1
+        assert pool.uses >= 0
+
+    def _stats(self, ordinal: int) -> dict[str, int]:
+        self.lock.pass_by()
+        return {"num_device_free": self.frees}
+
+    def snapshot(self) -> list[dict[str, int]]:
+        """Say which segments it has."""
+        self.lock.pass_by()
+        return [{"address": address} for pool in list(self.pools) for address in (*pool.cached, *pool.taken)]
+
+    def empty(self, nbytes: int) -> int:
+        """Allocate as ``torch.empty`` does, and return the address."""
+        size = -(-nbytes // (2 << 20)) * (2 << 20)
+        me = threading.get_ident()
+        pool = next(one for thread, one in reversed(list(self.entered)) if thread == me)
+        address = next((one for one, cached in pool.cached.items() if cached >= size), None)
+        if address is not None:
+            pool.taken[address] = pool.cached[address]  # first: no snapshot is to miss it
+            del pool.cached[address]
+            return address
+        if self.opens and not self.keep_lock:
+            address = pool.allocate(size, 0, None)
+        else:
+            with self.lock.held():
+                address = pool.allocate(size, 0, None)
+        if not address:
+            raise OutOfMemoryError("CUDA out of memory")
+        assert not any(address in (*one.cached, *one.taken) for one in self.pools), "one address twice"
+        pool.taken[address] = size
+        return address
+
+    def drop(self, address: int) -> None:
+        """Free a "tensor": its segment stays in the cache."""
+        pool = next(one for one in self.pools if address in one.taken)
+        pool.cached[address] = pool.taken[address]
+        del pool.taken[address]
+
+    def empty_cache(self) -> None:
+        """Give back the cached segments of pools that nobody uses any more."""
+        with self.emptying:
+            for pool in list(self.pools):
+                while not pool.uses and pool.cached:
+                    address, size = pool.cached.popitem()
+                    self.frees += 1
+                    pool.release(address, size, 0, None)

@@ -1,0 +1,508 @@
+"""Growth of many arrays as users write it; what regions do is in vram.testing.resize."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vram
+from vram import driver as drivers
+from vram import lifetime
+from vram.driver.host import HostDriver
+from vram.driver.protocol import DirectMapping
+from vram.errors import (
+    AsleepError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    DriverError,
+    ForkedError,
+    OutOfMemoryError,
+    UsageError,
+    VramError,
+)
+from vram.memory import Region
+from vram.memory.ahead import Prepared, keep_ready
+from vram.memory.chunks import Kind
+from vram.memory.resize import resize_regions
+from vram.spec import HOST, AllocationFlags, HandleKind, Location
+from vram.testing.faults import FaultyDriver
+from vram.testing.keeper import SOON, until
+
+G = 2 << 20
+GPU = Location("cuda", 0)
+
+
+@pytest.fixture
+def arrays() -> Iterator[list[vram.Array]]:
+    made = [vram.zeros((4, 64), "int32", device="host", capacity=1 << 20, chunk="2MiB") for _ in range(5)]
+    for number, array in enumerate(made):
+        array[:] = number + 1
+    yield made
+    for array in made:
+        array.close()
+
+
+def looks(arrays: list[vram.Array]) -> list[object]:
+    return [(array.shape, array.region.nbytes, array.region.layout, array.numpy().sum()) for array in arrays]
+
+
+def test_some_grow_and_some_shrink_and_none_moves_i5(arrays: list[vram.Array]) -> None:
+    addresses = [array.address for array in arrays]
+    vram.resize({arrays[0]: 100_000, arrays[1]: 1, arrays[2]: 0, arrays[3]: 50_000, arrays[4]: 4})
+    assert [len(array) for array in arrays] == [100_000, 1, 0, 50_000, 4]
+    assert [array.address for array in arrays] == addresses
+    assert arrays[0].numpy()[:4].min() == 1
+    assert not arrays[0].numpy()[4:].any()
+    assert arrays[1].numpy().max() == 2
+    vram.resize({})
+
+
+@pytest.mark.parametrize("kind", ["slice", "attached", "scalar", "not an array", "rows", "capacity", "twin", "closed"])
+def test_what_cannot_be_is_refused_and_says_which(arrays: list[vram.Array], kind: str) -> None:
+    arrays[1].close()
+    arrays.pop(1)
+    before = looks(arrays)
+    one, closed = arrays[0], vram.zeros(1, device="host")
+    closed.close()
+    with vram.private_keeper(), vram.zeros((), device="host") as scalar:
+        vram.publish("n", {"x": one})
+        with vram.attach("n") as lease:
+            two = arrays[2]
+            wrong: dict[str, tuple[Callable[[], Any], Any, Any, str]] = {
+                "slice": (lambda: two[1:], 9, UsageError, r"\(3, 64\).*memory of others"),
+                "attached": (lambda: lease["x"], 9, UsageError, "memory of others"),
+                "scalar": (lambda: scalar, 9, UsageError, "no dimension"),
+                "not an array": (lambda: b"bytes", 9, UsageError, "arrays are resized"),
+                "rows": (lambda: two, 1.5, UsageError, "rows must be"),
+                "capacity": (lambda: two, (1 << 20) + 1, CapacityError, r"1048577 rows.*\(4, 64\)"),
+                "twin": (lambda: vram.Array(arrays[1].region, "int32", 4, owns_growth=True), 9, UsageError, "one of"),
+                "closed": (lambda: closed, 1, ClosedError, "closed"),
+            }
+            make, rows, error, says = wrong[kind]
+            thing = make()
+            for order in (1, -1):
+                with pytest.raises(error, match=says):
+                    vram.resize(dict([(arrays[3], 50_000), (arrays[1], 1), (thing, rows)][::order]))
+                assert looks(arrays)[1:] == before[1:]
+            del thing
+    with pytest.raises(UsageError, match="dict of arrays"):
+        vram.resize([(one, 1)])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no CUDA event"):
+        vram.resize({arrays[1]: 1}, after="soon")
+
+
+def test_a_view_of_what_would_go_keeps_all_as_it_is_i6(arrays: list[vram.Array]) -> None:
+    views = [arrays[0].numpy(), arrays[2].numpy()[3:]]
+    before = looks(arrays)
+    with pytest.raises(BusyError, match="1 more") as caught:
+        vram.resize({arrays[0]: 1, arrays[1]: 200_000, arrays[2]: 2})
+    assert len(caught.value.holders) == 2
+    assert looks(arrays) == before
+    vram.resize({arrays[0]: 4, arrays[1]: 200_000, arrays[3]: 2})
+    del views
+    vram.resize({arrays[0]: 1, arrays[1]: 0, arrays[2]: 2})
+
+
+def test_not_enough_memory_keeps_all_as_it_is_i4(arrays: list[vram.Array]) -> None:
+    available, _ = drivers.get(HOST).mem_info(HOST)
+    with vram.zeros((1, 1 << 20), "int8", device="host", capacity=(available >> 20) + 1024) as vast:
+        before = looks([*arrays, vast])
+        with pytest.raises(OutOfMemoryError):
+            vram.resize({arrays[0]: 100_000, arrays[1]: 1, vast: vast.capacity[0]})
+        assert looks([*arrays, vast]) == before
+
+
+def test_what_is_asleep_is_not_resized(arrays: list[vram.Array], tmp_path: Path) -> None:
+    vram.sleep(arrays[3], tmp_path)
+    before = looks(arrays[:3])
+    with pytest.raises(AsleepError):
+        vram.resize(dict.fromkeys(arrays, 9000))
+    assert looks(arrays[:3]) == before
+    vram.wake(arrays[3])
+    vram.resize(dict.fromkeys(arrays, 9000))
+    assert arrays[3].numpy()[:4].min() == 4
+
+
+def test_in_a_forked_child_it_is_refused_i7(arrays: list[vram.Array]) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            vram.resize(dict.fromkeys(arrays, 9))
+        except ForkedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    vram.resize(dict.fromkeys(arrays, 9))
+
+
+def test_threads_that_resize_many_and_look(arrays: list[vram.Array]) -> None:
+    """No view ever reaches beyond what is mapped: that would be a SIGBUS, not an exception (I11)."""
+    wrong: list[BaseException] = []
+    stop = threading.Event()
+
+    def change(seed: int) -> None:
+        order = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                chosen = [arrays[number] for number in order.permutation(5)[:3]]
+                try:
+                    vram.resize({array: int(order.integers(0, 60_000)) for array in chosen})
+                except BusyError:
+                    continue
+        except BaseException as error:
+            wrong.append(error)
+
+    def look() -> None:
+        try:
+            while not stop.is_set():
+                for array in arrays:
+                    view = array.numpy()
+                    if len(view):
+                        view[0, 0] = view[-1, -1]
+                    del view
+        except BaseException as error:
+            wrong.append(error)
+
+    changers = [threading.Thread(target=change, args=(seed,), daemon=True) for seed in range(3)]
+    looker = threading.Thread(target=look, daemon=True)
+    for thread in (*changers, looker):
+        thread.start()
+    for thread in changers:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    stop.set()
+    looker.join(SOON)
+    assert not looker.is_alive()
+    assert not wrong
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_budget_of_driver_calls_of_many(direct: bool) -> None:
+    driver = FaultyDriver(HostDriver(), hide=() if direct else [DirectMapping])
+    regions = [Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) for _ in range(6)]
+    driver.clear()
+    resize_regions(dict.fromkeys(regions, 5 * G))
+    new = ("mem_map_new",) * 4 if direct else ("mem_create",) * 4 + ("mem_map",) * 4 + ("mem_set_access",)
+    assert driver.calls == new * 6
+    driver.clear()
+    with regions[0].pin(0, 2 * G), pytest.raises(BusyError):
+        resize_regions({regions[0]: G, regions[1]: 8 * G})
+    assert driver.calls == ()  # what can be refused is refused before anything is made
+    resize_regions(dict.fromkeys(regions, G))
+    assert set(driver.calls) == {"mem_unmap"} | ({"mem_release"} if not direct else set())
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.standin
+def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
+    import standin
+
+    control = standin.Standin()
+    arrays = [vram.zeros((1, 1 << 20), "int8", device="cuda:0", capacity=64, chunk="2MiB") for _ in range(4)]
+    try:
+        arrays[0].fill(1)  # from here on the GPU has a context, and may have work
+        control.clear()
+        vram.resize(dict.fromkeys(arrays, 9))
+        called = control.called()
+        assert (called["cuMemCreate"], called["cuMemMap"], called["cuMemSetAccess"]) == (16, 16, 4)
+        control.clear()
+        vram.resize(dict.fromkeys(arrays, 1))
+        called = control.called()
+        assert (called["cuMemUnmap"], called["cuCtxSynchronize"]) == (16, 1)
+    finally:
+        for array in arrays:
+            array.close()
+
+
+@pytest.fixture
+def nothing_ready() -> Iterator[None]:
+    yield
+    vram.trim()
+
+
+@pytest.mark.standin
+@pytest.mark.usefixtures("nothing_ready")
+def test_what_is_kept_is_zeroed_in_one_stream_of_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import standin
+
+    control = standin.Standin()
+    monkeypatch.setattr(Prepared, "_refill", lambda self: None)  # the thread has not come to it
+    prepared = vram.prepare("cuda:0", "64MiB", chunk="2MiB")
+    arrays = [vram.zeros((9, 1 << 20), "int8", device="cuda:0", capacity=64, chunk="2MiB") for _ in range(4)]
+    for array in arrays:
+        array.fill(7)
+    control.clear()
+    vram.resize(dict.fromkeys(arrays, 1))
+    called = control.called()
+    assert (called["cuMemsetD8Async"], called["cuStreamCreate"], called["cuStreamSynchronize"]) == (4, 1, 1)
+    assert prepared.ready == 32 << 20
+    control.clear()
+    vram.resize(dict.fromkeys(arrays, 9))
+    called = control.called()
+    assert ("cuMemCreate" in called, called["cuMemMap"], called["cuMemSetAccess"]) == (False, 16, 4)
+    for array in arrays:
+        assert not array[2:].to_host().any()
+        array.close()
+
+
+@pytest.mark.standin
+def test_zeros_that_were_begun_end_before_anything_is_unmapped() -> None:
+    import standin
+
+    control, driver = standin.Standin(), FaultyDriver(drivers.get(GPU))
+    regions = [Region.create(GPU, driver=driver, capacity=8 * G, chunk=G, nbytes=2 * G) for _ in range(2)]
+    prepared = keep_ready(Kind(driver, GPU, HandleKind.POSIX_FD, AllocationFlags.NONE, G), 1)
+    assert prepared.wait(SOON)
+    prepared._most = 9  # there is room, and the thread has not come to it
+    for region in regions:
+        driver.fill(region.address, 1, region.nbytes)
+    control.defer()
+    try:
+        control.clear()
+        with driver.inject("fill_async", 2) as fault:
+            resize_regions(dict.fromkeys(regions, 0))
+        assert fault.fired
+        assert control.calls("cuStreamSynchronize") == 1  # which the first was waited for with
+        driver.synchronize(GPU)
+        assert control.illegal() == 0
+    finally:
+        control.defer(False)
+    assert isinstance(prepared.error, DriverError) or prepared.wait(SOON)
+    prepared.close()
+    for region in regions:
+        region.close()
+
+
+@pytest.mark.standin
+def test_shrinking_many_waits_for_all_work_or_for_the_event_that_is_named() -> None:
+    import standin
+
+    control, driver = standin.Standin(), drivers.get(GPU)
+    stream, event = driver.stream_create(GPU), driver.event_create(GPU)
+    control.defer()
+    try:
+        arrays = [vram.zeros((8, 1 << 19), "int32", device="cuda:0", capacity=9, chunk="2MiB") for _ in range(2)]
+        for after in (None, event, SimpleNamespace(cuda_event=event)):
+            vram.resize(dict.fromkeys(arrays, 8))
+            control.clear()
+            for array in arrays:
+                driver.fill_async(array.address, 1, array.nbytes, stream)
+            driver.event_record(event, stream)
+            vram.resize({arrays[0]: 4, arrays[1]: 3}, after=after)
+            waits = control.calls("cuEventSynchronize"), control.calls("cuCtxSynchronize")
+            driver.stream_synchronize(stream, GPU)
+            assert control.illegal() == 0, "the fill was done before its memory went"
+            assert waits == (after is not None, after is None)
+        for array in arrays:
+            array.close()
+    finally:
+        control.defer(False)
+        driver.event_destroy(event)
+        driver.stream_destroy(stream)
+
+
+def test_locks_are_taken_in_one_order_whatever_is_said_first() -> None:
+    driver = HostDriver()
+    made = (Region.create(HOST, driver=driver, capacity=G, nbytes=1) for _ in range(2))
+    low, high = sorted(made, key=lambda region: region.address)
+    for first, second in ((low, high), (high, low)):
+        with high._alone():
+            thread = threading.Thread(target=resize_regions, args=({first: 2, second: 2},), daemon=True)
+            thread.start()
+            until(lambda: not is_free(low._changing_lock))
+        thread.join(SOON)
+        assert not thread.is_alive()
+        resize_regions({low: 1, high: 1})
+    low.close()
+    high.close()
+
+
+def is_free(lock: Any) -> bool:
+    """Whether nobody has a lock."""
+    held = lock.acquire(blocking=False)
+    if held:
+        lock.release()
+    return bool(held)
+
+
+# -- locks in a row ---------------------------------------------------------------------------------------------
+def test_a_row_of_locks_is_let_go_of_whatever_comes_i12() -> None:
+    locks = [threading.RLock() for _ in range(3)]
+
+    def inside() -> str:
+        assert all(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+        return "done"
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    assert lifetime.holding(locks, inside) == "done"
+    with pytest.raises(KeyboardInterrupt):
+        lifetime.holding(locks, fail)
+    lifetime.holding([], lambda: None)
+    assert not any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
+
+
+# -- memory that is made ahead ----------------------------------------------------------------------------------
+@pytest.mark.usefixtures("nothing_ready")
+def test_arrays_grow_into_what_was_prepared_and_shrink_into_it(arrays: list[vram.Array]) -> None:
+    prepared = vram.prepare("host", "16MiB", chunk="2MiB")
+    assert prepared.wait(SOON)
+    assert repr(prepared) == "<Prepared host 16 MiB of 16 MiB in chunks of 2 MiB>"
+    for array in arrays:
+        array[:] = 77
+    kept = drivers.get(HOST).live().nbytes
+    vram.resize(dict.fromkeys(arrays, 8192 * 2))  # a chunk more for each
+    assert prepared.wait(SOON)
+    assert drivers.get(HOST).live().nbytes == kept + 5 * G
+    for array in arrays:
+        array[:] = 5
+    vram.resize(dict.fromkeys(arrays, 0))
+    assert prepared.ready == 16 << 20
+    vram.resize(dict.fromkeys(arrays, 8192))
+    assert not any(array.numpy().any() for array in arrays)
+    assert vram.prepare("host", "4MiB", chunk=2 << 20) is prepared  # the latest holds
+    assert prepared.wait(SOON)
+    assert (prepared.nbytes, prepared.ready) == (4 << 20, 4 << 20)
+    vram.prepare("host", 0, chunk="2MiB")
+    assert (prepared.nbytes, prepared.ready) == (0, 0)
+    assert "0 B of 0 B" in repr(prepared)
+    prepared.close()
+    assert vram.trim() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "chunk", "says"),
+    [
+        (("host", "1MiB"), "2MiB", "less than one chunk"),
+        (("host", "1MiB"), 0, "chunk is 0"),
+        (("host", -1), "2MiB", "nbytes"),
+        (("host", "much"), "2MiB", "much"),
+        (("nowhere", "1MiB"), "2MiB", "nowhere"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(arguments: tuple[Any, Any], chunk: Any, says: str) -> None:
+    with pytest.raises(VramError, match=says):
+        vram.prepare(*arguments, chunk=chunk)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_the_budget_of_driver_calls_of_what_was_prepared(direct: bool) -> None:
+    """Growth by what is ready makes no memory: a map for each chunk and an access for each span."""
+    driver = FaultyDriver(HostDriver(), hide=() if direct else [DirectMapping])
+    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
+    regions = [Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) for _ in range(2)]
+    prepared = keep_ready(kind, 6)
+    assert prepared.wait(SOON)
+    driver.clear()
+    resize_regions(dict.fromkeys(regions, 4 * G))
+    assert prepared.wait(SOON)
+    made = [call for call in driver.calls if call != "mem_create"]  # the thread's, for the next time
+    assert made == ["mem_map"] * 3 + ["mem_set_access"] + ["mem_map"] * 3 + ["mem_set_access"]
+    assert driver.count("mem_create") == 6
+    for region in regions:
+        region.close()
+    prepared.close()
+
+
+def test_what_is_ready_gives_way_to_a_growth_that_finds_too_little_i4() -> None:
+    driver = FaultyDriver(HostDriver())
+    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, 2 * G)
+    prepared = keep_ready(kind, 3)
+    assert prepared.wait(SOON)
+    with Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=G) as region:
+        with driver.inject("mem_map_new", error=OutOfMemoryError("injected", 12, "ENOMEM")):
+            region.grow(3 * G)
+        assert region.mapped == 3 * G
+        assert prepared.wait(SOON)  # it is made again, if there is enough
+        failing = OutOfMemoryError("injected", 12, "ENOMEM")
+        with driver.inject("mem_map_new", error=failing, forever=True), pytest.raises(OutOfMemoryError):
+            region.grow(4 * G)
+        assert region.mapped == 3 * G
+    prepared.close()
+    assert driver.live().nbytes == 0
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_in_a_forked_child_nothing_is_ready_i7() -> None:
+    prepared = vram.prepare("host", "4MiB", chunk="2MiB")
+    assert prepared.wait(SOON)
+    pid = os.fork()
+    if not pid:
+        try:
+            assert (prepared.ready, prepared.nbytes, prepared.wait(1)) == (0, 0, False)
+            prepared.close()
+            assert vram.trim() == 0
+            with vram.zeros((1, G), "int8", device="host", capacity=4, chunk="2MiB") as array:
+                mine = vram.prepare("host", "4MiB", chunk="2MiB")
+                assert mine is not prepared
+                assert mine.wait(SOON)
+                vram.resize({array: 3})
+                array[:] = 3
+            assert vram.trim() > 0
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert prepared.ready == 4 << 20
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_at_exit_no_thread_is_waited_for_and_nothing_is_said(waits: bool) -> None:
+    code = f"""
+import vram
+prepared = vram.prepare("host", "1GiB", chunk="2MiB")
+array = vram.zeros((1, 1 << 21), "int8", device="host", capacity=9, chunk="2MiB")
+{waits} and prepared.wait({SOON})
+array.resize(5)
+print("done")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_threads_that_prepare_trim_and_resize(arrays: list[vram.Array]) -> None:
+    wrong: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(60):
+                if not seed:
+                    if chance.randint(0, 1):
+                        vram.trim()
+                    else:
+                        vram.prepare("host", chance.randint(1, 9) * G, chunk=G)
+                    continue
+                array = arrays[seed]
+                array.resize(chance.randint(0, 40_000))
+                assert not array.numpy().any()
+                array[:] = seed
+                array.resize(0)
+        except BaseException as error:
+            wrong.append(error)
+
+    for array in arrays:
+        array.resize(0)
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    assert not wrong

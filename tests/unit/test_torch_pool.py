@@ -1,0 +1,484 @@
+"""The pool for torch without a GPU: what torch calls, called as torch calls it, and every torch that will not do.
+
+Where torch itself would be asked there is something like it (``torch_like``); what the real one does is seen in
+``tests/gpu/test_torch_pool.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import standin
+import vram
+from torch_like import OutOfMemoryError, TorchLike
+from vram import driver as drivers
+from vram.arrays import torch_pool
+from vram.errors import AsleepError, ForkedError, UnsupportedError, UsageError
+from vram.spec import Location
+from vram.testing.keeper import SOON
+
+GPU = Location("cuda", 0)
+MIB = 1 << 20
+on_gpu = pytest.mark.standin
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
+    """Something like torch, to be imported as torch. What it was given it gives back in the end."""
+    made = TorchLike()
+    monkeypatch.setitem(sys.modules, "torch", made)
+    monkeypatch.setattr(torch_pool, "_serving", {})
+    monkeypatch.setattr(torch_pool, "_looked", {})
+    yield made
+    made.capturing = False
+    for pool in made.pools:
+        pool.cached.clear()
+        pool.taken.clear()
+    made.frees += 1
+    for segment in list(torch_pool._segments.copy().values()):
+        segment.is_known = True
+        segment.pool.trim()
+    vram.trim()
+    made.lock.close()
+    assert not torch_pool._segments
+    assert not torch_pool._freed
+
+
+@pytest.fixture
+def pool(torch: TorchLike) -> vram.TorchPool:
+    return vram.TorchPool("cuda:0")
+
+
+def write(address: int, text: bytes) -> None:
+    ctypes.memmove(address, text, len(text))  # what is a GPU's memory on hardware is the host's here
+
+
+def read(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+# -- a torch that will not do -----------------------------------------------------------------------------------
+def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UnsupportedError, match=r"a pool for torch needs torch; have no such package"):
+        torch_pool._check_torch(torch_pool._import())
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed: its views are not tested"
+)
+def test_a_torch_built_without_cuda_is_told() -> None:
+    import torch as real
+
+    if real.version.cuda is not None:
+        pytest.fail("CI's torch is one without CUDA")
+    with pytest.raises(UnsupportedError, match=r"_cuda_customAllocator.*built without CUDA"):
+        torch_pool._check_torch(real)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("_C._cuda_customAllocator", None, r"needs torch\._C\._cuda_customAllocator; have torch 2\.11\.0\+like, built"),
+        ("_C._cuda_releasePool", None, r"needs torch\._C\._cuda_releasePool"),
+        ("_C._accelerator_setAllocatorSettings", None, r"needs torch\._C\._accelerator_setAllocatorSettings"),
+        ("cuda.use_mem_pool", None, r"needs torch\.cuda\.use_mem_pool"),
+        ("cuda.memory._snapshot", None, r"needs torch\.cuda\.memory\._snapshot"),
+        ("version.cuda", None, "a torch built with CUDA; have torch 2.11.0.like, built without CUDA"),
+        ("__version__", "2.9.1+cu128", r"needs torch 2\.10 or newer; have torch 2\.9\.1"),
+        ("cuda.get_allocator_backend", lambda: "cudaMallocAsync", r"torch's own allocator; have cudaMallocAsync"),
+        (
+            "cuda.memory._snapshot",
+            lambda: {"allocator_settings": {}},
+            r"release_lock_on_cudamalloc, which has no effect",
+        ),
+    ],
+)
+def test_a_torch_that_lacks_something_is_told(torch: TorchLike, name: str, value: Any, wanted: str) -> None:
+    *path, last = name.split(".")
+    place: Any = torch
+    for part in path:
+        place = getattr(place, part)
+    setattr(place, last, value)
+    with pytest.raises(UnsupportedError, match=wanted):
+        torch_pool._check_torch(torch)
+
+
+def test_settings_that_somebody_else_made_are_kept(torch: TorchLike) -> None:
+    before = torch.settings
+    torch_pool._check_torch(torch)
+    assert torch.settings == before + ",release_lock_on_cudamalloc:True"
+    torch_pool._release_lock(torch)
+    assert torch.settings == before + ",release_lock_on_cudamalloc:True"
+    for given, wanted in {
+        "": "release_lock_on_cudamalloc:True",
+        "release_lock_on_cudamalloc:False, max_split_size_mb:64,": (
+            "release_lock_on_cudamalloc:False,max_split_size_mb:64,release_lock_on_cudamalloc:True"
+        ),
+    }.items():
+        torch.settings = given
+        torch_pool._release_lock(torch)
+        assert torch.settings == wanted
+
+
+def test_settings_are_read_from_a_snapshot_where_torch_has_no_other_way(torch: TorchLike) -> None:
+    del torch._C._accelerator_getAllocatorSettings
+    torch.cuda.memory = SimpleNamespace(
+        _snapshot=lambda: {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+    )
+    torch_pool._release_lock(torch)
+    assert torch.settings == "expandable_segments:True,release_lock_on_cudamalloc:True"
+
+
+# -- what torch calls -------------------------------------------------------------------------------------------
+@on_gpu
+def test_segments_sleep_and_wake_with_their_bytes(torch: TorchLike, pool: vram.TorchPool) -> None:
+    with pool.use("weights"):
+        weights = torch.empty(4 * MIB)
+    with pool.use("kv"):
+        kv = torch.empty(2 * MIB)
+    write(weights, b"weights")
+    write(kv, b"kv")
+    assert repr(pool) == "<TorchPool cuda:0, 6 MiB awake, 0 B asleep>"
+    for _ in range(2):
+        slept = pool.sleep(offload=["weights"], discard=["kv"])
+        assert (slept.freed, slept.nbytes) == (6 * MIB, 4 * MIB)
+        assert pool.usage() == {"weights": torch_pool.Usage(0, 4 * MIB), "kv": torch_pool.Usage(0, 2 * MIB)}
+        with pytest.raises(AsleepError, match=r"'kv'.* is asleep: wake it first"), pool.use("kv"):
+            pass
+        assert pool.wake(["weights"]).nbytes == 4 * MIB
+        assert pool.wake(["kv"], fill=7).discarded == 2 * MIB
+        assert (read(weights, 7), read(kv, 4)) == (b"weights", b"\7\7\7\7")
+        assert pool.usage() == {"weights": torch_pool.Usage(4 * MIB, 0), "kv": torch_pool.Usage(2 * MIB, 0)}
+    assert pool.wake().nbytes == 0
+
+
+@on_gpu
+def test_to_a_directory_and_back(torch: TorchLike, pool: vram.TorchPool, tmp_path: Path) -> None:
+    with pool.use("weights"):
+        address = torch.empty(2 * MIB)
+    write(address, b"bytes")
+    pool.sleep(offload=["weights"], to=tmp_path)
+    pool.wake()
+    assert read(address, 5) == b"bytes"
+    with pytest.raises(UsageError, match="is no directory"):
+        pool.sleep(offload=["weights"], to=tmp_path / "missing")
+    assert read(address, 5) == b"bytes"
+
+
+@on_gpu
+def test_only_what_torch_has_given_back_is_unmapped(torch: TorchLike, pool: vram.TorchPool) -> None:
+    with pool.use("kv"):
+        kept, dropped = torch.empty(2 * MIB), torch.empty(2 * MIB)
+        assert pool.trim() == 0
+    write(kept, b"kept")
+    torch.drop(dropped)
+    assert pool.trim() == 0  # torch has it in its cache
+    pool.close()
+    assert pool.usage() == {"kv": torch_pool.Usage(2 * MIB, 0)}
+    assert read(kept, 4) == b"kept"
+    torch.drop(kept)
+    pool.close()
+    assert pool.usage() == {}
+    with pool.use("kv"):
+        again = torch.empty(2 * MIB)
+    assert pool.usage() == {"kv": torch_pool.Usage(2 * MIB, 0)}
+    assert again
+
+
+@on_gpu
+def test_what_is_on_its_way_to_torch_is_left_alone(torch: TorchLike, pool: vram.TorchPool) -> None:
+    """Another thread looks while torch has asked for a segment and has not noted it yet."""
+    with pool.use("kv"):
+        before = torch.empty(2 * MIB)
+        made = torch.pools[-1].allocate(2 * MIB, 0, None)  # and torch does nothing with it yet
+        torch.frees += 1
+        looking = threading.Thread(target=pool.trim)
+        looking.start()
+        looking.join(SOON)
+        assert not looking.is_alive()
+        assert pool.usage() == {"kv": torch_pool.Usage(4 * MIB, 0)}
+        torch.pools[-1].taken[made] = 2 * MIB
+    assert pool.trim() == 0
+    assert sorted(found["address"] for found in torch.snapshot()) == sorted((before, made))
+
+
+@on_gpu
+def test_what_was_given_back_while_a_segment_was_on_its_way_is_found_later(
+    torch: TorchLike, pool: vram.TorchPool
+) -> None:
+    """That nothing was freed since is no reason not to look if something was not known the last time."""
+    with pool.use("kv"):
+        made = torch.pools[-1].allocate(2 * MIB, 0, None)
+        torch.frees += 1  # as if torch had noted it and freed it at once
+        looking = threading.Thread(target=pool.trim)
+        looking.start()
+        looking.join(SOON)
+    assert made
+    assert pool.trim() == 2 * MIB
+    assert pool.usage() == {}
+
+
+@on_gpu
+def test_nothing_is_unmapped_while_a_graph_is_captured(torch: TorchLike, pool: vram.TorchPool) -> None:
+    with pool.use("kv"):
+        torch.drop(torch.empty(2 * MIB))
+    torch.capturing = True
+    pool.close()
+    assert torch.snapshot() != []  # nor is torch's cache emptied
+    torch.empty_cache()
+    assert torch.snapshot() == []
+    assert pool.trim() == 0
+    assert pool.usage() == {"kv": torch_pool.Usage(2 * MIB, 0)}
+    torch.capturing = False
+    assert pool.trim() == 2 * MIB
+    assert pool.usage() == {}
+
+
+@on_gpu
+def test_out_of_memory_is_torchs_own_and_says_why(torch: TorchLike, pool: vram.TorchPool) -> None:
+    total = drivers.get(GPU).device_info(GPU).total_bytes
+    with pytest.raises(OutOfMemoryError) as caught, pool.use("kv"):
+        torch.empty(2 * total)
+    assert any(note.startswith("vram: OutOfMemoryError: ") for note in caught.value.__notes__)
+
+    def fail_later() -> None:
+        with pool.use("kv"):
+            with pytest.raises(OutOfMemoryError):
+                torch.empty(2 * total)
+            assert torch.empty(2 * MIB)
+            raise LookupError
+
+    with pytest.raises(LookupError) as other:
+        fail_later()
+    assert not hasattr(other.value, "__notes__")  # which is not about that
+
+
+@on_gpu
+def test_what_torch_gave_back_is_unmapped_before_memory_is_short(torch: TorchLike, pool: vram.TorchPool) -> None:
+    with pool.use("kv"):
+        dropped = torch.empty(2 * MIB)
+    with pool.use("weights"):
+        torch.drop(dropped)
+        torch.pools[0].cached.clear()
+        torch.frees += 1
+        with standin.Standin().failing("cuMemCreate", nth=1, code=2):
+            assert torch.empty(2 * MIB)
+    assert pool.usage() == {"weights": torch_pool.Usage(2 * MIB, 0)}
+
+
+@on_gpu
+def test_blocks_nest_and_each_thread_has_its_own(torch: TorchLike, pool: vram.TorchPool) -> None:
+    made: list[tuple[str, int]] = []
+
+    def work() -> None:
+        with pool.use("weights"):
+            made.append(("weights", torch.empty(2 * MIB)))
+
+    with pool.use("weights"):
+        made.append(("weights", torch.empty(2 * MIB)))
+        with pool.use("weights"):
+            made.append(("weights", torch.empty(2 * MIB)))
+        with pool.use("kv"):
+            torch.drop(torch.empty(4 * MIB))
+            with pool.use("weights"):
+                made.append(("weights", torch.empty(2 * MIB)))  # not from the cache of the block around it
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(SOON)
+                assert not thread.is_alive()
+        made.append(("weights", torch.empty(2 * MIB)))
+    assert {address: torch_pool._segments[address].tag for _, address in made} == {at: tag for tag, at in made}
+    assert pool.usage()["weights"].awake == 7 * 2 * MIB
+    assert not torch.entered
+
+
+@on_gpu
+def test_a_tensor_is_known_by_its_storage(torch: TorchLike, pool: vram.TorchPool) -> None:
+    with pool.use("kv"):
+        address = torch.empty(4 * MIB)
+
+    def tensor(at: int, nbytes: int) -> Any:
+        storage = SimpleNamespace(data_ptr=lambda: at, nbytes=lambda: nbytes)
+        return SimpleNamespace(untyped_storage=lambda: storage, shape=(nbytes,), device="cuda:0")
+
+    assert pool.tag_of(tensor(address, 4 * MIB)) == "kv"
+    assert pool.tag_of(tensor(address + MIB, MIB)) == "kv"
+    for wrong in (tensor(address, 4 * MIB + 1), tensor(address - 1, 2)):
+        with pytest.raises(UsageError, match="not of <TorchPool"):
+            pool.tag_of(wrong)
+    other = vram.TorchPool("cuda:0")
+    with pytest.raises(UsageError, match="not of <TorchPool"):
+        other.tag_of(tensor(address, 1))
+
+
+@on_gpu
+def test_wrong_calls_are_told(torch: TorchLike, pool: vram.TorchPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pool.use("weights"):
+        torch.empty(2 * MIB)
+    for wanted, call in {
+        "has no memory called \\['kv'\\]; it has \\['weights'\\]": lambda: pool.sleep(offload=["kv"]),
+        "has no memory called": lambda: pool.wake(["kv"]),
+        "at once": lambda: pool.sleep(offload=["weights"], discard=["weights"]),
+        "list of names": lambda: pool.sleep("weights"),
+        "fill is a byte": lambda: pool.wake(fill=256),
+        "a tag is a name": lambda: pool.use("").__enter__(),
+        "'refuse' or 'unmap'": lambda: pool.sleep(["weights"], shared="both"),  # type: ignore[arg-type]
+        "on a GPU": lambda: vram.TorchPool("host"),
+    }.items():
+        with pytest.raises(UsageError, match=wanted):
+            call()
+    assert pool.usage() == {"weights": torch_pool.Usage(2 * MIB, 0)}
+    monkeypatch.setattr(pool, "_process", os.getpid() + 1)
+    with pytest.raises(ForkedError, match="spawn"):
+        pool.close()
+
+
+def test_an_interrupt_never_comes_back_as_an_address(torch: TorchLike, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupts that arrive when torch is about to call give it the address that it asked for, or 0.
+
+    A function that is interrupted at its first instruction returns, through ctypes, what was on the stack: most of the
+    time the address of the segment before.
+    """
+    main, stop = threading.get_ident(), threading.Event()
+    monkeypatch.setattr(torch_pool, "_allocate", lambda nbytes: nbytes * 2)
+    serving = torch_pool._serve(torch)
+    allocate = torch._make(serving.allocator).allocate
+    raising = [False]
+
+    def interrupt() -> None:
+        while not stop.is_set():
+            signal.pthread_kill(main, signal.SIGALRM)
+            sum(range(500))  # with Python's lock, which the main thread waits for when it comes back from torch
+
+    def take(*_: object) -> None:
+        if raising[0]:
+            raise KeyboardInterrupt
+
+    wrong: tuple[int, int] | None = None
+    before, interval = signal.signal(signal.SIGALRM, take), sys.getswitchinterval()
+    thread = threading.Thread(target=interrupt)
+    sys.setswitchinterval(1e-5)
+    deadline, asked, interrupted = time.monotonic() + SOON, 0, 0
+    try:
+        thread.start()
+        while interrupted < 50 and time.monotonic() < deadline and wrong is None:
+            asked += 1
+            try:
+                raising[0] = True
+                answer = allocate(asked, 0, None)
+                raising[0] = False
+            except KeyboardInterrupt:  # on the way there or back, which is Python's in this test
+                raising[0] = False
+                continue
+            interrupted += answer is None
+            wrong = None if answer in (None, 2 * asked) else (asked, answer)
+    finally:
+        raising[0] = False
+        stop.set()
+        thread.join(SOON)
+        signal.signal(signal.SIGALRM, before)
+        sys.setswitchinterval(interval)
+        torch_pool._here.failed = None
+    assert wrong is None
+    assert interrupted >= 50
+    torch_pool._check_serving(serving)
+
+
+@on_gpu
+def test_an_interrupt_in_an_allocation_ends_the_block(
+    torch: TorchLike, pool: vram.TorchPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_pool.Region, "create", create)
+    with pytest.raises(KeyboardInterrupt) as caught, pool.use("kv"):
+        torch.empty(2 * MIB)
+    assert isinstance(caught.value.__cause__, OutOfMemoryError)
+
+
+def test_what_torch_frees_with_is_native(torch: TorchLike) -> None:
+    """So that it needs no lock of Python's: torch calls it with its own lock held, whatever the settings are."""
+    handed: list[tuple[int, int]] = []
+    torch._C._cuda_customAllocator = lambda *addresses: handed.append(addresses)
+    torch_pool._serve(torch)
+    assert handed[0][1] == ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
+
+
+# -- threads ----------------------------------------------------------------------------------------------------
+SCRIPT = """
+    import faulthandler, sys, threading, time
+    faulthandler.dump_traceback_later(DUMP, exit=True)
+    sys.setswitchinterval(1e-5)
+    from torch_like import TorchLike
+    torch = sys.modules["torch"] = TorchLike(keep_lock="keep" in sys.argv)
+    import vram
+    pool = vram.TorchPool("cuda:0")
+    ended = []
+
+    def allocate(tag):
+        for _ in range(60):
+            with pool.use(tag):
+                for address in [torch.empty(2 << 20) for _ in range(3)]:
+                    torch.drop(address)
+            pool.close()
+        ended.append(tag)
+
+    def look():
+        while any(thread.is_alive() for thread in threads[:3]):
+            torch.cuda.memory_stats_as_nested_dict(0)
+
+    threads = [threading.Thread(target=allocate, args=(tag,)) for tag in "abc"]
+    threads.append(threading.Thread(target=look))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert len(ended) == 3
+    assert pool.usage() == {}, pool.usage()
+    print("done")
+"""
+
+
+def run(seconds: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = textwrap.dedent(SCRIPT).replace("DUMP", str(seconds))
+    path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**standin.child_environment(), "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=seconds + SOON, check=False,
+    )  # fmt: skip
+
+
+@on_gpu
+def test_threads_that_allocate_enter_and_look_do_not_wait_for_each_other_for_ever() -> None:
+    done = run(SOON)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@on_gpu
+def test_with_torchs_lock_held_they_would() -> None:
+    """The test above can fail: with a torch that keeps its lock, the same threads hang at once."""
+    done = run(5.0, "keep")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "Timeout" in done.stderr
+    assert "in empty" in done.stderr
