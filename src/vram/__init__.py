@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .entries.publish import Published as Published
     from .entries.publish import publish as publish
     from .entries.publish_file import publish_file as publish_file
+    from .entries.update import update as update
     from .handover.array_channel import ArrayChannel as ArrayChannel
     from .keeper.session import Keeper as Keeper
     from .keeper.session import private_keeper as private_keeper
@@ -79,6 +80,7 @@ _HOMES = {
     "entries.lend": "Lending lend",
     "entries.publish": "Published publish",
     "entries.publish_file": "publish_file",
+    "entries.update": "update",
     "errors": "errors=",
     "handover.array_channel": "ArrayChannel",
     "info": "info=",

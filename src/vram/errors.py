@@ -32,6 +32,7 @@ __all__ = [
     "RangeError",
     "ReadOnlyError",
     "ReleaseWarning",
+    "TornError",
     "UnreadableFileError",
     "UnsupportedError",
     "UsageError",
@@ -104,6 +105,10 @@ class BusyError(VramError):
 
 class AsleepError(VramError):
     """The memory is asleep: it has an address and no bytes. Wake it first."""
+
+
+class TornError(VramError):
+    """An update in place was begun and never finished: the bytes are of no one version. Update or publish again."""
 
 
 class BackupError(VramError):

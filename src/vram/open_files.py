@@ -21,10 +21,11 @@ from collections.abc import Sequence
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_memory", "is_read_only", "unclosed"]
+__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_guarded", "is_memory", "is_read_only", "unclosed"]
 
 F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
+_F_SEAL_FUTURE_WRITE = 0x10
 _NO_ADVICE = -1  # none that posix_fadvise knows
 _NVIDIA_MAJOR = 195  # <linux/Documentation/admin-guide/devices.txt>: /dev/nvidia0, /dev/nvidiactl
 _MAX_THREADS = 8
@@ -87,6 +88,17 @@ def is_read_only(fd: int) -> bool:
         is_memory(fd)  # raises, if it is not open
         return False
     return bool(seals & _F_SEAL_WRITE)
+
+
+def is_guarded(fd: int) -> bool:
+    """Whether a descriptor stands for memory that nobody can map writable any more, though who did before may write.
+
+    False for what is no memory.
+    """
+    try:
+        return bool(fcntl.fcntl(fd, F_GET_SEALS) & (_F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE))
+    except OSError:
+        return False
 
 
 def attributes(fd: int) -> os.stat_result | None:

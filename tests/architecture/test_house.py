@@ -11,6 +11,8 @@ LONG = {
     "vram/handover/array_channel.py": "both directions of one connection: which lock guards what is seen in one place",
     "vram/handover/pickling.py": "one thread, its connections and what is on its way: who keeps what alive",
     "vram/sharing/channel.py": "one socket: every place where a message, its descriptors or an interrupt could be lost",
+    "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
+    "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 

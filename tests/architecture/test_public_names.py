@@ -100,6 +100,7 @@ def test_a_keeper_is_named_in_one_way() -> None:
 NOT_THE_USUAL_TIME = {
     "attach": 0.0,
     "Lease.upgrade": 0.0,
+    "Lease.wait": None,
     "attach_or_publish": None,
     "ArrayChannel.send": None,
     "ArrayChannel.recv": None,

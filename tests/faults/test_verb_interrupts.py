@@ -170,6 +170,39 @@ def published(s: Scene) -> None:
     s.mine.close()
 
 
+def to_update(s: Scene) -> None:
+    with array() as one, array() as two:
+        vram.publish("updated", {"a": one, "b": two}, updatable=True)
+    s.other = vram.attach("updated", timeout=SOON)
+
+
+def update(s: Scene, number: int = 1) -> None:
+    with vram.update("updated", timeout=SOON / 4) as arrays:
+        for one in arrays.values():
+            one.fill(number)
+
+
+def read_section(s: Scene) -> None:
+    with s.other.reading(timeout=SOON / 4):
+        pass
+
+
+def updated(s: Scene) -> None:
+    """Nobody sees half of it (I14), and nobody is kept from the next one."""
+
+    def seen() -> set[float]:
+        with s.other.reading(timeout=SOON / 4):
+            return {float(number) for one in s.other.values() for number in one.numpy()[::3, ::999].ravel()}
+
+    gc.collect()  # what the interrupt came out of
+    with contextlib.suppress(vram.errors.TornError):
+        assert len(seen()) == 1
+    update(s, 2)
+    assert seen() == {2.0}
+    s.other.close()
+    vram.remove("updated")
+
+
 def lent(s: Scene) -> None:
     own_array(s)
     s.other = vram.lend({"a": s.mine}, at=s.at)
@@ -348,6 +381,8 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "attach_or_publish": (missing, load_and_publish, loaded),
     "publish a copy": (own_array, lambda s: vram.publish("published", {"a": np.zeros(1000)}), published),
     "publish in place": (own_array, lambda s: vram.publish("published", {"a": s.mine}), published),
+    "update": (to_update, update, updated),
+    "reading, first section": (to_update, read_section, updated),
     "lend": (own_array, lambda s: vram.lend({"a": s.mine}, at=s.at), lendable),
     "close a lending": (lent, lambda s: s.other.close(), lendable),
     "borrow": (lent, lambda s: vram.borrow(s.at, timeout=SOON), borrowed),

@@ -76,6 +76,11 @@ AROUND = {
         'assert not vram.revoke("vectors", timeout=100.0).holders\nkept.close()',
     ),
     "def load():": Around(KEPT + 'import numpy\nread_the_checkpoint = lambda: [("w", numpy.ones(4))]', "kept.close()"),
+    'vram.publish("policy", {"w": weights}, updatable=True)': Around(
+        KEPT + "weights = vram.asarray([1.0, 1.0], device='host')\nread = []\n"
+        "def step(w, version):\n    read.append((version, *w))",
+        "assert read == [(2, 2.0, 2.0)]\nkept.close()",
+    ),
     "ours, theirs = vram.ArrayChannel.pair()": Around(
         "import multiprocessing\nfrom worker_of_the_guide import work\nstep = 3\n" + MAKES_EMB,
         "assert ours.recv(timeout=100.0) == 'done'\nprocess.join(100)\nassert process.exitcode == 0\nours.close()",

@@ -19,8 +19,8 @@ ENTRY = m.Entry("a/b", 3, 1000, False, [SEGMENT], ["host"], b"m", False, {"k": "
 GOLDEN = [
     (m.Hello(1, 1, "me", "box"), "95a568656c6c6f0101a26d65a3626f78"),
     (
-        m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7),
-        "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007",
+        m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, True),
+        "9ca77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007c3",
     ),
     (m.Offer(5, "a/b", 100, 2, {}, None, 0), "98a56f6666657205a3612f62640280c000"),
     (m.Part(6, 5, 253), "94a4706172740605ccfd"),
@@ -53,6 +53,16 @@ GOLDEN = [
     (m.Done(9), "92a4646f6e6509"),
     (m.IsStale(11, True, 4), "94a869735f7374616c650bc304"),
     (m.Notice(0, "a", 1, "replaced", 2), "96a66e6f7469636500a16101a87265706c6163656402"),
+    (m.Page(19, 4), "93a4706167651304"),
+    (m.Update(20, "a", 1), "94a675706461746514a16101"),
+    (m.Pages(21, "a", 1, 4), "95a5706167657315a1610104"),
+    (m.Updated(22, "a", 1, 3, True), "96a77570646174656416a1610103c3"),
+    (m.UpdateState(23, 4), "93ac7570646174655f73746174651704"),
+    (
+        m.PageList(21, [m.PageRow(4, 9, 1000, "me", "box")], True),
+        "94a9706167655f6c6973741591950409cd03e8a26d65a3626f78c3",
+    ),
+    (m.Updates(23, 3, False, True, True), "96a7757064617465731703c2c3c3"),
     (m.Error(7, "BusyError", "x", ["y"], {}, {}), "97a56572726f7207a9427573794572726f72a17891a1798080"),
 ]
 # The same, said in a takeover.
@@ -102,6 +112,12 @@ def test_s9_what_was_said_before_there_were_owners_force_and_ends_of_claims() ->
     assert m.decode_request(bytes.fromhex(attach)) == m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, None)
     assert m.decode_request(bytes.fromhex("95a672656d6f766510a16101c3")) == m.Remove(16, "a", 1, True, False)
     assert m.decode_reply(bytes.fromhex("93a7636c61696d65640704")) == m.Claimed(7, 4, None)
+
+
+def test_s9_a_publication_of_before_there_were_updates() -> None:
+    before = "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007"
+    asked = m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, False)
+    assert m.decode_request(bytes.fromhex(before)) == asked
 
 
 def test_s9_a_successor_of_before_one_could_go_on_with_what_was_begun() -> None:

@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from vram.errors import ProtocolError
 from vram.keeper import messages as m
-from vram.keeper.accounts import Quotas
+from vram.keeper.accounts import Quotas, Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.fields import record_from
 from vram.keeper.records import Claim, Lease, Version, Waiter
@@ -23,6 +23,17 @@ KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 # Frozen: a keeper of last year hands over to one of today, and the other way round. Where a row grows at its end, what
 # was written before stays here as well, to be read.
 GOLDEN = (
+    "9c110482a17702a4676f6e65019192a772656d6f76656401929501cd03e90ba3616e6ea3626f789502cd03ea0ca3626f62a374756293dc00"
+    "1aa17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102c2a3"
+    "626f7805090000c2c290dc001aa4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba3616e6ec391940902a172cb4018"
+    "00000000000090c3a3626f7805090000c2c290dc001aa17702c3cd03e9026403c280c401c0cb4008000000000000cb4059c000000000000b"
+    "a3616e6ec291940702a172cb401000000000000090c2a3626f7805090000c2c290919d1001a468616c66070201c381a178a179cb40220000"
+    "00000000000607c2929a0d0203a7636c61696d656400a2727781a161a162c3cb404d800000000000cd03ea9a0f0204a17709a172c0c2c0c0"
+    "91930b01a7636c61696d656491950bcb4020000000000000cb4083000000000000009192cd03e9cb408300000000000091940263a6706173"
+    "7365640290"
+)
+# Of a keeper of before anything was updated in place.
+WITHOUT_UPDATES = (
     "9c110482a17702a4676f6e65019192a772656d6f76656401929501cd03e90ba3616e6ea3626f789502cd03ea0ca3626f62a374756293dc00"
     "15a17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102c2a3"
     "626f780509dc0015a4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba3616e6ec391940902a172cb40180000000000"
@@ -98,6 +109,53 @@ def test_s9_the_state_of_an_older_keeper_is_read(books: Catalogue) -> None:
         publication.words = publication.record
     read = msgspec.msgpack.decode(bytes.fromhex(WITHOUT_WORDS), type=Books)
     assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
+
+
+def test_s9_the_state_of_a_keeper_of_before_updates_is_read(books: Catalogue) -> None:
+    tokens = [version.token for version in books.all_versions()]
+    read = msgspec.msgpack.decode(bytes.fromhex(WITHOUT_UPDATES), type=Books)
+    assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
+
+
+def test_updates_and_pages_are_there_after_a_takeover(books: Catalogue) -> None:
+    """And what depends on them: who may go on, and what counts for whom."""
+
+    class Page:
+        nbytes = 4096
+
+    ann, bob = books.sessions[1], books.sessions[2]
+    versions = {}
+    for name in ("idle", "busy", "torn"):
+        half = books.begin(ann, name, nbytes=100, handles=2, body=b"\xc0", updatable=True)
+        versions[name], _ = books.commit(half, name, 1.0)
+    books.begin(ann, "more", nbytes=1, handles=1, updatable=True)
+    for name in ("busy", "torn"):
+        books.update(ann, name, versions[name].number)
+    books.updated(ann, "torn", versions["torn"].number, 5, whole=False)
+    lease = books.attach(bob, "busy", 2.0)
+    assert isinstance(lease, Lease)
+    books.give_page(bob, lease.id, Page())
+    tokens: list[object] = []
+
+    def number(token: object) -> int:
+        tokens.append(token)
+        return len(tokens) - 1
+
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(save(books, number)), type=Books)
+    successor, _ = restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)
+    assert shown(successor) == shown(books)
+    used = [dataclasses.astuple(one) for one in (books.accounts.of(BOB), books.accounts.total)]
+    assert [dataclasses.astuple(one) for one in (successor.accounts.of(BOB), successor.accounts.total)] == used
+    paged = successor.pages(successor.sessions[1], "busy", versions["busy"].number, 0)
+    assert [one.id for one in paged] == [lease.id]
+    states = {one.name: (one.updates, one.updating, one.torn) for one in successor.all_versions() if one.updates}
+    assert states == {"idle": (1, False, False), "busy": (1, True, False), "torn": (5, False, True)}
+    successor.at_once(successor.disconnect(successor.sessions[1], 3.0), 3.0)
+    assert {one.name: one.torn for one in successor.all_versions() if one.updates} == {
+        "idle": False, "busy": True, "torn": True,
+    }  # fmt: skip
+    successor.at_once(successor.disconnect(successor.sessions[2], 3.0), 3.0)
+    assert dataclasses.astuple(successor.accounts.of(BOB)) == dataclasses.astuple(Usage())
 
 
 def test_every_field_of_a_record_is_there_after_a_takeover(books: Catalogue) -> None:

@@ -26,12 +26,14 @@ from ..sharing.descriptor import Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
 from ..spec import Location, format_count
-from .keepers import connect, wait_for_keeper
+from .keepers import TIMEOUT, connect, wait_for_keeper
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+    from .reading import Page, Section
 
 __all__ = ["Lease", "Provenance", "array_on", "asked", "attach_array", "wire_access"]
 
@@ -113,12 +115,14 @@ class Lease(Owned, Mapping[str, Array]):
         "_attachment",
         "_client",
         "_manifest",
+        "_page",
         "_regions",
         "_return",
         "_revoked",
         "_signal",
         "_subscriptions",
         "_user",
+        "_words",
         "access",
     )  # fmt: skip
 
@@ -140,6 +144,8 @@ class Lease(Owned, Mapping[str, Array]):
         self._signal: Signal | None = None
         self._subscriptions: list[Subscription] = []
         self._revoked = False
+        self._words: memoryview | None = None  # its publisher's, if that updates it in place
+        self._page: Page | None = None
         self._return = LeaseReturn(attachment.lease_id, client.release_later)
         claim = own(f"lease on {attachment.name!r} version {attachment.version}", self._return)
         if attachment.answer is not None:
@@ -155,6 +161,11 @@ class Lease(Owned, Mapping[str, Array]):
                 )
             if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
+            updatable = self._manifest.updatable
+            if updatable:
+                from .reading import words_of  # few leases are on what is updated
+
+                self._words = words_of(fds[-1], attachment.name)
             depends = (claim.handle,)
             # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
             # others; what the kernel needs is not that.
@@ -166,7 +177,16 @@ class Lease(Owned, Mapping[str, Array]):
                     count = len(memory.segments)
                     some, sealed = fds[at : at + count], not attachment.writable
                     regions.append(
-                        map_memory(memory, some, access=access, depends=depends, user=user, sealed=sealed, until=until)
+                        map_memory(
+                            memory,
+                            some,
+                            access=access,
+                            depends=depends,
+                            user=user,
+                            sealed=sealed,
+                            until=until,
+                            updatable=updatable,
+                        )
                     )
                     at += count
                 else:
@@ -365,6 +385,97 @@ class Lease(Owned, Mapping[str, Array]):
             timeout=left,
         )
 
+    # -- updates in place -----------------------------------------------------------------------------------------
+    @property
+    def updatable(self) -> bool:
+        """Whether its publisher, and nobody else, may put new bytes into it: read it inside :meth:`reading`."""
+        return self._words is not None
+
+    @property
+    def torn(self) -> bool:
+        """Whether an update was begun and never finished, so that the bytes are of no one version.
+
+        The next complete update by the same process mends it, or a new publication, which :meth:`upgrade` attaches.
+
+        Raises
+        ------
+        PeerGoneError
+            If an update is under way, and the keeper is gone, which knows whether the publisher still makes it.
+        """
+        if self._words is None:
+            return False
+        from .reading import is_torn
+
+        return is_torn(self._client, self._attachment, self._words)
+
+    def reading(self, *, timeout: float | None = TIMEOUT) -> Section:
+        """Return a section for a ``with`` block: inside it no byte of the entry changes.
+
+        ``with lease.reading() as version:`` waits until no update is under way, and keeps the publisher from beginning
+        one until the block ends. `version` is 1 for what was published, and 1 more for each update since. It costs no
+        call of the keeper. Keep sections short: the publisher waits for them. They nest; each thread has its own.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds to wait for an update that is under way; None waits for ever.
+
+        Raises
+        ------
+        UsageError
+            If it was not published with ``updatable=True``, or this lease is a private copy (``access="cow"``), which
+            keeps pages that were written here and shows updates in the others.
+        UnsupportedError
+            If the kernel has no ``membarrier``, or keeps it from this process.
+        ClosedError, ForkedError
+            If the lease was closed; in a forked child, whose parent has it.
+        CapacityError
+            If 512 threads of this process have had sections of this lease, and live.
+        PeerGoneError
+            At the first section, if the keeper is gone.
+
+        When the block is entered: TornError if the last update was not finished, WaitTimeoutError if one is still under
+        way after `timeout` seconds, PeerGoneError if the keeper went away meanwhile.
+
+        When it ends: TornError or PeerGoneError if the lease was over before, because its connection was, so that the
+        publisher did not wait for this section.
+        """
+        self.handle  # noqa: B018
+        page = self._page
+        if page is None or not page.is_given:
+            from .reading import page_of
+
+            page = page_of(self)
+        return page.section(timeout)
+
+    def wait(self, *, newer_than: int, timeout: float | None = None) -> int:
+        """Wait until an update after the one of a number is complete, and return the number of the newest.
+
+        Parameters
+        ----------
+        newer_than : int
+            What the last section returned; 0 returns at once.
+        timeout : float or None
+            Seconds; None waits for ever.
+
+        Raises
+        ------
+        UsageError
+            If it was not published with ``updatable=True``.
+        WaitTimeoutError
+            If there was none in time.
+        TornError
+            If the update was not finished.
+        NotFoundError
+            If the entry was published anew or removed, so that this version is updated no more: see :meth:`upgrade`.
+        PeerGoneError
+            If the publisher is gone, or the keeper: nobody updates it any more.
+        """
+        self.handle  # noqa: B018
+        from .reading import wait_for
+
+        return wait_for(self, newer_than, check_timeout(timeout))
+
     # -- when it is wanted back ---------------------------------------------------------------------------------
     @asked
     def is_revoked(self) -> bool:
@@ -484,6 +595,8 @@ class Lease(Owned, Mapping[str, Array]):
         others: list[str] = []
         for region in self._regions:
             others += region.pinned_by(excluding=[array.pin for array in list(self._arrays.values())])
+        if self._page is not None:
+            others += self._page.inside()
         if others:
             raise BusyError(f"{self.name!r} version {self.version} is still in use", tuple(others))
 

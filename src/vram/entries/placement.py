@@ -266,7 +266,8 @@ class Placement:
     With `sources`, each packed array is replaced in that mapping by a vram array over its copy, whose memory grows as
     it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
 
-    What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published.
+    What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published. What is
+    `updatable` goes on being written by this process, and nobody else may be able to.
     """
 
     def __init__(
@@ -278,8 +279,10 @@ class Placement:
         *,
         lends: bool = False,
         whole: bool = False,
+        updatable: bool = False,
     ) -> None:
         self._writable = writable
+        self._updatable = updatable
         self._whole = whole or lends
         self._unclear: list[Region] = []  # what is shared where it is, and has rows that a shrink left
         self._sources = sources
@@ -290,7 +293,10 @@ class Placement:
         self._lends = lends
         known: dict[Region, str] = {}
         finder = Finder() if lends else None
-        self.items = [_look(name, value, writable, finder, known) for name, value in arrays.items()]
+        self.items = [_look(name, value, writable, finder, known, updatable) for name, value in arrays.items()]
+        if updatable:
+            for item in self.items:
+                _check_place(item)
         if not self.items:
             raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
         self.spans: dict[Handle, SharedSpan] = {}
@@ -399,7 +405,10 @@ class Placement:
         ]
         pools = [] if self.pools is None else self.pools.fds
         pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
-        return Manifest(MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools)), pieces
+        manifest = Manifest(
+            MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable
+        )
+        return manifest, pieces
 
     def copy(self) -> None:
         """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""
@@ -432,7 +441,7 @@ class Placement:
     @property
     def is_to_be_asked_for(self) -> bool:
         """Whether a refusal has to come before what publishing begins with: a copy, or what has no undo, as a seal."""
-        if self._copies or self._unclear:
+        if self._copies or self._unclear or self._updatable:
             return True
         if self._writable:
             return False
@@ -453,6 +462,22 @@ class Placement:
                 continue
             region.freeze()
             RegionViews.of(region).freeze_views()
+
+    def guard(self, fds: Sequence[int]) -> None:
+        """Have nobody map what is behind the descriptors writable any more; this process's mappings stay so."""
+        from ..driver import words  # few update in place
+
+        for fd in fds:
+            words.guard(fd)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return arrays over what is published, where it is, that keep it for this process, which updates it."""
+        found: dict[str, Array] = {}
+        where = {item.name: copy.region for copy in self._copies for item in copy.items}
+        for item in self.items:
+            region = item.region or where[item.name]
+            found[item.name] = Array(region, item.dtype, item.shape, offset=item.offset)
+        return found
 
     @property
     def is_frozen(self) -> bool:
@@ -549,7 +574,9 @@ class Loaded:
         return self._fds
 
 
-def _look(name: object, value: object, writable: bool, finder: Finder | None, known: dict[Region, str]) -> PlannedArray:
+def _look(
+    name: object, value: object, writable: bool, finder: Finder | None, known: dict[Region, str], updatable: bool
+) -> PlannedArray:
     """Decide for one array whether it is shared in place, and if not, why.
 
     With a `finder` it is lent, and what cannot be as it is raises what the finder raises. `known` says of each region
@@ -588,7 +615,7 @@ def _look(name: object, value: object, writable: bool, finder: Finder | None, kn
     else:
         reason = known.get(region)
         if reason is None:
-            reason = known[region] = _why_not(region, writable, finder is not None)
+            reason = known[region] = _why_not(region, writable, finder is not None, updatable)
         if reason:
             item.give_up(reason)
     return item
@@ -600,10 +627,24 @@ def _place(item: PlannedArray) -> Location:
     return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST
 
 
-def _why_not(region: Region, writable: bool, lends: bool) -> str:
+def _check_place(item: PlannedArray) -> None:
+    """Raise UnsupportedError for what cannot be updated in place yet."""
+    place = _place(item) if item.region is None else item.region.location
+    if place != HOST:
+        raise UnsupportedError(
+            f"array {item.name!r:.80}: updating memory in place", "memory of the host", f"it is on {place}",
+            "Publish a new version instead; nothing orders the work of a GPU with an update yet",
+        )  # fmt: skip
+
+
+def _why_not(region: Region, writable: bool, lends: bool, updatable: bool) -> str:
     """Return why nothing on a region can be shared in place; empty if it can."""
     if region.is_closed:
         return "its region was closed"
+    if region.is_updatable:
+        return "it is published with updatable=True, and its bytes change under its readers"
+    if updatable:
+        return _why_not_updated(region)
     if region.is_private:
         return "it is a private copy of what was attached"
     if isinstance(region, ForeignRegion):
@@ -616,4 +657,15 @@ def _why_not(region: Region, writable: bool, lends: bool) -> str:
         return "its memory is read-only for good, and writable=True was asked for"
     if region.is_imported and not region.is_frozen and not (writable and region.access is Access.READ_WRITE):
         return "its memory is another process's, which did not make it read-only"
+    return ""
+
+
+def _why_not_updated(region: Region) -> str:
+    """Return why nothing on a region can be shared in place and be updated there; empty if it can."""
+    if isinstance(region, ForeignRegion) or region.is_imported or region.is_private:
+        return "its memory is not this library's own, made in this process"
+    if region.is_frozen or region.access is not Access.READ_WRITE:
+        return "it cannot be written here"
+    if region.has_left:  # whoever has a writable mapping keeps it
+        return "its memory has left this process before, and others may be able to write to it"
     return ""

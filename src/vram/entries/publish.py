@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ..arrays.tables import columns_of, each_column, is_table
 from ..errors import UsageError
@@ -21,6 +21,7 @@ from .placement import Loaded, Placement
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
     from ..keeper.session import Keeper
+    from .update import Writer
 
 __all__ = ["Published", "publish", "publish_loaded", "publish_to"]
 
@@ -60,6 +61,7 @@ def publish(
     ttl: float | None = None,
     consume: bool = False,
     whole: bool = False,
+    updatable: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
     """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
@@ -94,6 +96,11 @@ def publish(
         before a shrink, other tensors of the same allocator. By default such arrays are copied, and rows that a shrink
         left behind the end of an array, where nobody uses them, are zeroed. What is written later to memory that was
         published with ``writable=True`` is seen in any case, also beyond the arrays.
+    updatable : bool
+        Keep the memory writable for this process, and for no other, so that :func:`vram.update` can put new bytes into
+        it under its readers, who see them between two of their sections (:meth:`Lease.reading`). Memory of the host
+        only, for now. What has left this process before is copied, since others may be able to write to it. A forked
+        child shares this process's mapping. Once this process is gone, only a new publication replaces it.
     keeper : Keeper, str or PathLike, optional
         Whom to give it to; see :func:`vram.attach`.
 
@@ -114,16 +121,21 @@ def publish(
         If the keeper's quota does not allow it.
     OutOfMemoryError
         If a copy is needed and there is no room for it.
+    UnsupportedError
+        With `updatable` for memory of a GPU, or where the kernel lacks ``membarrier``.
     BusyError
         If memory of the host is to be read-only, and something else can write to it: another process that has it
         mapped, a forked child, or a device that it is pinned for. A process that it was sent to has it mapped until
         that process ends, or closes its end of the channel. The error says what to do.
     """
     client, notes = connect(keeper), as_notes(meta)
-    writable, consume, whole = check_flags(writable=writable, consume=consume, whole=whole)
-    return publish_to(
-        client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=consume, whole=whole, close=True
+    writable, consume, whole, updatable = check_flags(
+        writable=writable, consume=consume, whole=whole, updatable=updatable
     )
+    return publish_to(
+        client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=consume, whole=whole, close=True,
+        updatable=updatable,
+    )  # fmt: skip
 
 
 def publish_to(
@@ -138,6 +150,7 @@ def publish_to(
     whole: bool = False,
     close: bool = False,
     claim: PublishClaim | None = None,
+    updatable: bool = False,
 ) -> Published:
     """Publish over a connection; see :func:`publish`.
 
@@ -154,8 +167,17 @@ def publish_to(
         kind = type(arrays).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
     sources = arrays if consume and isinstance(arrays, MutableMapping) else None
-    with Placement(arrays, writable, sources, close, whole=whole) as plan:
-        version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
+    if updatable and writable:
+        raise UsageError("writable=True lets readers write, and updatable=True this process alone: choose one of them")
+    with Placement(arrays, writable, sources, close, whole=whole, updatable=updatable) as plan:
+        if updatable:
+            from .update import Writer  # few update in place
+
+            with Writer() as writer:
+                version = _publish(client, name, plan, writable=False, meta=meta, ttl=ttl, claim=claim, writer=writer)
+                writer.published(client, name, version)
+        else:
+            version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
@@ -192,10 +214,13 @@ def _publish(
     meta: dict[str, str],
     ttl: float | None,
     claim: PublishClaim | None,
+    writer: Writer | None = None,
 ) -> int:
-    """Give the keeper what was planned; return the version."""
+    """Give the keeper what was planned; return the version. With a `writer`, it is updated in place."""
     with contextlib.ExitStack() as made:
         manifest, segments = plan.manifest()
+        if writer is not None:
+            segments.append(writer.segment)
         inline = encode_manifest(manifest)
         extra = inline if len(inline) > MAX_MANIFEST else b""
         # What follows cannot be taken back (a seal) or costs a copy: whoever is refused, is refused before (I4).
@@ -214,18 +239,23 @@ def _publish(
         plan.synchronize()
         manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
         try:
-            if not writable:
-                plan.freeze()
+            if writer is None:
+                if not writable:
+                    plan.freeze()
+                fds = plan.descriptors()
+            else:
+                fds = writer.guarded(cast("Placement", plan))
             return client.publish(
                 name,
                 segments,
-                plan.descriptors(),
+                fds,
                 manifest=b"" if extra else inline,
                 manifest_fd=manifest_fd,
                 writable=writable,
                 meta=meta,
                 ttl=ttl,
                 claim=claim,
+                updatable=writer is not None,
             )
         except BaseException as error:
             if isinstance(plan, Placement) and not writable and plan.is_frozen:

@@ -14,7 +14,7 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
 from ..spec import HandleKind, format_size, round_up
 
-__all__ = ["InadmissibleError", "admit", "refuse_attributes"]
+__all__ = ["InadmissibleError", "admit", "admit_page", "refuse_attributes"]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -23,6 +23,7 @@ _SEAL_GROW = 0x4
 _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
 _SYSTEMS = "security."  # extended attributes that the system hangs to files, and nobody else may
+_WORDS = 4096  # bytes of the page in which a reader says that it reads
 _BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HUGE_SAYS = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
@@ -44,7 +45,7 @@ class InadmissibleError(ProtocolError):
     """Well-formed words about memory that is not taken: costs the publication, not the connection."""
 
 
-def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: str) -> int:
+def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: str, updatable: bool = False) -> int:
     """Check one descriptor that a stranger sent, without mapping it, and return how many bytes it may come to take.
 
     Parameters
@@ -60,6 +61,9 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         ``F_SEAL_WRITE`` (S8).
     what : str
         Its place in the message, for errors.
+    updatable : bool
+        Whether its publisher goes on writing, and nobody else ever can: then ``F_SEAL_FUTURE_WRITE`` is enough, and
+        memory of a GPU, which has no such thing, is not taken.
 
     Raises
     ------
@@ -92,7 +96,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         raise UnsupportedError(
             f"{what} on {device!r}", "memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
         )
-    if device.startswith("GPU-"):
+    if device.startswith("GPU-") and not updatable:
         return _admit_gpu(fd, size, what)
     if device != "host":
         raise InadmissibleError(f'{what} is said to be on {device[:64]!r}, which is neither "host" nor a GPU\'s UUID')
@@ -112,11 +116,19 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     if writable:
         if mode != os.O_RDWR:
             raise InadmissibleError(f"{what} of a writable version is not open for reading and writing")
-    elif not seals & _SEAL_WRITE:
+    elif not seals & (_SEAL_WRITE | _SEAL_FUTURE_WRITE if updatable else _SEAL_WRITE):
         raise InadmissibleError(f"{what} of a read-only version {_not_read_only(seals)}")
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
     return _taken(fd, found, what)
+
+
+def admit_page(fd: int, what: str) -> int:
+    """Check the page of words of a reader, as :func:`admit` does, and that it is a page; return its bytes."""
+    nbytes = admit(fd, _WORDS, kind=HandleKind.POSIX_FD, device="host", writable=False, what=what, updatable=True)
+    if os.fstat(fd).st_size != _WORDS:
+        raise InadmissibleError(f"{what} has {os.fstat(fd).st_size} bytes; it must have {_WORDS}")
+    return nbytes
 
 
 def _not_read_only(seals: int) -> str:

@@ -174,6 +174,9 @@ class Catalogue:
             self._forget(waiter)
         for publication in list(session.publications.values()):
             self.abandon(publication)
+        for version in session.written.values():  # nobody else will ever finish what it had begun
+            version.writer, version.torn, version.updating = None, version.torn or version.updating, False
+        session.written.clear()
         yield []
         while session.claims:  # one may pass on between two parts
             claim = next(iter(session.claims.values()))
@@ -200,6 +203,7 @@ class Catalogue:
         least: int = 1,
         record: int = 0,
         words: int = 0,
+        updatable: bool = False,
     ) -> Publication:
         """Reserve room for a version.
 
@@ -217,6 +221,8 @@ class Catalogue:
             Bytes that count as well, for the keeper's own memory of it.
         words : int
             Bytes that its publisher says of it, of which each user has :data:`.accounts.MOST_WORDS`.
+        updatable : bool
+            Whether its publisher, and nobody else, goes on writing to it.
 
         Raises
         ------
@@ -235,6 +241,8 @@ class Catalogue:
         meta = check_meta(meta or {})
         ttl = check_ttl(ttl)
         check_size(nbytes)
+        if updatable and writable:
+            raise UsageError("what its publisher alone updates cannot be written by its readers: one of the two")
         if not least <= handles <= MAX_SEGMENTS + 1:
             raise UsageError(f"a version has 1 to {MAX_SEGMENTS} segments, not {handles}")
         if len(session.publications) >= MAX_PUBLICATIONS:
@@ -248,7 +256,7 @@ class Catalogue:
         self.accounts.admit(session.uid, nbytes + record, entries, handles, current, words)
         number, notes = next(self._ids), packed(meta)
         publication = Publication(
-            number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words
+            number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words, updatable
         )
         session.publications[publication.id] = publication
         self.accounts.add(session.uid, publication.charge, entries, handles, words)
@@ -320,6 +328,9 @@ class Catalogue:
             record=publication.record,
             words=words,
         )
+        if publication.updatable:
+            version.writer, version.updates = session, 1
+            session.written[name, version.number] = version
         effects: list[Effect] = []
         if previous is not None:
             self.accounts.add(previous.owner, 0, -1, 0)
@@ -559,6 +570,102 @@ class Catalogue:
     def next_deadline(self) -> float | None:
         """When :meth:`expire` should be called next; None if nothing waits. May be early, never late."""
         return self._deadlines[0][0] if self._deadlines else None
+
+    # -- updating in place ----------------------------------------------------------------------------------------
+    def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
+        """Keep the page of words of a lease, as long as that lasts; it counts against who holds the lease.
+
+        One that is there already is replaced: whoever was interrupted does not know whether it has arrived.
+
+        If this raises, the page is still the caller's.
+
+        Parameters
+        ----------
+        page : object
+            A token, as a version has one, which says what it has by `nbytes`.
+
+        Raises
+        ------
+        NotFoundError
+            If this session has no such lease.
+        UsageError
+            If its version is not updated in place.
+        QuotaError
+            If there is no room for one more descriptor.
+        """
+        lease = session.leases.get(lease_id)
+        if lease is None:
+            raise NotFoundError(f"lease {lease_id} is not held by this connection")
+        if not lease.version.updates:
+            raise UsageError(f"lease {lease_id} is on what is never updated in place")
+        self.accounts.admit(session.uid, page.nbytes, 0, 1, None)
+        effects: list[Effect] = [] if lease.page is None else [self._free_page(lease)]
+        self.accounts.add(session.uid, page.nbytes, 0, 1)
+        lease.page = page
+        return effects
+
+    def update(self, session: Session, name: str, number: int) -> Version:
+        """Note that a session is about to update a version in place.
+
+        One that was not heard to be over is begun anew: who publishes sees to it that its process makes one at a time.
+
+        Raises
+        ------
+        NotFoundError
+            If the version is gone, or is not the current one any more.
+        AccessDeniedError
+            If another connection published it.
+        UsageError
+            If it was not published to be updated.
+        """
+        version = session.written.get((name, number))
+        current = self._current(name)
+        if version is None:
+            check_name(name)
+            if current is None or current.number != number:
+                raise self._gone(name, number)
+            if not current.updates:
+                raise UsageError(f"{name!r} version {number} was not published with updatable=True")
+            who = "which is gone: publish it again" if current.writer is None else f"{current.writer}"
+            raise AccessDeniedError(
+                f"only the process that published {name!r} version {number} may update it in place, {who}"
+            )
+        if version is not current:
+            raise NotFoundError(f"{name!r} version {number} was replaced or removed; its readers keep what they have")
+        version.updating = True
+        return version
+
+    def updated(self, session: Session, name: str, number: int, updates: int, *, whole: bool) -> None:
+        """Note that an update is over. Of a version that is gone meanwhile there is nothing to note."""
+        version = session.written.get((name, number))
+        if version is not None:
+            version.updating, version.torn, version.updates = False, not whole, max(1, updates)
+
+    def pages(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
+        """Return the leases above `after` on a version that this session updates, as far as they have a page.
+
+        Raises
+        ------
+        UsageError
+            If it does not.
+        """
+        version = session.written.get((name, number))
+        if version is None or not version.updating:
+            raise UsageError(f"this connection does not update {name!r} version {number}")
+        return (lease for lease in version.leases.beginning(after + 1) if lease.page is not None)
+
+    def update_state(self, session: Session, lease_id: int) -> Version:
+        """Return the version of a lease, which says what its updates are like.
+
+        Raises
+        ------
+        NotFoundError
+            If this session has no such lease.
+        """
+        lease = session.leases.get(lease_id)
+        if lease is None:
+            raise NotFoundError(f"lease {lease_id} is not held by this connection")
+        return lease.version
 
     # -- watching -------------------------------------------------------------------------------------------------
     def is_stale(self, session: Session, lease_id: int) -> tuple[bool, int]:
@@ -934,6 +1041,16 @@ class Catalogue:
         del self.leases[lease.id]
         del lease.session.leases[lease.id]
         lease.session.tally.leases -= 1
+        if lease.page is not None:
+            return [self._free_page(lease), *self._end_rest(lease)]
+        return self._end_rest(lease)
+
+    def _free_page(self, lease: Lease) -> Free:
+        page, lease.page = lease.page, None
+        self.accounts.add(lease.session.uid, -page.nbytes, 0, -1)
+        return Free(page, lease.session.uid)
+
+    def _end_rest(self, lease: Lease) -> list[Effect]:
         version, uid = lease.version, lease.session.uid
         known = self._names[version.name]
         known.leases -= 1
@@ -978,6 +1095,8 @@ class Catalogue:
 
     def _free(self, version: Version) -> Free:
         del self._versions[version.serial]
+        if version.writer is not None:
+            del version.writer.written[version.name, version.number]
         self.accounts.total.add(-version.charge, 0, -version.handles, -version.words)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]

@@ -64,7 +64,16 @@ class _Held(NamedTuple):
 
 
 class KeeperClient(Queries):
-    """A client of a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`."""
+    """A client of a keeper. Made by :meth:`connect`, or shared by the process through :func:`client`.
+
+    Attributes
+    ----------
+    writers : dict of str to object, or None
+        By name, what it takes to update what was published over this connection; see
+        :class:`vram.entries.update.Writer`. None until there is one.
+    """
+
+    writers: dict[str, Any] | None = None
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
@@ -79,6 +88,7 @@ class KeeperClient(Queries):
         meta: Mapping[str, str] | None = None,
         ttl: float | None = None,
         claim: PublishClaim | int | None = None,
+        updatable: bool = False,
     ) -> int:
         """Publish a new version of `name`, all at once, and return its number.
 
@@ -99,6 +109,8 @@ class KeeperClient(Queries):
             Seconds after which the version is taken out of the catalogue.
         claim : PublishClaim or int, optional
             The claim that this publication fulfils.
+        updatable : bool
+            Whether this process goes on writing to it; see :mod:`.updates`.
 
         Raises
         ------
@@ -138,6 +150,7 @@ class KeeperClient(Queries):
             check_meta(meta) if meta else {},
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
+            updatable,
         )
         reply: m.Reply | None = None
         parcels = Sender(len(everything), _PART)
@@ -151,6 +164,8 @@ class KeeperClient(Queries):
                     raise self._fail(error) from None
         if type(reply) is not m.Published:
             raise self._protocol_error(reply)
+        if self.writers:
+            self.writers.pop(name, None)  # what was replaced is updated no more
         return reply.version
 
     def offer(
@@ -383,6 +398,8 @@ class KeeperClient(Queries):
         check_name(name)
         call = next(self._calls)
         self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
+        if self.writers and not version:
+            self.writers.pop(name, None)
 
     def revoke(
         self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False

@@ -94,6 +94,9 @@ class _Asked:
             del error  # or it, which keeps this frame, would keep itself
 
 
+_UPDATES = (m.Page, m.Update, m.Pages, m.Updated)  # what is lent is not updated in place
+
+
 class LenderService(Service):
     """Answers those who borrow: they may attach, look and give back."""
 
@@ -103,7 +106,7 @@ class LenderService(Service):
         super().__init__(server)
         self.lends = secrets.token_hex(8)
         self._lender = server
-        for request in (m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover):
+        for request in (m.Publish, m.Offer, m.Part, m.Abandon, m.Remove, m.Takeover, *_UPDATES):
             self._handlers[request] = self._refuse
 
     def _refuse(self, connection: Connection, session: Session, request: Any, fds: list[int]) -> None:

@@ -98,7 +98,11 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 
 class Publish(Struct, frozen=True, array_like=True, tag="publish"):
     """A new version. Comes with its first descriptors (the manifest's first of all, if it has one); the rest follows
-    in ``Part`` messages, each after the answer to the one before."""
+    in ``Part`` messages, each after the answer to the one before.
+
+    An `updatable` one is sealed against new writable mappings only: its publisher goes on writing. Its last segment is
+    the page of the publisher's words (:mod:`.updates`). An older keeper ignores the word and refuses that memory.
+    """
 
     call: Number
     name: Name
@@ -110,6 +114,7 @@ class Publish(Struct, frozen=True, array_like=True, tag="publish"):
     meta: Notes = {}
     ttl: Seconds | None = None
     claim: Number = 0
+    updatable: bool = False
 
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer"):
@@ -247,6 +252,47 @@ class Remove(Struct, frozen=True, array_like=True, tag="remove"):
     force: bool = False
 
 
+class Page(Struct, frozen=True, array_like=True, tag="page"):
+    """Comes with one descriptor: the page of words in which the holder of a lease says that it reads."""
+
+    call: Number
+    lease: Number
+
+
+class Update(Struct, frozen=True, array_like=True, tag="update"):
+    """I am about to update this version in place, which this connection published."""
+
+    call: Number
+    name: Name
+    version: Number
+
+
+class Pages(Struct, frozen=True, array_like=True, tag="pages"):
+    """The pages of the leases on the version that this connection updates, of those leases that are above `after`."""
+
+    call: Number
+    name: Name
+    version: Number
+    after: Number = 0
+
+
+class Updated(Struct, frozen=True, array_like=True, tag="updated"):
+    """The update is over: `whole`, or torn in the middle. `updates` counts those that were whole."""
+
+    call: Number
+    name: Name
+    version: Number
+    updates: Number
+    whole: bool
+
+
+class UpdateState(Struct, frozen=True, array_like=True, tag="update_state"):
+    """What has become of the update of the leased version?"""
+
+    call: Number
+    lease: Number
+
+
 class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
     """How much does the keeper hold?"""
 
@@ -284,6 +330,11 @@ Request = (
     | Remove
     | Statistics
     | Takeover
+    | Page
+    | Update
+    | Pages
+    | Updated
+    | UpdateState
 )
 
 
@@ -479,6 +530,35 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     max_descriptors: Size | None
 
 
+class PageRow(Struct, frozen=True, array_like=True):
+    """The page of one lease, and who holds it."""
+
+    lease: Number
+    pid: Number
+    uid: Number
+    label: Label = ""
+    host: Label = ""
+
+
+class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
+    """The answer to ``Pages``: with one descriptor for each row. `more` follows behind the last."""
+
+    call: Number
+    rows: Annotated[list[PageRow], Meta(max_length=253)]
+    more: bool
+
+
+class Updates(Struct, frozen=True, array_like=True, tag="updates"):
+    """The answer to ``UpdateState``: how many updates were whole; whether one is under way, or the last was not
+    finished; and whether the process that may make the next one is there."""
+
+    call: Number
+    updates: Number
+    updating: bool
+    torn: bool
+    has_writer: bool
+
+
 class Error(Struct, frozen=True, array_like=True, tag="error"):
     """An exception of :mod:`vram.errors`, by name.
 
@@ -560,6 +640,8 @@ Reply = (
     | HolderList
     | KeeperStatistics
     | Error
+    | PageList
+    | Updates
 )
 
 Succession = Bodies | HandOver | Working | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error

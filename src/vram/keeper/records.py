@@ -89,6 +89,7 @@ class Session:
     passed: dict[int, tuple[str, int]] = field(default_factory=dict)  # claims that passed on: name, number at the time
     place: tuple[str, int, int] = ("", 0, 0)  # name, version and number of the lease that it was told of last
     tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
+    written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
@@ -134,6 +135,10 @@ class Version:
     publisher_host: str = ""
     words: int = 0
     serial: int = 0  # versions of all names in the order in which they came to this keeper
+    writer: Session | None = None  # who may update it in place: the connection that published it so
+    updates: int = 0  # 1 from the beginning, and 1 more for each that was whole; 0: not to be updated
+    updating: bool = False
+    torn: bool = False  # the last update was begun and not finished
 
     @property
     def charge(self) -> int:
@@ -180,6 +185,11 @@ class VersionRow(Struct, array_like=True):
     publisher_host: str = ""
     record: int = 0
     words: int | None = None  # None: of an older keeper, which did not count them
+    writing: int = 0  # the session that may update it in place
+    updates: int = 0
+    updating: bool = False
+    torn: bool = False
+    pages: list[tuple[int, int]] = []  # leases, and the numbers of their pages
 
 
 @dataclass(slots=True, eq=False)
@@ -191,6 +201,7 @@ class Lease:
     version: Version
     access: str
     since: float
+    page: Any = None  # the words in which its holder says that it reads what may be updated
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +221,7 @@ class Publication:
     claim: int
     record: int = 0
     words: int = 0
+    updatable: bool = False
 
     @property
     def charge(self) -> int:
@@ -237,6 +249,7 @@ class PublicationRow(Struct, array_like=True):
     claim: int
     record: int = 0
     words: int | None = None
+    updatable: bool = False
 
 
 @dataclass(slots=True, eq=False)

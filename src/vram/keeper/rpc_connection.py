@@ -427,7 +427,7 @@ class RpcConnection:
                 self._unreadable(error, fds=bool(answer.fds))
                 return
         try:
-            if not isinstance(answer.reply, (m.Attached, m.Descriptors)):
+            if not isinstance(answer.reply, (m.Attached, m.Descriptors, m.PageList)):
                 if answer.fds or answer.lost is not None:
                     answer.give_back()
                     raise self._ended_for(f"sent descriptors with {type(answer.reply).__name__}, which has none")

@@ -262,6 +262,9 @@ class KeeperServer:
         self.service.finish()
         for version in self.catalogue.all_versions():
             version.token.drop()
+        for lease in self.catalogue.leases.values():
+            if lease.page is not None:
+                lease.page.drop()
 
     def _shut_down(self) -> None:
         self.close_everything()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import sys
 import traceback
 from collections import deque
@@ -16,7 +18,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
-from .admission import InadmissibleError, admit, refuse_attributes
+from .admission import InadmissibleError, admit, admit_page, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
@@ -101,6 +103,7 @@ Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is d
 # needs, and so the number of entries bounds it.
 _FREE = 4096
 _DEVICE = 64  # bytes that the name of a device takes besides, until all of a publication is here
+PAGES = 32  # of leases, in one answer to who updates what they are on
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
 
@@ -135,6 +138,11 @@ class Service:
             m.Remove: self._remove,
             m.Statistics: self._statistics,
             m.Takeover: self._takeover,
+            m.Page: self._page,
+            m.Update: self._update,
+            m.Pages: self._pages,
+            m.Updated: self._updated,
+            m.UpdateState: self._update_state,
         }
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
@@ -149,7 +157,7 @@ class Service:
             call = request.call
             if cut:
                 self._cut(payload)
-            if fds and type(request) not in (m.Publish, m.Part):
+            if fds and type(request) not in (m.Publish, m.Part, m.Page):
                 raise errors.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
             if len(payload) > _LONGEST and type(request) is m.Publish:
                 raise errors.UsageError(f"a description of {len(payload)} bytes; {_LONGEST} is the most")
@@ -369,6 +377,7 @@ class Service:
             claim=request.claim,
             record=_record(request),
             words=len(m.encode(request)) + _DEVICE * len(request.devices),
+            updatable=request.updatable,
         )
         partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
         self._take(connection, partial, request.call, 0, fds)
@@ -418,6 +427,7 @@ class Service:
                         device=device,
                         writable=request.writable,
                         what=f"segment {index}",
+                        updatable=request.updatable,
                     )
             if offset + len(fds) == partial.fds.total:
                 for index, fd in enumerate(partial.fds):  # which may have got some since they came
@@ -539,6 +549,48 @@ class Service:
     def _cancel(self, connection: Connection, session: Session, request: m.Cancel, fds: list[int]) -> None:
         self.catalogue.cancel(session, request.waiting)
         self._done(connection, request.call)
+
+    # -- updating in place ----------------------------------------------------------------------------------------
+    def _page(self, connection: Connection, session: Session, request: m.Page, fds: list[int]) -> None:
+        if len(fds) != 1:
+            raise errors.ProtocolError(f"{len(fds)} descriptors came as the page of a lease")
+        nbytes = admit_page(fds[0], f"the page of lease {request.lease}")
+        self.server.check_freeing(session.uid, 1, nbytes)
+        page = Held(list(fds), nbytes, session.uid, self.server.dispose)
+        effects = self.catalogue.give_page(session, request.lease, page)
+        fds.clear()  # the lease has it now
+        self._done(connection, request.call)
+        self.carry_out(effects, session.uid)
+
+    def _update(self, connection: Connection, session: Session, request: m.Update, fds: list[int]) -> None:
+        self.catalogue.update(session, request.name, request.version)
+        self._done(connection, request.call)
+
+    def _pages(self, connection: Connection, session: Session, request: m.Pages, fds: list[int]) -> None:
+        leases = self.catalogue.pages(session, request.name, request.version, request.after)
+        some = list(itertools.islice(leases, min(PAGES, self.server.part)))
+        rows = [
+            m.PageRow(one.id, one.session.pid, one.session.uid, one.session.label, one.session.host) for one in some
+        ]
+        payload = m.encode(m.PageList(request.call, rows, next(leases, None) is not None))
+        copies: list[int] = []
+        try:
+            for one in some:
+                copies += [os.dup(fd) for fd in one.page.fds]
+        except OSError:
+            self.server.dispose(copies, 0, session.uid)
+            raise errors.QuotaError("the keeper has no descriptors left to send pages with (RLIMIT_NOFILE)") from None
+        held = Held(copies, 0, session.uid, self.server.dispose)
+        connection.send(payload, held if copies else None, 0, len(copies))
+        held.drop()
+
+    def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
+        self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
+        self._done(connection, request.call)
+
+    def _update_state(self, connection: Connection, session: Session, request: m.UpdateState, fds: list[int]) -> None:
+        one = self.catalogue.update_state(session, request.lease)
+        connection.send(m.encode(m.Updates(request.call, one.updates, one.updating, one.torn, one.writer is not None)))
 
     # -- looking --------------------------------------------------------------------------------------------------
     def _stale(self, connection: Connection, session: Session, request: m.Stale, fds: list[int]) -> None:

@@ -179,7 +179,7 @@ def save(
     Parameters
     ----------
     number : callable
-        Gives each version's token the number that :func:`restore` will find it by.
+        Gives each version's token, and each page of a lease, the number that :func:`restore` will find it by.
     ahead : container of Version
         Those whose bodies went ahead.
     tell : callable
@@ -200,6 +200,8 @@ def save(
                 token=number(one.token),
                 leases=[(lease.id, lease.session.id, lease.access, lease.since) for lease in one.leases.values()],
                 watchers=list(one.watchers),
+                writing=0 if one.writer is None else one.writer.id,
+                pages=[(lease.id, number(lease.page)) for lease in one.leases.values() if lease.page is not None],
                 **(
                     {"body": b"", "meta": _NO_NOTES}
                     if one in ahead
@@ -277,7 +279,7 @@ def restore(
     made._numbers.update(books.numbers)
     made.sessions.update((row.id, record_from(Session, row)) for row in books.sessions)
     for one in _in_steps(books.versions, tell):
-        _restore_version(made, one, token(one.token), bodies or {})
+        _restore_version(made, one, token, bodies or {})
     made._sorted.sort()
     publications = {}
     for entry in books.publications:
@@ -323,12 +325,12 @@ def _restore_claim(made: Catalogue, claim: Claim, term: TermRow | None, now: flo
         made._schedule(claim.until, claim)
 
 
-def _restore_version(made: Catalogue, row: VersionRow, token: Any, bodies: Bodies) -> None:
+def _restore_version(made: Catalogue, row: VersionRow, token: Callable[[int], Any], bodies: Bodies) -> None:
     body, notes = (row.body, b"") if row.body else bodies.get((row.name, row.number), (b"", b""))
     if not body:
         raise ProtocolError(f"{row.name!r} version {row.number} came without its body")
     notes = notes or _notes(row.meta)
-    version = record_from(Version, row, token=token, notes=notes, body=Raw(), leases=Ordered(), watchers={})
+    version = record_from(Version, row, token=token(row.token), notes=notes, body=Raw(), leases=Ordered(), watchers={})
     version.settle(body)
     version.words = len(body) if row.words is None else row.words
     known = made._names.setdefault(row.name, Name(row.name))
@@ -344,8 +346,15 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Any, bodies: Bodie
         made.accounts.total.add(version.charge, 0, row.handles, version.words)
     if row.expires is not None:
         made._schedule(row.expires, version)
+    if row.writing:
+        version.writer = made.sessions[row.writing]
+        version.writer.written[version.name, version.number] = version
     for number, owner, access, since in row.leases:
         made.book(Lease(number, made.sessions[owner], version, access, since))
+    for number, index in row.pages:
+        lease = version.leases[number]
+        lease.page = token(index)
+        made.accounts.add(lease.session.uid, lease.page.nbytes, 0, 1)
     for watcher in row.watchers:
         session = made.sessions[watcher]
         version.watchers[watcher] = session

@@ -566,6 +566,9 @@ def _owners(state: State) -> dict[int, int]:
     users = {session.id: session.uid for session in state.books.sessions}
     owners = {index: users[one.session] for one in state.connections for _, index, _, _ in one.queue if index >= 0}
     owners.update((version.token, version.owner) for version in state.books.versions)
+    for version in state.books.versions:
+        holders = {lease: users[session] for lease, session, _, _ in version.leases} if version.pages else {}
+        owners.update((index, holders[lease]) for lease, index in version.pages)
     return owners
 
 

@@ -37,7 +37,7 @@ class Region(Owned):
     __slots__ = (
         "_access", "_changing_lock", "_chunks", "_exact", "_flags", "_frozen", "_granularity", "_imported", "_kinds",
         "_least", "_nbytes", "_reached", "_shown_full", "_size_lock", "_warn_on_leak",
-        "address", "asleep", "capacity", "driver", "is_private", "location", "users",
+        "address", "asleep", "capacity", "driver", "is_private", "is_updatable", "location", "users",
     )  # fmt: skip
 
     # Two locks, neither ever reached from a finalizer. The size lock guards `_nbytes` and the row of chunks against
@@ -74,6 +74,8 @@ class Region(Owned):
         self._frozen = self._shown_full = False
         # What it takes to wake it, which only sleep.py knows: from when it begins to fall asleep until it is awake.
         self.asleep: object = None
+        # Whether it was published so that this process, and no other, goes on writing to it under its readers.
+        self.is_updatable = False
         self._nbytes = self._reached = 0  # bytes; of the latter: its largest size, as far as that memory is still here
         self._size_lock = threading.RLock()
         self._changing_lock = threading.RLock()
@@ -149,6 +151,11 @@ class Region(Owned):
         tail = [chunk.known for chunk in self._chunks.row if chunk.stop > size]
         return self._is_ours_behind(size) and not any(memory is not None and memory.has_left for memory in tail)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether any of its memory may have left this process: others may have it mapped, as it was then."""
+        return any(chunk.known is not None and chunk.known.has_left for chunk in self._chunks.row)
+
     def _is_ours_behind(self, size: int) -> bool:
         """Whether this region may write behind its size, and no pin reaches there."""
         if self._imported or self.is_private or self._access is not Access.READ_WRITE:
@@ -164,7 +171,7 @@ class Region(Owned):
             "private": self.is_private,
             "imported": self._imported,
             "frozen": self._frozen,
-            "shared": any(chunk.known is not None and chunk.known.has_left for chunk in row),
+            "shared": self.has_left,
         }
         state = ", ".join(
             [f"{len(row)} chunk{'s' * (len(row) != 1)}", self._access.letters, *(word for word in flags if flags[word])]
@@ -610,10 +617,14 @@ class Region(Owned):
         ------
         UsageError
             If the region is private.
+        BusyError
+            If it was published to be updated in place.
         """
         with self._alone():
             if self.asleep is not None:
                 raise self.sleeps()
+            if self.is_updatable:
+                raise BusyError(f"{self.handle.label} was published with updatable=True and stays writable; copy it")
             if self.is_private:
                 raise UsageError("a private copy cannot be frozen: nobody else sees it. Map it with Access.READ")
             with self.handle.claim("freeze"):  # another thread may close this object meanwhile

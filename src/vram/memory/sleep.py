@@ -226,6 +226,7 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
     others = tuple(
         f"{holder} ({format_size(chunk.stop - chunk.start)})" for chunk in row for holder in _others(region, chunk)
     )
+    unmap_shared = unmap_shared and not region.is_updatable  # nobody could map that writable again
     if others and not unmap_shared:
         raise BusyError(
             f"{region.handle.label} cannot sleep: others hold its memory, and would keep the old bytes when it wakes. "

@@ -126,7 +126,8 @@ class EventEntry(Struct, frozen=True, array_like=True):
 class Manifest(Struct, frozen=True, omit_defaults=True):
     """What a published version holds: memories, and arrays on them by name. Unknown fields are ignored (S9).
 
-    The last three are for what is lent directly: memory that no keeper could keep.
+    `handles`, `pools` and `events` are for what is lent directly: memory that no keeper could keep. What is `updatable`
+    has one descriptor more, the last: the page of its publisher's words.
     """
 
     version: int
@@ -135,13 +136,17 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     handles: Annotated[tuple[HandleEntry, ...], Meta(max_length=MAX_SEGMENTS)] = ()
     pools: Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)] = 0
     events: Annotated[tuple[EventEntry, ...], Meta(max_length=MAX_EVENTS)] = ()
+    updatable: bool = False
 
     @property
     def descriptors(self) -> int:
-        """How many file descriptors come with it: one for each segment that has one, then one for each pool."""
+        """How many file descriptors come with it: one for each segment that has one, then one for each pool; and the
+        page of what is updatable."""
         opened = {entry.memory for entry in self.handles}
-        return self.pools + sum(
-            [len(memory.segments) for number, memory in enumerate(self.memories) if number not in opened]
+        return (
+            self.pools
+            + self.updatable
+            + sum([len(memory.segments) for number, memory in enumerate(self.memories) if number not in opened])
         )
 
 
@@ -270,6 +275,8 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
     for memory in manifest.memories:
         memory.check()
     _check_handles(manifest)
+    if manifest.updatable and (manifest.handles or manifest.pools or manifest.events):
+        raise ProtocolError("memory that only its maker can keep is said to be updated in place")
     for name, entry in manifest.arrays.items():
         if entry.memory >= len(manifest.memories):
             raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {len(manifest.memories)}")

@@ -9,7 +9,7 @@ from ..driver import visible
 from ..errors import ProtocolError, UnsupportedError, UsageError
 from ..lifetime import Handle
 from ..memory import PhysicalAllocation, Received, Region
-from ..open_files import is_memory, is_read_only
+from ..open_files import is_guarded, is_memory, is_read_only
 from ..spec import HOST, Access, HandleKind, Location
 from .descriptor import MAX_SEGMENTS, MemoryDescriptor, SegmentEntry
 
@@ -92,6 +92,7 @@ def map_memory(
     user: Location | None = None,
     sealed: bool = False,
     until: float | None = None,
+    updatable: bool = False,
 ) -> Region:
     """Map memory that another process described.
 
@@ -115,6 +116,9 @@ def map_memory(
     until : float, optional
         How long to wait while its owner asks for it to be sealed, as a time of ``time.monotonic``: for who maps several
         memories. For a second at most, all segments together.
+    updatable : bool
+        With `sealed`: whether it was said that its publisher goes on writing, so that it is sealed against new writable
+        mappings only. It is of the host then.
 
     Raises
     ------
@@ -132,7 +136,9 @@ def map_memory(
             for one in received:
                 # A seal that is missing is not set here, though any receiver could: F_ADD_SEALS waits for whoever
                 # writes to the memory, who may do so from a page that never comes, and no interrupt ends that wait.
-                if not is_read_only(one.fd) and is_memory(one.fd):  # what is none, the driver refuses
+                if is_read_only(one.fd) or not is_memory(one.fd):  # what is none, the driver refuses
+                    continue
+                if not (updatable and is_guarded(one.fd)):
                     raise _not_sealed()
         total = sum([one.nbytes for one in received])
         capacity, private = memory.capacity if follow else total, access == "cow"

@@ -1,0 +1,141 @@
+"""Pages of words that two processes share, each written by one of them, and the barrier between them.
+
+A page is a memfd of one size for good. Who made it keeps the only writable mapping: ``F_SEAL_FUTURE_WRITE`` is set
+beside that, so that whoever gets the descriptor can read it and nothing else. Words are aligned and of 8 bytes, so a
+load or a store is never seen in parts.
+
+The barrier is one-sided (``membarrier(2)``): a reader stores and loads without any, and whoever changes something for
+all of them has every running thread of every registered process execute one. What a reader did before it is then seen
+by the writer, and what the writer did before it is seen by the reader.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+from itertools import starmap
+
+from ..errors import ProtocolError, UnsupportedError
+from ..open_files import is_guarded
+from . import libc
+
+__all__ = ["PAGE", "barrier", "check", "guard", "is_zero", "make", "register", "words"]
+
+PAGE = 4096  # bytes, of which each word has 8
+_BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
+_GUARDS = libc.F_SEAL_WRITE | libc.F_SEAL_FUTURE_WRITE
+_MODE = 0o644  # as of all memfds that others get: see memfds
+_ZEROS = bytes(PAGE)
+# <linux/membarrier.h>, and the number of the system call, which the C library does not wrap
+_GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
+_CALL = {"x86_64": 324, "aarch64": 283}.get(platform.machine(), -1)
+
+_syscall = libc._library.syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
+
+
+def make(fds: list[int]) -> memoryview:
+    """Make a page of zeros and return its words, which only this process can ever write.
+
+    Parameters
+    ----------
+    fds : list of int
+        Its descriptor is appended: the caller's to close.
+    """
+    flags = libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING
+    try:
+        try:
+            fds.extend(starmap(os.memfd_create, [("vram-words", flags | libc.MFD_NOEXEC_SEAL)]))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fds.extend(starmap(os.memfd_create, [("vram-words", flags)]))  # before Linux 6.3
+        fd = fds[-1]
+        os.fchmod(fd, _MODE)
+        os.ftruncate(fd, PAGE)
+        fcntl.fcntl(fd, libc.F_ADD_SEALS, _BOUND)
+        found = words(fd, writable=True)
+        fcntl.fcntl(fd, libc.F_ADD_SEALS, libc.F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        raise libc.failure("making a page of shared words (memfd)", error.errno) from None
+    return found
+
+
+def words(fd: int, *, writable: bool = False) -> memoryview:
+    """Map a page and return its words. The mapping lasts as long as they do; `fd` is lent."""
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    try:
+        return memoryview(mmap.mmap(fd, PAGE, mmap.MAP_SHARED, protection)).cast("Q")
+    except OSError as error:
+        raise libc.failure(f"mmap of a page of shared words, descriptor {fd}", error.errno) from None
+
+
+def check(fd: int, whose: str) -> None:
+    """Raise :class:`ProtocolError` unless this is a page that nobody can cut, and that only its maker can write."""
+    try:
+        seals: int = fcntl.fcntl(fd, libc.F_GET_SEALS)  # before fstat, which a file system in user space may not answer
+        size = os.fstat(fd).st_size
+    except OSError:
+        raise ProtocolError(f"{whose} is no shared memory (memfd)") from None
+    if size != PAGE or seals & _BOUND != _BOUND or not seals & _GUARDS:
+        raise ProtocolError(
+            f"{whose} has {size} bytes and seals {seals:#x}; a page of words has {PAGE} bytes and is sealed against "
+            f"changes of size and against writing by others"
+        )
+    if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:  # pages of a limited pool: a read could kill this process
+        raise ProtocolError(f"{whose} is no ordinary shared memory (a memfd without MFD_HUGETLB)")
+
+
+def is_zero(fd: int) -> bool:
+    """Whether all words of a page that was checked are 0. It is read, not mapped: there may be thousands."""
+    return os.pread(fd, PAGE, 0) == _ZEROS
+
+
+def guard(fd: int) -> None:
+    """Have nobody map a memory writable, or write to its file, from now on. Mappings that there are stay as they are.
+
+    Raises
+    ------
+    DriverError
+        If the kernel refuses.
+    """
+    try:
+        fcntl.fcntl(fd, libc.F_ADD_SEALS, libc.F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if not is_guarded(fd):
+            raise libc.failure("F_ADD_SEALS with F_SEAL_FUTURE_WRITE", error.errno) from None
+
+
+def register() -> None:
+    """Have this process take part in the barriers of others. Once, and again after exec or fork; idempotent.
+
+    Raises
+    ------
+    UnsupportedError
+        If the kernel has no such barrier, or a filter of system calls keeps it from this process.
+    """
+    _membarrier(_REGISTER_GLOBAL_EXPEDITED)
+
+
+def barrier() -> None:
+    """Have every running thread of every registered process execute a full memory barrier, and this one too.
+
+    Raises what :func:`register` does.
+    """
+    _membarrier(_GLOBAL_EXPEDITED)
+
+
+def _membarrier(command: int) -> None:
+    if _CALL < 0 or _syscall(_CALL, command, 0, 0):
+        code = errno.ENOSYS if _CALL < 0 else ctypes.get_errno()
+        raise UnsupportedError(
+            "updating published arrays in place",
+            "membarrier(2) with GLOBAL_EXPEDITED (Linux 4.16, x86-64 or AArch64)",
+            f"{platform.machine()}, {errno.errorcode.get(code, str(code))}: {os.strerror(code)}",
+            "Allow the call in the container's seccomp profile, or publish a new version instead",
+        )

@@ -1,0 +1,383 @@
+"""The reader's side of what is updated in place: sections, in which every byte is of one version (I14).
+
+The words that both sides look at are in shared memory, so that a section costs no call of anybody:
+
+* The page of the publisher, which its readers can only read: the version, and whether an update is under way.
+* The page of the lease, which only this process can write: one word for each of its threads, not 0 while that thread
+  is in a section. The keeper has a descriptor of it, for the publisher, as long as the lease lasts.
+
+A thread enters by setting its word and *then* looking whether an update is under way; if so it takes its word back and
+waits. The publisher says that it updates and *then*, behind a barrier that it has all readers' threads execute, looks
+at the words: so one of the two sees the other (:mod:`vram.driver.words`, decision 038).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import (
+    BusyError,
+    CapacityError,
+    ForkedError,
+    NotFoundError,
+    PeerGoneError,
+    TornError,
+    UsageError,
+    WaitTimeoutError,
+)
+from ..keeper.updates import give_page, update_state
+from ..sharing.channel import check_timeout, close_fds
+
+if TYPE_CHECKING:
+    from ..keeper.client import Attachment, KeeperClient
+
+__all__ = [
+    "QUIET", "STATE", "TORN", "UPDATING", "VERSION", "Page", "Section", "is_torn", "page_of", "wait_for", "words_of",
+]  # fmt: skip
+
+VERSION, STATE = 0, 1  # the publisher's words
+QUIET, UPDATING, TORN = 0, 1, 2  # what the second may say
+SLOTS = 512  # words of a lease's page
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at a word
+_SELDOM = 0.01  # the same, of who waits for the next version
+_FIRST_ASK, _ASK, _SELDOM_ASK = 0.05, 0.25, 1.0  # seconds after which the keeper is asked whether the publisher lives
+
+
+class Leased(Protocol):
+    """A lease, as this module uses it: its publisher's words, and the page of its own."""
+
+    _attachment: Attachment
+    _client: KeeperClient
+    _page: Page | None
+    _words: memoryview | None
+    access: str
+
+
+def is_torn(client: KeeperClient, leased: Attachment, words: memoryview) -> bool:
+    """Whether the last update of what is leased was begun and will never be finished."""
+    state = words[STATE]
+    return state != QUIET and (state != UPDATING or _ask(client, leased, words)[1])
+
+
+def wait_for(lease: Leased, newer_than: int, timeout: float | None) -> int:
+    """Wait for an update after one: see Lease.wait."""
+    leased, words = lease._attachment, _checked(lease)
+    if type(newer_than) is not int:
+        raise UsageError(f"newer_than must be the number of an update, not {newer_than!r:.40}")
+    begun = time.monotonic()
+    asked, pause = begun + _FIRST_ASK, _FIRST_PAUSE
+    while True:
+        if words[STATE] not in (QUIET, UPDATING):
+            raise _torn(leased)
+        version = words[VERSION]
+        if version > newer_than:
+            return version
+        now = time.monotonic()
+        if now >= asked:
+            asked = now + _SELDOM_ASK
+            _check_writer(lease._client, leased, words)
+        if timeout is not None and now - begun >= timeout:
+            raise WaitTimeoutError(f"{leased.name!r} was not updated within {timeout:g} s")
+        time.sleep(pause if timeout is None else min(pause, max(0.0, begun + timeout - now)))
+        pause = min(pause * 1.5, _SELDOM)
+
+
+def _check_writer(client: KeeperClient, leased: Attachment, words: memoryview) -> None:
+    """Raise unless somebody may still update what is leased."""
+    has_writer, torn = _ask(client, leased, words)
+    if torn:
+        raise _torn(leased)
+    if not has_writer:
+        raise PeerGoneError(
+            f"the process that published {leased.name!r} version {leased.version} is gone: nobody updates it any "
+            f"more. lease.upgrade() attaches what is published anew"
+        )
+    if client.is_stale(leased.lease_id):
+        raise NotFoundError(
+            f"{leased.name!r} version {leased.version} was replaced or removed, and is updated no more: "
+            f"lease.upgrade() attaches what is there now"
+        )
+
+
+def _checked(lease: Leased) -> memoryview:
+    if lease._words is None:
+        raise UsageError(
+            f"{lease._attachment.name!r} was not published with updatable=True: no section can tell whether its bytes "
+            f"change, and none is needed where they were published read-only"
+        )
+    return lease._words
+
+
+def page_of(lease: Leased) -> Page:
+    """Make the page of a lease at its first section, and give it to the keeper."""
+    words = _checked(lease)
+    if lease.access == "cow":
+        raise UsageError(
+            f"this lease on {lease._attachment.name!r} is a private copy, of which some pages show updates and those "
+            f'that were written here do not: attach with access="r"'
+        )
+    if _making._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        raise BusyError("this thread is making the page of a lease: what interrupted it cannot begin a section now")
+    with _making:
+        page = lease._page
+        if page is None:
+            page = lease._page = Page(lease._client, lease._attachment, words)
+        if not page.is_given:
+            page.give()
+    return page
+
+
+class Page:
+    """The words by which the threads of this process say that they are in sections of one lease.
+
+    Attributes
+    ----------
+    is_given : bool
+        Whether the keeper has it, and so the publisher can: no thread enters a section before.
+    """
+
+    __slots__ = (
+        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_words", "is_given", "slots", "slots_of",
+    )  # fmt: skip
+
+    def __init__(self, client: KeeperClient, leased: Attachment, words: memoryview) -> None:
+        from ..driver import words as shared
+
+        _register()
+        self._client, self._leased, self._words = client, leased, words
+        self.is_given = False
+        self.slots_of: dict[int, _Slot] = {}
+        self._numbers = itertools.count()
+        self._fds: list[int] = []
+        try:
+            self.slots: Any = shared.make(self._fds)
+        except BaseException:
+            close_fds(self._fds)
+            raise
+        _pages.add(self)
+
+    def give(self) -> None:
+        """Give it to the keeper."""
+        give_page(self._client, self._leased.lease_id, self._fds[0])
+        self.is_given = True
+        close_fds(self._fds)
+
+    def __del__(self) -> None:
+        close_fds(getattr(self, "_fds", ()))
+
+    def section(self, timeout: float | None) -> Section:
+        """Return a section of the calling thread, to be entered."""
+        if timeout is not None and not (type(timeout) is float and timeout >= 0):
+            timeout = check_timeout(timeout)
+        return Section(self, timeout)
+
+    def slot(self) -> _Slot:
+        """Return this thread's word, which no other has as long as the thread lives."""
+        me = get_ident()
+        number = next(self._numbers)
+        if number >= SLOTS:
+            living = sys._current_frames()
+            dead = [one for one in list(self.slots_of) if one not in living and not self.slots_of[one].depth]
+            for one in dead:
+                slot = self.slots_of.pop(one, None)
+                if slot is not None:
+                    self.slots_of[me] = slot
+                    return slot
+            raise CapacityError(
+                f"{SLOTS} threads of this process have sections of {self._leased.name!r} already, as many as one lease "
+                f"has room for: attach it once more for the others"
+            )
+        slot = self.slots_of[me] = _Slot(self, number)
+        return slot
+
+    def inside(self) -> list[str]:
+        """Say how many threads are in a section."""
+        count = sum(slot.depth > 0 for slot in list(self.slots_of.values()))
+        return [f"{count} of this process's threads, inside lease.reading()"] if count else []
+
+    def verify(self, entered: int, version: int, state: int) -> None:
+        """Raise unless a section that was left was of one version, from the words as they were at its end.
+
+        The publisher waits for every lease that lasts, so an update that is under way has not begun to write. But a
+        lease ends with its connection, which may be cut off while its process lives, in the middle of a section.
+        """
+        leased = self._leased
+        if version != entered or state not in (QUIET, UPDATING):
+            raise TornError(
+                f"{leased.name!r} version {leased.version} was updated while it was read: the lease was over, so that "
+                f"its publisher did not wait. What was read is of no one version; attach it again"
+            )
+        if state == UPDATING and not self._client.is_usable:
+            raise PeerGoneError(
+                f"the connection to the keeper at {self._client.path} ended while {leased.name!r} was read and an "
+                f"update was under way: nobody can tell whether what was read is of one version; attach it again"
+            )
+
+    def wait(self, slot: _Slot, timeout: float | None) -> None:
+        """Wait until no update is under way, and set a thread's word then. If it raises, the word may be set."""
+        words, slots, index = self._words, self.slots, slot.index
+        begun = time.monotonic()
+        asked, pause = begun + _FIRST_ASK, _FIRST_PAUSE
+        while True:
+            slots[index] = 0
+            state = words[STATE]
+            if state == QUIET:
+                slots[index] = 1
+                if words[STATE] == QUIET:
+                    return
+                continue
+            if state != UPDATING:
+                raise _torn(self._leased)
+            now = time.monotonic()
+            if now >= asked:
+                asked = now + _ASK
+                if _ask(self._client, self._leased, words)[1]:
+                    raise _torn(self._leased)
+            if timeout is not None and now - begun >= timeout:
+                raise WaitTimeoutError(
+                    f"{self._leased.name!r} version {self._leased.version} was still being updated after {timeout:g} s "
+                    f"by the process of uid {self._leased.owner} that published it"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LAST_PAUSE)
+
+
+class _Slot:
+    """One thread's word, and how many of its sections are open."""
+
+    __slots__ = ("depth", "index", "page", "slots", "version", "words")
+
+    def __init__(self, page: Page, index: int) -> None:
+        self.page, self.index = page, index
+        self.slots, self.words = page.slots, page._words
+        self.depth = self.version = 0
+
+
+class Section:
+    """Made by :meth:`Lease.reading`; enter it once, by ``with``."""
+
+    __slots__ = ("_page", "_slot", "_timeout")
+
+    # Whoever enters is noted first, and the word set last; whoever leaves the other way round. An interrupt may keep
+    # `__exit__` from beginning: then the section ends when it is dropped, as the block has (I12).
+
+    def __init__(self, page: Page, timeout: float | None) -> None:
+        self._slot: _Slot | None = None
+        self._page = page
+        self._timeout = timeout
+
+    def __enter__(self) -> int:
+        if self._slot is not None:
+            raise UsageError("this section was entered before: call lease.reading() for another")
+        slot = self._page.slots_of.get(get_ident()) or self._page.slot()
+        if slot.depth:
+            slot.depth += 1
+            self._slot = slot
+            return slot.version
+        slot.depth = 1
+        self._slot = slot
+        slot.slots[slot.index] = 1
+        if slot.words[STATE]:
+            try:
+                self._page.wait(slot, self._timeout)
+            except BaseException as error:
+                self.__exit__(type(error))
+                raise
+        slot.version = version = slot.words[VERSION]
+        return version
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        slot = self._slot
+        if slot is None:
+            return
+        version, state = slot.words[VERSION], slot.words[STATE]  # first: then the publisher may go on
+        self._slot = None
+        slot.depth -= 1
+        if slot.depth:
+            return
+        slot.slots[slot.index] = 0
+        if kind is None and (state or version != slot.version):
+            self._page.verify(slot.version, version, state)
+
+    def __del__(self) -> None:
+        if getattr(self, "_slot", None) is not None:
+            self.__exit__(GeneratorExit)  # nobody could be told anything here
+
+
+def words_of(fd: int, name: str) -> memoryview:
+    """Return the words of the publisher of an entry, from the descriptor that came with a lease. It is lent.
+
+    Raises
+    ------
+    ProtocolError
+        If it is no page of words, or others could write to it.
+    """
+    from ..driver import words  # few leases are on what is updated
+
+    words.check(fd, f"the page of the publisher of {name!r}")
+    return words.words(fd)
+
+
+def _ask(client: KeeperClient, leased: Attachment, words: memoryview) -> tuple[bool, bool]:
+    """Ask the keeper whether the publisher of a lease is there, and whether its last update was not finished."""
+    try:
+        found = update_state(client, leased.lease_id)
+    except (BusyError, WaitTimeoutError):  # not now: in a signal handler, or the keeper has much to do
+        return True, False
+    except NotFoundError:
+        raise PeerGoneError(f"the lease on {leased.name!r} version {leased.version} was ended by the keeper") from None
+    # An update that this process sees under way, and the keeper neither: it has ended in between.
+    return found.has_writer, found.torn and not found.updating and words[STATE] != QUIET
+
+
+def _torn(leased: Attachment) -> TornError:
+    return TornError(
+        f"an update of {leased.name!r} version {leased.version} was begun and not finished, so that its bytes are of "
+        f"no one version. The next complete update by its publisher mends it, or a new publication (lease.upgrade())"
+    )
+
+
+class _Forked:
+    """Stands for the words of a lease in a forked child, which shares its parent's memory and must not write there."""
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if value:
+            raise ForkedError("the lease belongs to the parent of this fork, and so do its sections: attach again here")
+
+
+_pages: weakref.WeakSet[Page] = weakref.WeakSet()
+_making = threading.RLock()  # never reached from a finalizer
+_registered = False
+
+
+def _register() -> None:
+    """Have this process take part in the barriers of publishers."""
+    global _registered
+    if not _registered:
+        from ..driver import words
+
+        words.register()
+        _registered = True
+
+
+def _after_fork_in_child() -> None:
+    global _making, _registered
+    _making, _registered = threading.RLock(), False
+    for page in list(_pages):
+        page.slots = _Forked()
+        for slot in page.slots_of.values():  # of sections that the parent is in: leaving them here does nothing
+            slot.slots = page.slots
+        page.slots_of = {}
+    _pages.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

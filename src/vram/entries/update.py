@@ -1,0 +1,306 @@
+"""Update what was published, in place: new bytes in the same memory, which no reader sees half of (I14).
+
+:mod:`.reading` says which words there are and who writes them. What an update does, in this order:
+
+1. The keeper notes that this version is being updated, by this connection. If that ends, the update is torn.
+2. The word of the publisher says so to the readers. From the barrier behind it on, no thread enters a section.
+3. The keeper sends the page of each lease on the version; this waits until each was seen without a thread in a section,
+   or its lease is over. Which pages there are does not change any more: who attaches now sees the word.
+4. The block writes.
+5. Behind another barrier the version is counted, and the word says that all is quiet; then the keeper is told.
+
+Whatever ends this before 4 takes the word back, and nothing has changed. Whatever ends it in 4 leaves the entry torn.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from itertools import compress
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+from ..arrays import Array
+from ..driver import words as shared
+from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, UsageError, VramError
+from ..keeper.client import KeeperClient, Segment
+from ..keeper.rules import check_name, describe_process
+from ..keeper.updates import begin_update, end_update, pages
+from ..sharing.channel import OwnedFds, check_timeout, close_fds
+from .keepers import TIMEOUT, connect
+from .reading import QUIET, STATE, TORN, UPDATING, VERSION
+
+if TYPE_CHECKING:
+    from ..keeper import messages as m
+    from ..keeper.session import Keeper
+    from .placement import Placement
+
+__all__ = ["Update", "Writer", "update"]
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the words of readers
+_ASK = 0.25  # seconds after which the keeper is asked which of their leases still last
+_release = methodcaller("release")
+_NAMED = 20  # readers that are named when they were waited for in vain
+
+
+def update(
+    name: str,
+    *,
+    timeout: float | None = TIMEOUT,
+    keeper: Keeper | str | os.PathLike[str] | None = None,
+) -> Update:
+    """Put new bytes into what this process published with ``updatable=True``, under its readers.
+
+    ``with vram.update("policy") as arrays:`` waits until no reader is in a section (:meth:`Lease.reading`), and keeps
+    all out until the block ends; ``arrays["w"].numpy()[...] = new`` then writes into the memory that they have mapped.
+    Addresses stay, and no second copy is made. Readers that never enter a section see the bytes change.
+
+    The block has to leave every array whole. If it raises, or this process ends in it, the entry is torn: readers get
+    :class:`~vram.errors.TornError` until the next update is complete. What is written outside of such a block, readers
+    may see at any time.
+
+    Parameters
+    ----------
+    name : str
+        What it was published as.
+    timeout : float or None
+        Seconds to wait for the readers that are in a section, and for another thread's update; None waits for ever.
+    keeper : Keeper, str or PathLike, optional
+        Whom it was published to; see :func:`vram.attach`.
+
+    Returns
+    -------
+    Update
+        A context manager. The block gets a mapping of names to arrays: what was published, where it is.
+
+    Raises
+    ------
+    BusyError
+        When the block is entered: if a reader is still in its section after `timeout` seconds; it names them. Nothing
+        has changed then.
+    AccessDeniedError
+        If another process published it, or nobody who still lives.
+    UsageError
+        If it was published without ``updatable=True``.
+    NotFoundError
+        If there is nothing under that name, or it was replaced or removed.
+    PeerGoneError
+        If there is no keeper. At the end of the block: the update is complete all the same.
+    UnsupportedError
+        If the kernel lacks ``membarrier``.
+    """
+    return Update(check_name(name), check_timeout(timeout), keeper)
+
+
+class Writer:
+    """What it takes to update one version that this process published: its words, and arrays over its memory.
+
+    A context manager for the length of the publication, as long as its descriptor is needed.
+    """
+
+    def __init__(self) -> None:
+        shared.register()  # or it says now what is missing, and not when the first update is due
+        self.name, self.version = "", 0
+        self.pid = os.getpid()
+        self.arrays: dict[str, Array] = {}
+        self.lock = threading.Lock()  # had by whoever updates
+        self.owner = 0  # the thread that does
+        self._fds: list[int] = []
+        try:
+            self.words = shared.make(self._fds)
+            self.words[VERSION] = 1
+        except BaseException:
+            close_fds(self._fds)
+            raise
+        self.segment = Segment(shared.PAGE)
+
+    def guarded(self, plan: Placement) -> list[int]:
+        """Return the descriptors of what is published, which nobody can map writable from now on; the page's last."""
+        self.arrays = plan.arrays()
+        fds = plan.descriptors()
+        plan.guard(fds)
+        return [*fds, *self._fds]
+
+    def published(self, client: KeeperClient, name: str, version: int) -> None:
+        """It is: from now on it can be updated by its name."""
+        self.name, self.version = name, version
+        for array in self.arrays.values():
+            array.region.is_updatable = True
+        if client.writers is None:
+            client.writers = {}
+        client.writers[name] = self
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close_fds(self._fds)
+
+
+class Update:
+    """One update, made by :func:`update`: enter it once, by ``with``."""
+
+    # What has been done is noted before it is done, and undone in any order: an interrupt may come between any two
+    # calls. One that keeps `__exit__` from beginning leaves the rest to `__del__`, which only stores words (I3, I12).
+
+    def __init__(self, name: str, timeout: float | None, keeper: Keeper | str | os.PathLike[str] | None) -> None:
+        self._name, self._timeout, self._keeper = name, timeout, keeper
+        self._client: KeeperClient | None = None
+        self._writer: Writer | None = None
+        self._held: list[threading.Lock] = []  # the lock, while this has it
+        self._after: int | None = None  # what the word is to say if this ends now; None: it is not ours to say
+
+    def __enter__(self) -> Mapping[str, Array]:
+        if self._writer is not None or self._client is not None:
+            raise UsageError("this update was begun before: call vram.update() for another")
+        until = None if self._timeout is None else time.monotonic() + self._timeout
+        try:
+            self._client = client = connect(self._keeper)
+            writer = (client.writers or {}).get(self._name)
+            if writer is None:
+                raise self._not_ours(client)
+            self._take(writer, until)
+            arrays = dict(writer.arrays)
+            self._begin(client, writer, until)
+        except BaseException:
+            self._end()
+            raise
+        self._after = TORN  # from here on the block may have written
+        return arrays
+
+    def _take(self, writer: Writer, until: float | None) -> None:
+        if writer.owner == threading.get_ident():
+            raise BusyError(f"this thread is updating {self._name!r} already")
+        left = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+        self._writer = writer
+        # Noted in the call that takes it: an interrupt comes between calls, and the lock would stay.
+        self._held.extend(compress((writer.lock,), map(writer.lock.acquire, (True,), (left,))))
+        if not self._held:
+            raise BusyError(f"{self._name!r} is being updated by another thread of this process")
+        writer.owner = threading.get_ident()
+
+    def _begin(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
+        try:
+            begin_update(client, self._name, writer.version)
+        except NotFoundError:
+            if client.writers and client.writers.get(self._name) is writer:
+                del client.writers[self._name]  # it will never be updated again
+            raise
+        words = writer.words
+        self._after = words[STATE] if words[STATE] == QUIET else TORN
+        words[STATE] = UPDATING
+        shared.barrier()
+        self._wait(client, writer, until)
+        shared.barrier()  # what readers loaded in their sections, they have loaded by now
+
+    def _wait(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
+        """Wait until the page of each lease was seen without a thread in a section."""
+        inside: dict[int, _Inside] = {}
+        after, more = 0, True
+        while more:
+            fds = OwnedFds()
+            fds.is_armed = True
+            rows, more = pages(client, self._name, writer.version, after, fds)
+            for row, fd in zip(rows, list(fds), strict=True):
+                shared.check(fd, f"the page of a reader of {self._name!r}, lease {row.lease}")
+                if not shared.is_zero(fd):
+                    inside[row.lease] = _Inside(row, fd, fds)
+                after = row.lease
+            more = more and bool(rows)
+        pause, look = _FIRST_PAUSE, time.monotonic() + _ASK
+        while inside:
+            for lease, one in list(inside.items()):
+                if shared.is_zero(one.fd):
+                    del inside[lease]
+            if not inside:
+                return
+            now = time.monotonic()
+            if until is not None and now >= until:
+                raise BusyError(
+                    f"{self._name!r} was not updated: {len(inside)} of its readers did not leave their sections "
+                    f"(lease.reading) within {self._timeout:g} s; nothing has changed",
+                    tuple(one.label for one in list(inside.values())[:_NAMED]),
+                )
+            if now >= look:
+                look = now + _ASK
+                self._forget_gone(client, writer, inside)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LAST_PAUSE)
+
+    def _forget_gone(self, client: KeeperClient, writer: Writer, inside: dict[int, _Inside]) -> None:
+        """Wait no longer for leases that are over: of a reader that died, or let go."""
+        there: set[int] = set()
+        after, more = min(inside) - 1, True
+        while more and after < max(inside):
+            fds = OwnedFds()
+            fds.is_armed = True
+            rows, more = pages(client, self._name, writer.version, after, fds)
+            there.update(row.lease for row in rows)
+            after, more = max([after, *there]), more and bool(rows)
+        for lease in [lease for lease in inside if lease not in there]:
+            del inside[lease]
+
+    def _not_ours(self, client: KeeperClient) -> VramError:
+        """Return why this process cannot update the entry."""
+        rows = [row for row in client.versions(self._name) if row.is_current]
+        if not rows:
+            return NotFoundError(f"nothing is published as {self._name!r} any more")
+        begin_update(client, self._name, rows[0].version)  # raises, unless an interrupt lost what this process needs
+        end_update(client, self._name, rows[0].version, 1, whole=True)
+        return AccessDeniedError(
+            f"this process has lost the arrays of {self._name!r}, by an interrupt while it published them: publish anew"
+        )
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        writer = self._writer
+        if writer is not None and kind is None:
+            if writer.pid != os.getpid():
+                raise ForkedError("the update belongs to the parent of this fork")
+            shared.barrier()  # what the block stored comes before what is stored now
+            writer.words[VERSION] += 1
+            self._after = QUIET
+        self._end(loudly=kind is None)
+
+    def _end(self, *, loudly: bool = False) -> None:
+        """Say that it is over, to the readers first. May be called again."""
+        writer, client = self._writer, self._client
+        if writer is None or client is None or not self._held or writer.pid != os.getpid():
+            return  # it had not begun
+        whole = self._say(writer)
+        try:
+            end_update(client, self._name, writer.version, writer.words[VERSION], whole=whole)
+        except VramError:  # the readers know; and what raised it is on its way, unless the block has ended well
+            if loudly:
+                raise
+        finally:
+            self._let_go(writer)
+
+    def _say(self, writer: Writer) -> bool:
+        """Have the word say how it ended, and return whether what is there is whole."""
+        if self._after is not None:
+            writer.words[STATE] = self._after
+            self._after = None
+        return bool(writer.words[STATE] == QUIET)
+
+    def _let_go(self, writer: Writer) -> None:
+        if self._held:
+            writer.owner = 0
+            (_,) = map(_release, map(self._held.pop, (-1,)))  # in one step, as it was taken
+
+    def __del__(self) -> None:
+        writer = getattr(self, "_writer", None)
+        if writer is not None and self._held and writer.pid == os.getpid():
+            self._say(writer)
+            self._let_go(writer)
+
+
+class _Inside:
+    """A lease whose holder has a thread in a section, and its page."""
+
+    def __init__(self, row: m.PageRow, fd: int, keeps: Any) -> None:
+        self.fd = fd
+        self._keeps = keeps  # closes it
+        self.label = f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"

@@ -1,0 +1,662 @@
+"""Updates in place: no reader sees half of one, whoever dies at whatever step (I14)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import mmap
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.keeper_here import later
+from tests.processes import update_children as children
+from tests.processes.update_children import publish, seen
+
+import vram
+from vram.driver import words
+from vram.entries import reading
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    ForkedError,
+    NotFoundError,
+    PeerGoneError,
+    TornError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.open_files import close_fds
+from vram.testing.keeper import SOON, until
+
+pytestmark = pytest.mark.usefixtures("kept")
+SPAWN = multiprocessing.get_context("spawn")
+
+resource_tracker.ensure_running()
+
+
+class Child:
+    """A process and the pipe to it."""
+
+    def __init__(self, act: Callable[..., None], *given: Any) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=act, args=(os.environ["VRAM_KEEPER"], theirs, *given), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def said(self) -> Any:
+        assert self.pipe.poll(SOON), "nothing was said"
+        return self.pipe.recv()
+
+    def tell(self) -> None:
+        self.pipe.send(None)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(SOON)
+        assert not self.process.is_alive()
+        self.pipe.close()
+        self.process.close()
+
+
+@contextlib.contextmanager
+def child(act: Callable[..., None], *given: Any) -> Iterator[Child]:
+    made = Child(act, *given)
+    try:
+        yield made
+    finally:
+        if not made.pipe.closed:
+            made.kill()
+
+
+def write(value: int, *, timeout: float | None = SOON) -> None:
+    """Update what :func:`publish` published, and fill it with a number."""
+    with vram.update("w", timeout=timeout) as arrays:
+        for array in arrays.values():
+            array.fill(value)
+
+
+def tear(act: Callable[[], object] = lambda: None) -> None:
+    """Begin an update, write some of it, and fail."""
+
+    def begin() -> None:
+        with vram.update("w", timeout=SOON) as arrays:
+            arrays["a0"].fill(99)
+            act()
+            raise KeyError("wrong")
+
+    with pytest.raises(KeyError):
+        begin()
+
+
+# -- one process, in words -------------------------------------------------------------------------------------------
+
+
+def test_an_update_puts_new_bytes_into_the_same_memory() -> None:
+    mine = publish()
+    with vram.attach("w") as lease:
+        views, where = lease.numpy(), {name: array.address for name, array in lease.items()}
+        assert (lease.updatable, lease.torn, lease.version) == (True, False, 1)
+        assert seen(lease) == (1, [1])
+        with vram.update("w") as arrays:
+            assert {name: array.address for name, array in arrays.items()} == {
+                name: array.address for name, array in mine.items()
+            }
+            for array in arrays.values():
+                array.numpy()[:] = 7
+        with lease.reading() as version:
+            assert version == 2
+            assert all((view == 7).all() for view in views.values())
+        assert {name: array.address for name, array in lease.items()} == where
+        assert lease.wait(newer_than=1, timeout=0) == 2
+        with pytest.raises(WaitTimeoutError, match=r"not updated within 0\.01 s"):
+            lease.wait(newer_than=2, timeout=0.01)
+        assert not vram.attach("w").keep_only("a0").numpy().flags.writeable
+
+
+def test_what_is_copied_is_updated_where_it_was_copied_to() -> None:
+    source = np.ones(100)
+    receipt = vram.publish("w", {"a": source, "empty": np.empty(0)}, updatable=True)
+    assert receipt.copied == {"a": "it is not in vram memory"}
+    with vram.update("w") as arrays:
+        arrays["a"].numpy()[:] = 3
+    assert (source == 1).all()
+    with vram.attach("w") as lease, lease.reading():
+        assert (lease["a"].numpy() == 3).all()
+        assert lease["empty"].shape == (0,)
+
+
+def test_an_update_keeps_readers_out_and_waits_for_those_inside() -> None:
+    """A writer that does not wait, or a reader that does not look, is caught here: both stand still."""
+    publish()
+    with vram.attach("w") as lease:
+        with lease.reading() as version:
+            with pytest.raises(BusyError, match=rf"pid {os.getpid()}, uid {os.getuid()}.*, lease \d+") as refused:
+                write(2, timeout=0.05)
+            assert len(refused.value.holders) == 1
+            assert (version, seen(lease)) == (1, (1, [1]))
+        assert seen(lease) == (1, [1]), "what was not begun has torn it, or keeps readers out"
+        with vram.update("w", timeout=SOON) as arrays:
+            arrays["a0"].fill(2)
+            with pytest.raises(WaitTimeoutError, match=r"still being updated after 0\.05 s by the process of uid"):
+                seen(lease, timeout=0.05)
+            thread, came = later(lambda: seen(lease))
+            for array in arrays.values():
+                array.fill(2)
+        thread.join(SOON)
+        assert came == [(2, [2])]
+
+
+def test_a_reader_that_leaves_lets_the_update_begin() -> None:
+    publish()
+    with child(children.hold) as reader:
+        pid, _ = reader.said()
+        thread, came = later(lambda: write(2))
+        with vram.attach("w") as lease:
+            until(lambda: lease._words is not None and lease._words[reading.STATE] == reading.UPDATING)
+            assert not came
+            with pytest.raises(WaitTimeoutError):
+                seen(lease, timeout=0.05)
+            reader.tell()
+            thread.join(SOON)
+            assert came == [None]
+            assert seen(lease) == (2, [2])
+        assert pid == reader.process.pid
+
+
+def test_a_section_whose_lease_was_over_says_so_at_its_end() -> None:
+    """The connection of a reader that lives was cut off: the publisher waits for it no longer (I14)."""
+    with child(children.write_stopping, 99) as publisher:
+        assert publisher.said() == "published"
+        with vram.attach("w") as lease:
+            section = lease.reading()
+            assert section.__enter__() == 1
+            lease._client._channel.close()
+            publisher.tell()
+            assert publisher.said() == "done"
+            with pytest.raises(TornError, match="updated while it was read"):
+                section.__exit__(None, None, None)
+
+
+def test_a_section_that_cannot_know_says_so_at_its_end() -> None:
+    publish()
+    with vram.attach("w") as lease, lease.reading():
+        assert lease._page is not None
+        lease._page.verify(1, 1, reading.UPDATING)  # the publisher waits for this section
+        lease._client._channel.close()
+        with pytest.raises(PeerGoneError, match="nobody can tell"):
+            lease._page.verify(1, 1, reading.UPDATING)
+
+
+def test_sections_nest_and_every_thread_has_its_own() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        with lease.reading() as outer, lease.reading() as inner:
+            assert (outer, inner) == (1, 1)
+            thread, came = later(lambda: seen(lease))
+            thread.join(SOON)
+            assert came == [(1, [1])]
+            assert lease._page is not None
+            assert lease._page.inside() == ["1 of this process's threads, inside lease.reading()"]
+        assert not any(lease._page.slots)
+        section = lease.reading()
+        with section, pytest.raises(UsageError, match="entered before"), section:
+            pass
+        assert not any(lease._page.slots)
+
+
+def test_what_an_interrupt_leaves_of_a_section_ends_with_it() -> None:
+    """As if ``__exit__`` had never begun (I12)."""
+    publish()
+    with vram.attach("w") as lease:
+        section = lease.reading()
+        section.__enter__()
+        assert lease._page is not None
+        assert any(lease._page.slots)
+        with pytest.raises(BusyError, match="of this process's threads"):
+            lease.close(strict=True)
+        del section
+        assert not any(lease._page.slots)
+        write(2)
+        assert seen(lease) == (2, [2])
+
+
+def test_a_lease_has_room_for_512_threads_that_live() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        leave = threading.Event()
+        inside = threading.Semaphore(0)
+
+        def stay() -> None:
+            with lease.reading():
+                inside.release()
+                leave.wait(SOON)
+
+        threads = [threading.Thread(target=stay) for _ in range(reading.SLOTS)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            assert inside.acquire(timeout=SOON)
+        with pytest.raises(CapacityError, match="512 threads"):
+            seen(lease)
+        leave.set()
+        for thread in threads:
+            thread.join(SOON)
+        assert seen(lease) == (1, [1]), "the words of threads that are gone are not used again"
+
+
+# -- torn ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_raises_leaves_it_torn_until_the_next_one_is_whole() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        tear()
+        assert lease.torn
+        with pytest.raises(TornError, match="of no one version"):
+            seen(lease)
+        with pytest.raises(TornError):
+            lease.wait(newer_than=1)
+        with vram.attach("w") as another:
+            assert another.torn
+        tear()
+        assert lease.torn
+        write(3)
+        assert not lease.torn
+        assert seen(lease) == (2, [3])
+
+
+def test_what_was_torn_is_mended_by_a_new_publication() -> None:
+    mine = publish()
+    tear()
+    receipt = vram.publish("w", mine, updatable=True)
+    assert {reason.partition(",")[0] for reason in receipt.copied.values()} == {"it is published with updatable=True"}
+    with vram.attach("w") as lease:
+        assert (lease.torn, seen(lease)[0]) == (False, 1)
+        write(5)
+        assert seen(lease) == (2, [5])
+
+
+def test_an_update_that_is_not_begun_leaves_what_was_torn_torn() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        section = lease.reading()
+        tear()
+        with pytest.raises(TornError), section:
+            pass
+        assert lease._page is not None
+        lease._page.slots[9] = 1  # a reader that never leaves
+        with pytest.raises(BusyError, match="nothing has changed"):
+            write(2, timeout=0.05)
+        assert lease.torn
+        lease._page.slots[9] = 0
+        write(2)
+        assert seen(lease) == (2, [2])
+
+
+def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
+    """As if an interrupt had kept ``__exit__`` from beginning (I12)."""
+    publish()
+    with vram.attach("w") as lease:
+        begun = vram.update("w")
+        begun.__enter__()["a0"].fill(2)
+        del begun
+        gc.collect()
+        with pytest.raises(TornError):
+            seen(lease)
+        write(3)
+        assert seen(lease) == (2, [3])
+
+
+def steps(act: Callable[..., None], *, beside: Callable[[Child], Any]) -> Iterator[tuple[str, Child]]:
+    """Run a child again and again, each time up to its next step, until there is no further one."""
+    for number in range(1, 30):
+        with child(act, number) as victim:
+            beside(victim)
+            at = victim.said()
+            yield at, victim
+            if at in ("done", "outside"):
+                return
+    raise AssertionError("it has no end")
+
+
+def test_a_publisher_may_be_killed_at_any_step() -> None:
+    leases: list[vram.Lease] = []
+
+    def attach(victim: Child) -> None:
+        assert victim.said() == "published"
+        leases.append(vram.attach("w"))
+        assert seen(leases[0]) == (1, [1])
+        victim.tell()
+
+    found = {}
+    for at, victim in steps(children.write_stopping, beside=attach):
+        victim.kill()
+        (lease,) = leases
+        with lease:
+            try:
+                version, numbers = seen(lease)
+                assert numbers == [version], at
+                found[at] = version
+                assert not lease.torn
+            except TornError:
+                assert lease.torn, at
+                with vram.attach("w") as another:
+                    assert another.torn, at
+                found[at] = found.get(at, 0)
+            with pytest.raises((PeerGoneError, TornError)):
+                lease.wait(newer_than=2, timeout=SOON)
+            with pytest.raises(AccessDeniedError, match="which is gone: publish it again"):
+                vram.update("w").__enter__()
+            leases.clear()
+        vram.remove("w")
+    assert found["begin_update"] == 1
+    assert found["array 0"] == found["array 2"] == 0
+    assert (found["end_update"], found["done"]) == (2, 2)
+    assert {"barrier", "pages", "is_zero"} <= set(found)
+
+
+def test_a_reader_may_be_killed_at_any_step() -> None:
+    publish()
+    value, found = 1, []
+    for at, victim in steps(children.read_stopping, beside=lambda victim: None):
+        if at == "inside":
+            with pytest.raises(BusyError, match=f"pid {victim.process.pid}"):
+                write(0, timeout=0.05)
+        thread, came = later(functools.partial(write, value + 1))
+        victim.kill()
+        thread.join(SOON)
+        assert came == [None], at
+        value += 1
+        found.append(at)
+    assert found == ["make", "give_page", "inside", "outside"]
+    with vram.attach("w") as lease:
+        assert seen(lease) == (value, [value])
+
+
+# -- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_readers_in_other_processes_never_see_half_of_an_update() -> None:
+    last = 1000
+    publish()
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(child(children.read_until, last)) for _ in range(3)]
+        assert [reader.said() for reader in readers] == ["ready"] * 3
+        for value in range(2, last + 1):
+            write(value, timeout=SOON)
+        for reader in readers:
+            sections = reader.said()
+            assert isinstance(sections, int), sections
+            assert sections > 1
+
+
+# -- who may, and what ------------------------------------------------------------------------------------------------
+
+
+def test_who_did_not_publish_it_does_not_update_it() -> None:
+    with pytest.raises(NotFoundError):
+        vram.update("w").__enter__()
+    with child(children.write_stopping, 99) as publisher:
+        assert publisher.said() == "published"
+        with pytest.raises(AccessDeniedError, match=rf"only the process that published.*pid {publisher.process.pid}"):
+            vram.update("w").__enter__()
+    with vram.zeros(3, device="host") as array:
+        vram.publish("plain", {"a": array})
+        with pytest.raises(UsageError, match="not published with updatable=True"):
+            vram.update("plain").__enter__()
+    with vram.attach("plain") as lease:
+        assert (lease.updatable, lease.torn) == (False, False)
+        for ask in (lease.reading, lambda: lease.wait(newer_than=0)):
+            with pytest.raises(UsageError, match="not published with updatable=True"):
+                ask()
+
+
+def test_what_was_replaced_or_removed_is_updated_no_more() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        vram.publish("w", {"a": np.zeros(3)})
+        with pytest.raises(UsageError, match="not published with updatable=True"):
+            write(2)
+        with pytest.raises(NotFoundError, match="replaced or removed"):
+            lease.wait(newer_than=1, timeout=SOON)
+        assert seen(lease) == (1, [1])
+    vram.remove("w")
+    publish()
+    with KeeperClient.connect(os.environ["VRAM_KEEPER"]) as other:
+        other.remove("w")  # by somebody else of this user
+    with pytest.raises(NotFoundError):
+        write(2)
+
+
+def test_arguments_that_cannot_be() -> None:
+    publish()
+    with pytest.raises(UsageError, match="choose one of them"):
+        vram.publish("x", {"a": np.zeros(3)}, updatable=True, writable=True)
+    with pytest.raises(UsageError):
+        vram.publish("x", {"a": np.zeros(3)}, updatable=1)  # type: ignore[arg-type]
+    with pytest.raises(AccessDeniedError):
+        vram.attach("w", access="rw")
+    with vram.attach("w", access="cow") as private, pytest.raises(UsageError, match="private copy"):
+        private.reading()
+    with vram.attach("w") as lease:
+        for timeout in (-1, -0.5, float("nan")):
+            with pytest.raises(UsageError):
+                lease.reading(timeout=timeout)
+        with pytest.raises(UsageError):
+            lease.wait(newer_than="1")  # type: ignore[arg-type]
+        update = vram.update("w")
+        with update, pytest.raises(BusyError, match="this thread is updating"):
+            write(2)
+        with pytest.raises(UsageError, match="begun before"):
+            update.__enter__()
+    with pytest.raises(ClosedError):
+        lease.reading()
+
+
+def test_nobody_else_can_ever_write_to_it() -> None:
+    mine = publish(count=1)["a0"]
+    client = KeeperClient.connect(os.environ["VRAM_KEEPER"])
+    with client:
+        leased = client.attach("w")
+        try:
+            assert len(leased.fds) == 2, "the memory, and the page of the publisher"
+            for fd in leased.fds:
+                nbytes = os.fstat(fd).st_size
+                with pytest.raises(PermissionError):
+                    mmap.mmap(fd, nbytes)
+                with pytest.raises(PermissionError):
+                    os.pwrite(fd, b"x", 0)
+                with mmap.mmap(fd, nbytes, prot=mmap.PROT_READ):
+                    pass
+        finally:
+            close_fds(leased.fds)
+    mine.fill(9)  # its publisher can
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [9])
+
+
+def test_memory_that_others_may_be_able_to_write_is_copied() -> None:
+    with vram.zeros(8, device="host") as array:
+        vram.publish("shared", {"a": array}, writable=True)
+        receipt = vram.publish("w", {"a": array}, updatable=True)
+        assert "left this process before" in receipt.copied["a"]
+    with vram.zeros(8, device="host") as array:
+        vram.publish("frozen", {"a": array})
+        receipt = vram.publish("x", {"a": array}, updatable=True)
+        assert "cannot be written here" in receipt.copied["a"]
+    with vram.attach("shared", access="rw") as lease:
+        receipt = vram.publish("y", {"a": lease["a"]}, updatable=True)
+        assert "not this library's own" in receipt.copied["a"]
+
+
+def test_what_is_updated_is_not_shared_frozen_or_moved_besides(tmp_path: Path) -> None:
+    mine = publish(count=1)["a0"]
+    assert vram.publish("again", {"a": mine}).copied
+    with pytest.raises(UnsupportedError, match="its bytes change under its readers"):
+        vram.lend({"a": mine}, at=str(tmp_path / "lender.sock"))
+    with pytest.raises(BusyError, match="updatable=True"):
+        mine.region.freeze()
+    for shared in (None, "unmap"):
+        with pytest.raises(BusyError):
+            vram.sleep([mine], to=None, **({} if shared is None else {"shared": shared}))
+    with pytest.raises(BusyError):
+        mine.resize(1)
+    mine.close()
+    with vram.attach("w") as lease:
+        write(2)
+        assert seen(lease) == (2, [2])
+
+
+def test_a_forked_child_has_no_section_and_no_update() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        section = lease.reading()
+        with lease.reading():
+            reader, writer = os.pipe()
+            child = os.fork()
+            if not child:
+                said = b""
+                for act in (lease.reading, section.__enter__):
+                    try:
+                        act()
+                    except ForkedError:
+                        said += b"forked "
+                    except BaseException as error:
+                        said += repr(error).encode()
+                os.write(writer, said)
+                os._exit(0)
+            os.close(writer)
+            with open(reader, "rb") as pipe:
+                assert pipe.read() == b"forked forked "
+            os.waitpid(child, 0)
+            assert lease._page is not None
+            assert any(lease._page.slots), "the child has left its parent's section"
+        write(2)
+
+
+def test_without_membarrier_there_are_no_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish()
+    with vram.attach("w") as lease:
+        with monkeypatch.context() as patched:
+            patched.setattr(words, "_CALL", -1)
+            patched.setattr(reading, "_registered", False)
+            with pytest.raises(UnsupportedError, match=r"membarrier\(2\)"):
+                lease.reading()
+            with pytest.raises(UnsupportedError, match=r"membarrier\(2\)"):
+                vram.publish("x", {"a": np.zeros(3)}, updatable=True)
+            with pytest.raises(UnsupportedError, match=r"membarrier\(2\)"):
+                write(2)
+        assert seen(lease) == (1, [1])
+
+
+def test_a_barrier_stands_between_the_writers_word_and_its_look_at_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may be seen after a later load: without the barrier a reader's word comes too late, once in a while."""
+    publish()
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        order: list[str] = []
+        real_barrier, real_look = words.barrier, words.is_zero
+
+        def barrier() -> None:
+            assert lease._words is not None
+            order.append(f"barrier, word {lease._words[reading.STATE]}")
+            real_barrier()
+
+        def look(fd: int) -> bool:
+            order.append("look")
+            return real_look(fd)
+
+        monkeypatch.setattr(words, "barrier", barrier)
+        monkeypatch.setattr(words, "is_zero", look)
+        with vram.update("w") as arrays:
+            order.append("write")
+            for array in arrays.values():
+                array.fill(2)
+        updating = f"barrier, word {reading.UPDATING}"
+        assert order == [updating, "look", updating, "write", updating]
+
+
+# -- a keeper that ends, and one that takes over ---------------------------------------------------------------------
+
+
+def test_readers_go_on_when_the_keeper_is_gone_and_nobody_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    with short_directory() as directory:
+        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), [])
+        monkeypatch.setenv("VRAM_KEEPER", keeper.path)
+        publish()
+        with vram.attach("w") as lease:
+            assert seen(lease) == (1, [1])
+            update = vram.update("w")
+            with pytest.raises(PeerGoneError), update as arrays:  # at its end
+                _fill_without_keeper(keeper, arrays, 2)
+            assert seen(lease) == (2, [2]), "the update was whole"
+            with pytest.raises(PeerGoneError):
+                write(3)
+            assert seen(lease) == (2, [2])
+        close_client(keeper.path)
+
+
+def _fill_without_keeper(keeper: KeeperProcess, arrays: Mapping[str, vram.Array], value: int) -> None:
+    keeper.stop()
+    for array in arrays.values():
+        array.fill(value)
+
+
+def test_a_takeover_carries_pages_words_and_what_was_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with short_directory() as directory, contextlib.ExitStack() as stack:
+        path = os.path.join(directory, "keeper.sock")
+        first = KeeperProcess(path, [])
+        stack.callback(first.stop)
+        monkeypatch.setenv("VRAM_KEEPER", path)
+        stack.callback(close_client, path)
+        publish()
+        lease = stack.enter_context(vram.attach("w"))
+        with child(children.hold) as reader:
+            reader.said()
+            with lease.reading():
+                second = KeeperProcess(path, ["--takeover"])
+                stack.callback(second.stop)
+                with pytest.raises(BusyError, match="2 of its readers"):
+                    write(2, timeout=0.05)
+            assert vram.statistics().descriptors == 3 + 1 + 2  # the memories, the publisher's page, the readers'
+            with pytest.raises(BusyError, match="1 of its readers"):
+                write(2, timeout=0.05)
+            reader.kill()
+            write(2)
+            assert seen(lease) == (2, [2])
+        tear(lambda: stack.callback(KeeperProcess(path, ["--takeover"]).stop))
+        assert lease.torn
+        write(3)
+        assert seen(lease) == (3, [3])
+
+
+def test_a_publisher_that_dies_beside_a_takeover_leaves_it_torn(monkeypatch: pytest.MonkeyPatch) -> None:
+    with short_directory() as directory, contextlib.ExitStack() as stack:
+        path = os.path.join(directory, "keeper.sock")
+        stack.callback(KeeperProcess(path, []).stop)
+        monkeypatch.setenv("VRAM_KEEPER", path)
+        stack.callback(close_client, path)
+        with child(children.write_stopping, 6) as publisher:
+            publisher.said()
+            with vram.attach("w") as lease:
+                assert seen(lease) == (1, [1])
+                publisher.tell()
+                assert publisher.said().startswith("array")
+                stack.callback(KeeperProcess(path, ["--takeover"]).stop)
+                publisher.kill()
+                with pytest.raises(TornError):
+                    seen(lease)
