@@ -88,6 +88,7 @@ def test_everything_runs_and_leaves_nothing_behind(open_place: Path, monkeypatch
         "publish-file": 2,
         "share": 2,
         "workers": 1,
+        "engine": 2,
         "start": 3,
         "first-use": 7,
         "scale": 2,
