@@ -39,21 +39,24 @@ class _Slow:
     ----------
     sender : str
         Whom they came from; empty where nobody counts that.
+    is_begun : bool
+        Whether a thread is closing them.
     closed : threading.Lock
         Released once all are closed. Not an Event, which an interrupt could leave locked.
     """
 
-    __slots__ = ("closed", "fds", "sender")
+    __slots__ = ("closed", "fds", "is_begun", "sender")
 
     def __init__(self, fds: list[int], sender: str) -> None:
         self.fds = fds
         self.sender = sender
+        self.is_begun = False
         self.closed = threading.Lock()
         self.closed.acquire()
 
 
-_slow: deque[_Slow] = deque()
-_closing: list[_Slow] = []  # those that a thread has taken from there
+pending: list[_Slow] = []  # from before a thread is to close them until it has
+_slow: deque[_Slow] = deque()  # those of them that no thread has begun with
 _threads: list[threading.Thread] = []
 
 
@@ -166,9 +169,9 @@ def close_fds(fds: Sequence[int], sender: str = "") -> None:
             _close_elsewhere(slow, sender)
 
 
-def unclosed(sender: str) -> int:
-    """Return how many descriptors of one sender other threads have still to close: see :func:`close_fds`."""
-    return sum(len(one.fds) for one in (*list(_slow), *list(_closing)) if one.sender == sender)
+def unclosed(sender: str | None = None) -> int:
+    """Return how many descriptors of one sender, or of all, other threads have still to close (:func:`close_fds`)."""
+    return sum(len(one.fds) for one in list(pending) if sender in (None, one.sender))
 
 
 def _close_quick(fds: list[int], slow: list[int]) -> None:
@@ -208,6 +211,7 @@ def is_gpu(fd: int) -> bool:
 
 def _close_elsewhere(fds: list[int], sender: str) -> None:
     slow = _Slow(fds, sender)
+    pending.append(slow)
     _slow.append(slow)
     _threads[:] = [thread for thread in list(_threads) if thread.is_alive()]
     if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
@@ -225,19 +229,26 @@ def _close_slowly() -> None:
     with contextlib.suppress(IndexError):
         while True:
             one = _slow.popleft()
-            _closing.append(one)
+            one.is_begun = True
             while one.fds:
                 with contextlib.suppress(OSError):
                     os.close(one.fds[-1])
                 del one.fds[-1]
-            _closing.remove(one)
+            pending.remove(one)
             one.closed.release()
 
 
 def _after_fork_in_child() -> None:
-    """The threads are the parent's; what they had to close, this process has as well."""
+    """The threads are the parent's; what they had to close, this process has as well, and closes with what comes next.
+
+    But for the one that a thread was closing: its number may be another file's already.
+    """
     _threads.clear()
-    _closing.clear()
+    for one in pending:
+        if one.is_begun:
+            del one.fds[-1:]
+    _slow.clear()
+    _slow.extend(pending)
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,7 +23,7 @@ from vram.errors import AsleepError, BusyError, UsageError
 from vram.spec import Location
 
 pytestmark = pytest.mark.gpu
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="could not import 'torch'")
 GPU = Location("cuda", 0)
 MIB = 1 << 20
 HANGS = 30

@@ -213,7 +213,7 @@ def test_s4_what_goes_over_the_wire_in_parts() -> None:
         close_fds(got.fds)
     piece = "93cd10000100"
     assert heard == [
-        (f"9ba77075626c69736801a177dc0046{piece * 70}91a4686f7374c400c2c280c000", 32),
+        (f"9ca77075626c69736801a177dc0046{piece * 70}91a4686f7374c400c2c280c000c2", 32),
         ("94a470617274020120", 32),
         ("94a470617274030140", 6),
         ("99a661747461636804a17700a172c0cb0000000000000000c2c0", 0),

@@ -16,10 +16,12 @@ from tests.keeper_here import later
 
 from vram.errors import AccessDeniedError, QuotaError, WaitTimeoutError
 from vram.keeper import lookups
+from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, PublishClaim
+from vram.keeper.records import Claim, Claimed
 from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
-from vram.keeper.users import UserNames
+from vram.keeper.users import Answer, UserNames
 from vram.testing.keeper import AT_ONCE, SOON, memfds, until
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
@@ -152,3 +154,37 @@ def test_what_waits_of_one_user_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
             thread.join(SOON)
         assert sorted(type(came[0]).__name__ for _, came in threads) == ["AccessDeniedError"] * 2 + ["QuotaError"]
         until(lambda: not is_left(server), what="the end of what waited")
+
+
+def test_the_loop_itself_never_asks_whose_a_name_is() -> None:
+    """A name that was found to be somebody's own stays so for what the connection has begun; any other is refused.
+
+    Whoever had the answer forgotten in between (64 other names, or a request at the very end of its ten seconds) had
+    the loop ask, and everybody wait.
+    """
+    now = [0.0]
+    names = UserNames(
+        lambda: now[0], name_of=lambda uid: pytest.fail("asked"), uid_of=lambda user: pytest.fail("asked")
+    )
+    books = Catalogue(why_not=names.why_not)
+    session, waiting = books.connect(GREEDY, 1, "own"), books.connect(GREEDY, 2, "waits")
+    with pytest.raises(AccessDeniedError, match="asked too long ago: try again"):
+        books.begin(session, "~own/w", nbytes=1, handles=1)
+    names.learn(GREEDY, "own", Answer("own", GREEDY))
+    half = books.begin(session, "~own/w", nbytes=1, handles=1)
+    claim = books.attach(session, "~own/claimed", 0.0, claim=True)
+    assert isinstance(claim, Claim)
+    waiter = books.attach(waiting, "~own/claimed", 0.0, call=5, claim=True, wait=None)
+    for number in range(64):
+        names.learn(GREEDY, f"other{number}", Answer("own", -1))
+    now[0] = 11.0
+    assert names.why_not(GREEDY, "own") is None
+    version, _ = books.commit(half, None, now[0])
+    assert version.owner == GREEDY
+    effects = books.drop_claim(session, claim.id, now[0])
+    assert any(isinstance(one, Claimed) for one in effects), (waiter, effects)
+    with pytest.raises(AccessDeniedError, match="try again"):
+        books.begin(books.connect(GREEDY, 3, "new"), "~own/w", nbytes=1, handles=1)
+    names.learn(GREEDY, "own", Answer("renamed", -1))
+    with pytest.raises(AccessDeniedError, match="no user 'own' is known here"):
+        books.begin(session, "~own/w", nbytes=1, handles=1)

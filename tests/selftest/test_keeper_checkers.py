@@ -79,7 +79,7 @@ Catalogue.drop_claim = lambda self, session, claim, now: []
 LAST_COME_FIRST_SERVED = """
 right = Catalogue._serve
 def serve(self, name, now, *before, **options):
-    line = self._waiters.get(name, {})
+    line = self._waiters[name]._due if name in self._waiters else {}
     for order in sorted(line, reverse=True):
         line[order] = line.pop(order)
     return right(self, name, now, *before, **options)

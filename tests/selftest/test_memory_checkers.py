@@ -95,9 +95,13 @@ lifetime.Handle.keep = keep
 """
 ACCESS_FOR_EACH = """
 right = chunks.Chunks._append
-def append(self, pieces, access):
+def append(self, pieces, access, into=None):
+    before = self.row
     for piece in pieces:
         right(self, [piece], access)
+    if into is not None:
+        into += self.row[len(before):]
+        self.row = before
 chunks.Chunks._append = append
 """
 RELEASE_SWALLOWED = """

@@ -64,6 +64,7 @@ from .records import (
     Free,
     Granted,
     Lease,
+    Line,
     Name,
     Notify,
     Publication,
@@ -124,7 +125,7 @@ class Catalogue:
         keeper_uid: int = 0,
         nobody: int = 65_534,
         claim_timeout: float = CLAIM_TIMEOUT,
-        why_not: Callable[[int, str], str] = by_number,
+        why_not: Callable[[int, str], str | None] = by_number,
     ) -> None:
         self.accounts = Accounts(quotas or Quotas(), keeper_uid)
         self.nobody = nobody
@@ -142,7 +143,7 @@ class Catalogue:
         self._numbers: OrderedDict[str, int] = OrderedDict()  # last number of names that have no Name now
         self._floor = 0  # numbers of forgotten names were not above this
         self._last: dict[str, int] = {}
-        self._waiters: dict[str, dict[int, Waiter]] = {}
+        self._waiters: dict[str, Line] = {}
         self._rivals: dict[str, dict[int, int]] = {}  # by name and uid, how many wait who would publish it themselves
         self._rounds: dict[str, Round] = {}  # by name; of each some effect that was returned will go on with it
         self._claim_of: dict[str, Claim] = {}
@@ -919,10 +920,8 @@ class Catalogue:
 
     def _line(self, name: str, now: float, among: Round) -> deque[Waiter]:
         """Return those whom a round is for, first come first, but for who has had the claim for its time."""
-        last = self._last_number(name)
-        # Who waits for a later version goes on waiting: anybody may have thousands of those on somebody else's name.
-        there = self._waiters.get(name, {}).values()
-        line = [waiter for waiter in there if waiter.wants <= last and (among.every or waiter.claims)]
+        there = self._waiters[name].due(self._last_number(name)) if name in self._waiters else ()
+        line = list(there) if among.every else [waiter for waiter in there if waiter.claims]
         passing = among.before or self._claim_of.get(name)
         late = () if passing is None else [uid for uid, until in passing.run.items() if until <= now]
         if late:
@@ -938,7 +937,7 @@ class Catalogue:
         effects: list[Effect] = []
         if among is None:
             return effects
-        line = self._waiters.get(name, {})
+        line = self._waiters[name].all if name in self._waiters else {}
         among.effort = 0
         if among.rest is None:
             among.rest = self._line(name, now, among)
@@ -997,7 +996,13 @@ class Catalogue:
 
     def _check_home(self, session: Session, name: str) -> None:
         user = home_of(name)
-        why = "" if user is None else self.why_not(session.uid, user)
+        if user is None:
+            return
+        why = self.why_not(session.uid, user)
+        if why == "" and user not in session.homes:
+            session.homes.append(user)
+        if why is None and user not in session.homes:
+            why = "who that is was asked too long ago: try again"
         if why:
             raise AccessDeniedError(
                 f"only the user called {user!r} may publish {name!r}, and {why}; names under ~{session.uid}/ are yours"
@@ -1143,7 +1148,7 @@ class Catalogue:
         """Note a waiter wherever it is looked for, but for the tally of its user and the deadlines; for this class, and
         for who restores one."""
         waiter.session.waiters[waiter.call] = waiter
-        self._waiters.setdefault(waiter.name, {})[waiter.order] = waiter
+        self._waiters.setdefault(waiter.name, Line()).add(waiter)
         if waiter.words:
             self.accounts.add(waiter.session.uid, 0, 0, 0, waiter.words)
         if waiter.claims:
@@ -1155,8 +1160,8 @@ class Catalogue:
         del waiter.session.waiters[waiter.call]
         waiter.session.tally.waiters -= 1
         line = self._waiters[waiter.name]
-        del line[waiter.order]
-        if not line:
+        line.remove(waiter)
+        if not line.all:
             del self._waiters[waiter.name]
         if waiter.words:
             self.accounts.add(waiter.session.uid, 0, 0, 0, -waiter.words)

@@ -22,7 +22,8 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..sharing.channel import OwnedFds, check_room, check_timeout
+from ..open_files import pending, unclosed
+from ..sharing.channel import OwnedFds, check_room, check_timeout, may_be_unclosed
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
@@ -505,6 +506,8 @@ class KeeperClient(Queries):
                 check_timeout(timeout)
             timeout = min(float(timeout), 1e9)
         began = time.monotonic()
+        if pending and not self.lends:  # who borrows counts what came from each lender
+            self._await_closed(None if timeout is None else began + timeout + self.grace)
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
         answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
@@ -526,6 +529,19 @@ class KeeperClient(Queries):
         except BaseException:
             answer.give_back()  # now, and not once the traceback is gone
             raise
+
+    def _await_closed(self, deadline: float | None) -> None:
+        """Wait until few descriptors have still to be closed: who publishes decides how long that takes, and each
+        attach brings more."""
+        most = may_be_unclosed()
+        while (count := unclosed()) > most:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"{count} descriptors that this process received are still being closed, and nothing more is "
+                    f"attached meanwhile: whoever published that memory has made it slow. Try again later, or allow "
+                    f"more descriptors (ulimit -n)"
+                )
+            time.sleep(_FIRST_LOOK)
 
     def _collect(self, reply: m.Attached, answer: Answer, deadline: float | None) -> None:
         """Ask for the descriptors of a lease that did not come with it, all of them before a deadline."""

@@ -7,8 +7,9 @@ kept, packed, which is a map of strings to whoever reads it as one.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "Granted",
     "Immediate",
     "Lease",
+    "Line",
     "Name",
     "Notify",
     "Publication",
@@ -90,6 +92,7 @@ class Session:
     place: tuple[str, int, int] = ("", 0, 0)  # name, version and number of the lease that it was told of last
     tally: Tally = field(default_factory=Tally)  # the same one for all sessions of a user
     written: dict[tuple[str, int], Version] = field(default_factory=dict)  # versions that it may update in place
+    homes: list[str] = field(default_factory=list)  # names of users that were found to be its own
 
     def __str__(self) -> str:
         return describe_process(self.pid, self.uid, self.label, self.host)
@@ -103,6 +106,7 @@ class SessionRow(Struct, array_like=True):
     pid: int
     label: str
     host: str = ""
+    homes: list[str] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -321,6 +325,49 @@ class Waiter:
     def expect(self) -> dict[str, str] | None:
         """The metadata that a version must have, or None if any will do."""
         return None if self.expected is None else _unpack(self.expected)
+
+
+class Line:
+    """Those who wait for a name.
+
+    Who waits for a version that is yet to come is not looked at when another one comes: anybody may have thousands of
+    those on somebody else's name, whose publications would pay for them.
+
+    Attributes
+    ----------
+    all : dict of int to Waiter
+        By `order`, in which they came.
+    """
+
+    __slots__ = ("_due", "_later", "all")
+
+    def __init__(self) -> None:
+        self.all: dict[int, Waiter] = {}
+        self._due: dict[int, Waiter] = {}  # for versions that there were, or any; in their order
+        self._later: list[tuple[int, int]] = []  # what the others want, and their orders, sorted
+
+    def add(self, waiter: Waiter) -> None:
+        """Let one more wait, behind all others."""
+        self.all[waiter.order] = waiter
+        if waiter.wants:
+            insort(self._later, (waiter.wants, waiter.order))
+        else:
+            self._due[waiter.order] = waiter
+
+    def remove(self, waiter: Waiter) -> None:
+        """Let one wait no longer."""
+        del self.all[waiter.order]
+        if self._due.pop(waiter.order, None) is None:
+            del self._later[bisect_left(self._later, (waiter.wants, waiter.order))]
+
+    def due(self, last: int) -> Iterable[Waiter]:
+        """Return those who may have what there is, up to version `last`, in the order in which they came."""
+        count = bisect_left(self._later, (last + 1,))
+        if count:
+            orders = [order for _, order in self._later[:count]]
+            del self._later[:count]
+            self._due = dict(sorted([*self._due.items(), *((order, self.all[order]) for order in orders)]))
+        return self._due.values()
 
 
 class WaiterRow(Struct, array_like=True):

@@ -220,7 +220,7 @@ def save(
                 WaiterRow, one, session=one.session.id, expect=Raw(_NOTHING if one.expected is None else one.expected)
             )
             for line in catalogue._waiters.values()
-            for one in line.values()
+            for one in line.all.values()
         ],
         claims=[(one.id, one.session.id, one.name) for one in catalogue.claims.values()],
         terms=[record_from(TermRow, one, claim=one.id, run=list(one.run.items())) for one in catalogue.claims.values()],
@@ -239,7 +239,7 @@ def restore(
     keeper_uid: int,
     nobody: int,
     claim_timeout: float = CLAIM_TIMEOUT,
-    why_not: Callable[[int, str], str] = by_number,
+    why_not: Callable[[int, str], str | None] = by_number,
     now: float = 0.0,
     bodies: Bodies | None = None,
     tell: Callable[[], None] = silent,

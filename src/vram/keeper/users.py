@@ -112,21 +112,21 @@ class UserNames:
         if len(self._users) > _MOST_USERS:
             del self._users[next(iter(self._users))]
 
-    def why_not(self, uid: int, user: str) -> str:
+    def why_not(self, uid: int, user: str) -> str | None:
         """Say why user `uid` is not the one called `user`, a name or a decimal uid; nothing if it is.
 
         What was asked before is not asked again, however long ago that was: a request is looked at once more when its
-        turn has come. What was never asked is asked now, which is only so where another keeper had asked.
+        turn has come. None if nothing is known of it any more: the caller is in the thread that serves everybody, and
+        nothing is asked here.
         """
         if is_number(user):
             return by_number(uid, user)
         known = self._users.get(uid)
-        if known is None or user not in known.answers:
-            if known is not None and self.knows(uid, user):
-                return f"that is not the name of {_described(uid, known.own)}"
-            self.learn(uid, user, self.question(uid, user)())
-            known = self._users[uid]
-        return known.answers[user][0]
+        if known is not None and user in known.answers:
+            return known.answers[user][0]
+        if known is not None and self.knows(uid, user):
+            return f"that is not the name of {_described(uid, known.own)}"
+        return None
 
 
 def _described(uid: int, own: str) -> str:

@@ -66,6 +66,7 @@ __all__ = [
     "close_fds",
     "connect",
     "descriptor_limit",
+    "may_be_unclosed",
     "peer_credentials",
     "receive",
     "take_over",
@@ -772,6 +773,11 @@ def descriptor_limit() -> str:
     """How many descriptors this process may have and how to have more, for errors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"RLIMIT_NOFILE is {soft}, and can be raised to {hard}: `ulimit -n {hard}`"
+
+
+def may_be_unclosed() -> int:
+    """Return how many descriptors may wait to be closed where more are asked for: a quarter of what there may be."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
 
 
 def check_room(fds: Sequence[int], more: int, sender: str) -> None:
