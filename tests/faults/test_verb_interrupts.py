@@ -137,6 +137,36 @@ def listened(s: Scene) -> None:
     leased_no_more(s)
 
 
+def grown(s: Scene) -> None:
+    """A lease whose entry has a newer version, in memory that begins with the same."""
+    s.other = vram.empty((1, 1 << 18), "int64", device="host", capacity=4, chunk="2MiB")
+    s.other.fill(1)
+    vram.publish("grown", {"a": s.other}, writable=True)
+    s.mine = vram.attach("grown", follow=True, timeout=SOON)
+    s.mine.on_revoke(id)
+    s.mine["a"].numpy()
+    s.other.resize(3)
+    s.other.fill(2)
+    vram.publish("grown", {"a": s.other}, writable=True)
+
+
+def followed(s: Scene) -> None:
+    """It is on the one version or the other, whole, and goes on to the newer one."""
+    before = len(s.mine["a"])
+    assert before in (1, 3)
+    assert s.mine.refresh() == (("a",) if before == 1 else ())
+    assert s.mine["a"].numpy()[:, ::999].min() == 2
+    assert len(s.mine["a"]) == 3
+    assert s.watcher.statistics().leases == 1
+    heard: list[vram.Lease] = []
+    s.mine.on_grow(heard.append)
+    vram.publish("grown", {"a": s.other}, writable=True)
+    until(lambda: heard == [s.mine], seconds=SOON / 4, what="the callback")
+    s.mine.close()
+    s.other.close()
+    vram.remove("grown")
+
+
 def missing(s: Scene) -> None:
     with contextlib.suppress(vram.errors.NotFoundError):
         vram.remove("loaded")
@@ -376,6 +406,8 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "close a lease and wait": (leased, lambda s: s.mine.close(wait=True), leased_no_more),
     "fileno": (leased, lambda s: s.mine.fileno(), listened),
     "on_revoke": (leased, lambda s: s.mine.on_revoke(id), listened),
+    "refresh": (grown, lambda s: s.mine.refresh(), followed),
+    "on_grow": (leased, lambda s: s.mine.on_grow(id), listened),
     "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
     "entry": (nothing, lambda s: vram.entry("weights"), attached),
     "attach_or_publish": (missing, load_and_publish, loaded),

@@ -39,6 +39,7 @@ def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
+    follow: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
@@ -66,6 +67,9 @@ def attach(
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
         several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
         which are that user's alone.
+    follow : bool
+        Set aside the addresses that its arrays may grow to, as their maker did, so that :meth:`Lease.refresh` can map
+        what is added behind the same addresses. It costs addresses only.
     keeper : Keeper, str or PathLike, optional
         Whom to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
 
@@ -97,6 +101,8 @@ def attach(
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
     check_access(access)
+    if follow is not False:
+        follow = check_flag(follow, "follow")
     user = None if device is None else user_of(device)
     if version is not None:
         check_version(version)
@@ -106,7 +112,7 @@ def attach(
     attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
     )
-    return Lease(client, attachment, access, user=user, timeout=left)
+    return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 
 def attach_or_publish(

@@ -405,9 +405,16 @@ class Placement:
         ]
         pools = [] if self.pools is None else self.pools.fds
         pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
+        serials: list[int] = []
+        # What is read-only for good cannot grow, nor what was copied, and what is lent has no second version.
+        if self._writable and not self._lends and not self._copies:
+            for span in self.spans.values():
+                for allocation in span.allocations:
+                    serials += (allocation.serial,)
         manifest = Manifest(
-            MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable
-        )
+            MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable,
+            serials=tuple(serials),
+        )  # fmt: skip
         return manifest, pieces
 
     def copy(self) -> None:

@@ -342,13 +342,17 @@ class KeeperClient(Queries):
                 return row.version == version and bool(row.is_revoked)
         return False
 
-    def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Subscription:
+    def listen(
+        self, lease_id: int, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
+    ) -> Subscription:
         """Have ``tell(owner)`` called, once and in this process's listening thread, when the version is revoked.
 
         Parameters
         ----------
         owner : object
             Held weakly: with it the listening ends.
+        of_all : bool
+            Call also for a newer version, a removal, and the end of the keeper.
 
         Raises
         ------
@@ -359,7 +363,7 @@ class KeeperClient(Queries):
         QuotaError
             If the keeper has no room for another watch.
         """
-        return listen(self, self._watchable(lease_id), owner, tell)
+        return listen(self, self._watchable(lease_id), owner, tell, of_all=of_all)
 
     def signal(self, lease_id: int) -> Signal:
         """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end.
