@@ -27,7 +27,7 @@ class PlainDriver:
 
 
 class TestFaultyHostDriver(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
 
     @pytest.fixture
     def driver(self) -> FaultyDriver:

@@ -367,7 +367,7 @@ def test_another_user_s_entry_is_none_to_go_on_to() -> None:
             vram.remove("n", keeper=path)
             as_user(OTHER, theirs)
             before = state(lease)
-            with pytest.raises((MismatchError, NotFoundError)):
+            with pytest.raises(MismatchError, match=f"belongs to uid {OTHER}"):
                 lease.refresh()
             assert state(lease) == before
         close_client(path)
