@@ -21,7 +21,7 @@ class PlainDriver:
             ):
                 setattr(self, method, getattr(self._host, method))
         del self.mem_map_private, self.mem_map_new, self.mem_map_import
-        del self.mem_seal, self.mem_is_sealed, self.mem_identity
+        del self.mem_seal, self.mem_is_sealed, self.mem_identity, self.address_zero
 
     name = "host"
 

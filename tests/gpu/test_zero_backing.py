@@ -11,6 +11,7 @@ import pytest
 
 import vram
 from vram import driver as drivers
+from vram.keeper.client import close_client
 from vram.keeper.private import private_socket
 from vram.spec import Location
 
@@ -152,3 +153,4 @@ def test_a_reader_in_another_process_follows_growth(monkeypatch: pytest.MonkeyPa
         finally:
             publisher.kill()
             publisher.communicate(timeout=60)
+            close_client(path)

@@ -89,6 +89,12 @@ AROUND = {
         "keys, values = (vram.zeros((0, 4), device='host', capacity=100) for _ in range(2))\nrows = 9",
         "assert keys.shape == values.shape == (9, 4)\nkeys.close()\nvalues.close()",
     ),
+    "blocks = vram.zeros((64, 4096)": Around(
+        after="assert not blocks.numpy(full=True)[100_000].any()\nassert len(blocks) == 64\nblocks.close()"
+    ),
+    "vectors = vram.zeros((2, 384)": Around(
+        KEPT, 'assert len(lease["x"]) == 900_000\nlease.close()\nvectors.close()\nkept.close()'
+    ),
     'ready = vram.prepare("host"': Around(
         after="keys = vram.zeros((9, 4), device='host', capacity=100, chunk='64MiB')\nkeys.close()\n"
         "assert vram.trim() > 0\nassert ready.ready == 0",

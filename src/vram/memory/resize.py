@@ -192,11 +192,11 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
             growing = list(filter(_is_made_for, changes))
             if growing:
                 _refuse_pinned(changes)
-                _wait([change.region for change in growing if change.region._chunks.zeros is not None], after)
+                _wait_for_zeros(growing, after)
             for change in growing:
                 change.make()
             _make_smaller(changes)
-            _wait_for_less(changes, after)
+            _wait(changes, after)
             for change in changes:
                 change.region.handle  # noqa: B018  (which says that it was closed)
             is_decided = True  # from here on the sizes are the new ones, whatever comes
@@ -253,21 +253,26 @@ def _lower(smaller: Sequence[_Change]) -> None:
         raise
 
 
-def _wait_for_less(changes: Sequence[_Change], after: int | None) -> None:
-    """Wait for the work of the devices on what goes; an event that was given is waited for in any case."""
-    given = [change for change in changes if (change.nbytes <= change.before if after is not None else change.dropped)]
-    _wait([change.region for change in given], after)
+def _wait(changes: Sequence[_Change], after: int | None) -> None:
+    """Wait for the work of the devices on what goes."""
+    if after is not None:
+        for driver in {change.region.driver: None for change in changes if change.nbytes <= change.before}:
+            chunks.wait_for(driver, after)
+        return
+    going = [change.region for change in changes if change.dropped]
+    for driver, place in dict.fromkeys((region.driver, place) for region in going for place in region._chunks.workers):
+        with suppress(DeviceLostError):  # it runs nothing any more
+            driver.synchronize(place)
 
 
-def _wait(regions: Sequence[Resizable], after: int | None) -> None:
-    """Wait for the work of the devices on regions."""
+def _wait_for_zeros(growing: Sequence[_Change], after: int | None) -> None:
+    """Wait for the work of the devices on what grows over zeros, which they may be reading."""
+    regions = [change.region for change in growing if change.region._chunks.zeros is not None]
     if after is not None:
         for driver in {region.driver: None for region in regions}:
             chunks.wait_for(driver, after)
         return
-    for driver, place in dict.fromkeys(
-        (region.driver, place) for region in regions for place in region._chunks.workers
-    ):
+    for driver, place in {(region.driver, place): None for region in regions for place in region._chunks.workers}:
         with suppress(DeviceLostError):  # it runs nothing any more
             driver.synchronize(place)
 
