@@ -159,8 +159,9 @@ def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tupl
                 for subscription in listening:
                     subscription.stop()
                 for region, nbytes in reversed(sizes):
-                    if region.nbytes > nbytes:
-                        region.shrink(nbytes)
+                    if region.nbytes == nbytes:
+                        continue
+                    region.shrink(nbytes)
         raise
     return tuple([name for name, entry in before.arrays.items() if manifest.arrays[name].nbytes > entry.nbytes])
 

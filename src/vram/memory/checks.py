@@ -14,8 +14,8 @@ from ..errors import AlignmentError, UsageError
 from ..spec import Access, AllocationFlags, HandleKind, Location, parse_size
 
 __all__ = [
-    "access", "aligned", "backing", "descriptor", "driver_of", "each", "flag", "flags", "handle_bytes", "kinds",
-    "not_exported", "not_of_the_fabric", "place", "positive", "served", "size",
+    "access", "aligned", "descriptor", "driver_of", "each", "flag", "flags", "handle_bytes", "kinds", "not_exported",
+    "not_of_the_fabric", "place", "positive", "served", "size",
 ]  # fmt: skip
 
 _T = TypeVar("_T")
@@ -128,12 +128,6 @@ def flag(value: object, what: str) -> bool:
         return bool(value)
     except (TypeError, ValueError):
         raise UsageError(f"{what} must be True or False, not {value!r:.40}") from None
-
-
-def backing(value: object) -> None:
-    """Raise for what addresses without memory cannot be backed with."""
-    if value is not None and not (isinstance(value, str) and value == "zero"):
-        raise UsageError(f'backing must be "zero" or left out, not {value!r:.40}')
 
 
 def each(values: Iterable[_T], kinds: tuple[type, ...], what: str) -> tuple[_T, ...]:

@@ -313,10 +313,8 @@ class Region(Owned):
             Who may access the memory, now and as it grows, such as several GPUs. Arrays on it are shown to the first.
             By default `location` alone.
         backing : "zero", optional
-            Addresses without memory read as zeros, up to the capacity, instead of faulting; writing to them faults all
-            the same. On the host that costs nothing. On a GPU the zeros are one chunk for all regions, mapped again and
-            again, for reading only: a mapping for each 64 MiB of a large capacity, and growing waits for the work of
-            the devices, as shrinking does. While the region sleeps its own addresses have none.
+            Addresses without memory, up to the capacity, read as zeros; writing to them faults. On a GPU that is one
+            chunk for all regions, mapped again and again, and growing waits for the work of the devices.
         managed : bool
             Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
         driver : Driver, optional
@@ -349,8 +347,6 @@ class Region(Owned):
         if populate is not False and checks.flag(populate, "populate"):
             chunks.touchable(driver, right)
         whose = () if type(users) is tuple and not users else chunks.users(driver, users)  # an array has no truth
-        if backing is not None:
-            checks.backing(backing)
         silent = managed is True or checks.flag(managed, "managed")
         least, exact = round_up(share, granularity), chunk is not None
         where, claim = chunks.reserve(driver, ceiling, place, ())
@@ -358,12 +354,12 @@ class Region(Owned):
         region = cls(
             claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
-        if first or backing:
+        if first or backing is not None:
             try:
-                if backing:
+                if backing is not None:
                     from .zeros import back_with_zeros  # few want it
 
-                    back_with_zeros(mapped)
+                    back_with_zeros(mapped, backing)
                 if first:
                     mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
                 if mapped.zeros is not None:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..driver.protocol import Driver, ZeroBacking
-from ..errors import ClosedError, DeviceLostError, ForkedError, VramError
-from ..lifetime import Claim, Handle, noted, report
+from ..errors import ClosedError, DeviceLostError, ForkedError, UsageError, VramError
+from ..lifetime import Claim, Handle, report, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size
 from .allocation import Memory, create_memory
 from .chunks import Chunks
@@ -80,19 +80,22 @@ class Zeros:
         try:
             for start, stop in list(self._holes()):
                 at = start
-                while at < stop:
+                while True:
+                    if at >= stop:
+                        break
                     size = self._large if at % self._large == 0 and at + self._large <= stop else self._granule
                     self._map(at, size, made, held)
                     at += size
                 where, users = self._chunks.where, self._chunks.users
                 where.driver.mem_set_access(where.address + start, stop - start, Access.READ, users)
         except BaseException as error:
-            for offset in reversed(made):
-                piece = self._pieces.pop(offset, None)
-                if piece is not None:
+            with unwinding(error):
+                for offset in reversed(made):
+                    piece = self._pieces.pop(offset, None)
+                    if piece is None:
+                        continue
                     piece.undo.is_idle = True  # nobody has heard of it
-                    with noted(error):
-                        self._chunks.handle.drop_dependency(piece.mapping)
+                    self._chunks.handle.drop_dependency(piece.mapping)
             raise
         finally:
             for claim in held:
@@ -150,8 +153,16 @@ class Zeros:
         return f"<Zeros {len(self._pieces)} pieces of up to {format_size(self._large)}>"
 
 
-def back_with_zeros(mapped: Chunks) -> None:
-    """Have all that has no memory behind it read as zeros, now and from now on: before there is any memory."""
+def back_with_zeros(mapped: Chunks, backing: object) -> None:
+    """Have all that has no memory behind it read as zeros, now and from now on: before there is any memory.
+
+    Raises
+    ------
+    UsageError
+        If `backing`, what was asked for, is anything but ``"zero"``.
+    """
+    if not isinstance(backing, str) or backing != "zero":
+        raise UsageError(f'backing must be "zero" or left out, not {backing!r:.40}')
     where = mapped.where
     if isinstance(where.driver, ZeroBacking):
         where.driver.address_zero(where.address, where.nbytes)
