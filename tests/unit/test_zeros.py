@@ -191,8 +191,8 @@ def test_growing_over_zeros_waits_for_the_event_that_is_given_and_else_for_the_d
         for after, call in ((None, "synchronize"), (event, "event_synchronize")):
             driver.clear()
             resize_regions({region: region.nbytes + G}, after=after)
-            assert driver.calls.index(call) < driver.calls.index("mem_unmap") < driver.calls.index("mem_map")
-            assert driver.calls.index("mem_create") < driver.calls.index("mem_unmap")
-            assert driver.count({"synchronize", "event_synchronize"}) == 1
+            calls = {"synchronize", "event_synchronize", "mem_create", "mem_map_new", "mem_unmap", "mem_map"}
+            order = [name for name in driver.calls if name in calls]
+            assert order == [call, "mem_create", "mem_unmap", "mem_map"]
         driver.inner.event_destroy(event)
         driver.inner.stream_destroy(stream)
