@@ -157,6 +157,29 @@ def test_zeros_that_the_driver_does_not_unmap_keep_a_region_from_growing_i4(scen
     here.close()
 
 
+def test_zeros_that_the_driver_does_not_map_behind_new_memory_keep_a_region_from_growing_i4(
+    scene: Callable[[], Scene],
+) -> None:
+    """Where memory takes a part of a large piece, the rest is mapped anew before the size is the new one."""
+    here = scene()
+    with Region.create(
+        here.regions[0].location, driver=here.driver, capacity=1024 * G, chunk=G, nbytes=4 * G, backing="zero"
+    ) as region:
+        layout = region.layout
+        for error in ERRORS.values():
+            with here.driver.inject("mem_map", 2, error) as fault:
+                raised = outcome(lambda: region.grow(5 * G))
+            if not fault.fired:
+                assert isinstance(here.driver, ZeroBacking)
+                break
+            assert type(raised) is type(error())
+            assert (region.nbytes, region.layout) == (4 * G, layout)
+            assert reads_zero(here.driver, region, 4 * G)
+        region.grow(6 * G)
+        assert reads_zero(here.driver, region, 4 * G)
+    here.close()
+
+
 @pytest.mark.parametrize("error", ["error", "out of memory"])
 def test_a_driver_that_refuses_for_good_changes_nothing_and_what_is_missing_is_mended_i4(
     scene: Callable[[], Scene], error: str
