@@ -252,7 +252,7 @@ class Handle:
         """Give up the newest claim that this handle has on `other`."""
         try:
             with _lock:
-                for serial, handle in reversed(tuple(self._depends.copy().items())):
+                for serial, handle in reversed(self._depends.copy().items()):
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
                     if handle is not other or uninterrupted(self._depends.pop, serial, None) is None:
                         continue
