@@ -204,8 +204,8 @@ def test_a_keeper_that_can_start_no_thread_says_so_and_asks_nobody(monkeypatch: 
         refused = [later(lambda nth=nth: greedy.offer(f"~made-up{nth}/w", 4096)) for nth in range(2)]  # type: ignore[misc]
         for thread, came in refused:
             thread.join(SOON)
-            assert isinstance(came[0], WaitTimeoutError), came
-            assert "can start no thread to ask the data base of users" in str(came[0])
+            said = str(came[0]) if came else "nothing"
+            assert "can start no thread to ask the data base of users" in said, f"not refused: {said}"
         modest.publish("w", [KIB4], fds)
         assert not base.asked
         within(server, lambda: None)
