@@ -36,7 +36,7 @@ from .reading import QUIET, STATE, TORN, UPDATING, VERSION, Gpus
 if TYPE_CHECKING:
     from ..keeper import messages as m
     from ..keeper.session import Keeper
-    from .placement import Placement
+    from .placement import Loaded, Placement
 
 __all__ = ["Update", "Writer", "update"]
 
@@ -127,12 +127,17 @@ class Writer:
             raise
         self.segment = Segment(shared.PAGE)
 
-    def guarded(self, plan: Placement, segments: Sequence[Segment]) -> list[int]:
-        """Return the descriptors of what is published, which nobody can map writable from now on; the page's last."""
+    def guarded(self, plan: Placement | Loaded, segments: Sequence[Segment]) -> list[int]:
+        """Return the descriptors of what is published, which nobody can map writable from now on; the page's last.
+
+        Nothing seals memory of a GPU: there each process maps it as it pleases (S8).
+        """
         self.arrays = plan.arrays()
         self.gpus = Gpus([array.region for array in self.arrays.values()])
         fds = plan.descriptors()
-        plan.guard(fds, segments)
+        for fd, segment in zip(fds, segments, strict=False):  # the last segment is the page
+            if segment.device == "host":
+                shared.guard(fd)
         return [*fds, *self._fds]
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
