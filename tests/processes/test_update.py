@@ -319,6 +319,53 @@ def test_a_block_that_raises_leaves_it_torn_until_the_next_one_is_whole() -> Non
         assert seen(lease) == (2, [3])
 
 
+def test_an_update_of_some_arrays_gets_no_others() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        with vram.update("w", only=["a2", "a0"]) as arrays:
+            assert list(arrays) == ["a0", "a2"]
+            for array in arrays.values():
+                array.fill(5)
+        assert seen(lease) == (2, [1, 5])
+        for wrong in ("a0", [], 5, ["a0", 1]):
+            with pytest.raises(UsageError, match="only"):
+                vram.update("w", only=wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="no array 'x'"):
+            vram.update("w", only=["a0", "x"]).__enter__()
+        assert seen(lease) == (2, [1, 5])
+
+
+def test_what_tore_some_arrays_is_mended_by_who_names_them() -> None:
+    publish()
+    with vram.attach("w") as lease:
+
+        def tear_one() -> None:
+            with vram.update("w", only=["a0"]) as arrays:
+                arrays["a0"].fill(99)
+                raise KeyError("wrong")
+
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                tear_one()
+            with pytest.raises(TornError, match="such as 'a0'"):
+                vram.update("w", only=["a1"]).__enter__()
+            with pytest.raises(TornError):
+                seen(lease)
+            assert lease.torn
+        with vram.update("w", only=["a0", "a1"]) as arrays:
+            for array in arrays.values():
+                array.fill(7)
+        assert seen(lease) == (2, [1, 7])
+        with vram.update("w", only=["a2"]) as arrays:
+            arrays["a2"].fill(7)
+        assert seen(lease) == (3, [7])
+        tear()
+        with pytest.raises(TornError, match="written 2 arrays"):
+            vram.update("w", only=["a0"]).__enter__()
+        write(8)
+        assert seen(lease) == (4, [8])
+
+
 def test_what_was_torn_is_mended_by_a_new_publication() -> None:
     mine = publish()
     tear()
