@@ -322,6 +322,27 @@ class TestOnTheStandin(GpuUpdates):
             write(2)
             assert seen(other) == (2, [2])
 
+    def test_a_forked_child_leaves_its_parents_section_and_waits_for_nothing(self) -> None:
+        publish(device=GPU)
+        with vram.attach("w") as lease, contextlib.ExitStack() as stage:
+            section = lease.reading()
+            stage.enter_context(section)
+            reader, writer = os.pipe()
+            forked = os.fork()
+            if not forked:
+                try:
+                    section.__exit__(None, None, None)
+                    os.write(writer, b"left")
+                except BaseException as error:
+                    os.write(writer, repr(error).encode())
+                os._exit(0)
+            os.close(writer)
+            with open(reader, "rb") as pipe:
+                assert pipe.read() == b"left"
+            os.waitpid(forked, 0)
+            with pytest.raises(BusyError):
+                write(2, timeout=0.05)
+
     def test_an_update_that_cannot_wait_is_torn(self, streams: list[int]) -> None:
         publish(device=GPU)
         with vram.attach("w") as lease:
