@@ -133,6 +133,13 @@ def _attach(keeper: str, place: str, sizes: Sizes, tokens: list[int], story: Sto
             start_seconds=said["start"],
         )
         story.measure("attach", "another process, to its first token", story.facts["nbytes"], said["first"])
+        with start_child(_engine, keeper, place, sizes) as other:
+            story.prove(other.answer()["tokens"] == tokens, "a third process generates the same tokens")
+            story.tell(
+                f"process {other.process.pid} did so, too, beside it: two engines, one copy of the model"
+                f"{view.shows(other)}"
+            )
+            other.ask("stop")
         engine.ask("stop")
 
 
