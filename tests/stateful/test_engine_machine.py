@@ -423,4 +423,4 @@ TestShortRuns.settings = settings(
 
 @pytest.mark.slow
 class TestLongRuns(EngineMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(max_examples=2000, stateful_step_count=60)
+    settings = settings(max_examples=400, stateful_step_count=60)

@@ -300,21 +300,28 @@ def _trainer(pipe: Connection, keeper: str, place: str, sizes: Sizes) -> None:
 
 
 def _reader(pipe: Connection, keeper: str, place: str, sizes: Sizes) -> None:
-    """Generate all the time, each sequence inside a section; say what the first of each version is."""
     with vram.attach("policy", keeper=keeper) as lease:
-        model = Model(sizes, lease.torch(), _cache(place, sizes))
-        seen: dict[int, list[int]] = {}
-        sections = stray = 0
-        while not pipe.poll():
-            with lease.reading(timeout=DEADLINE) as version:
-                tokens = _tokens(model)
-            sections += 1
-            stray += seen.get(version, tokens) != tokens
-            if version not in seen:
-                seen[version] = tokens
-                pipe.send((version, tokens))
+        counts = _read(pipe, lease, Model(sizes, lease.torch(), _cache(place, sizes)))
     pipe.recv()
-    pipe.send((sections, stray))
+    pipe.send(counts)
+
+
+def _read(pipe: Connection, lease: vram.Lease, model: Model) -> tuple[int, int]:
+    """Generate until something is asked, each sequence inside a section, and say what the first of each version is.
+
+    Returns how many there were, and how many differ from the first of their version.
+    """
+    seen: dict[int, list[int]] = {}
+    sections = stray = 0
+    while not pipe.poll():
+        with lease.reading(timeout=DEADLINE) as version:
+            tokens = _tokens(model)
+        sections += 1
+        stray += seen.get(version, tokens) != tokens
+        if version not in seen:
+            seen[version] = tokens
+            pipe.send((version, tokens))
+    return sections, stray
 
 
 # -- the props --------------------------------------------------------------------------------------------------
