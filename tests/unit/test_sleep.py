@@ -67,6 +67,8 @@ def test_arrays_sleep_with_all_that_lies_on_their_region(tmp_path: Path) -> None
         (("ARRAY", 7), {}, "directory"),
         (("ARRAY", "host"), {}, "directory"),
         (("ARRAY", "/nowhere/at/all"), {}, "no directory"),
+        (("ARRAY", "d" * 5000), {}, "no directory"),
+        (("ARRAY", ""), {}, "current"),
         (("ARRAY", None), {"shared": "perhaps"}, "refuse"),
         (("ARRAY", None), {"after": "event"}, "event"),
     ],

@@ -250,8 +250,10 @@ def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
     BackupError
         If nothing can be written there, or there is not enough room.
     """
-    if not directory.is_dir():
-        raise UsageError(f"to={str(directory)!r} is no directory: memory sleeps in one, in 'host' memory, or in None")
+    if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
+        raise UsageError(
+            f"to={str(directory)!r:.200} is no directory: memory sleeps in one, in 'host' memory, or in None"
+        )
     fds: list[int] = []
     claim = own(f"file of {format_size(nbytes)} for sleeping memory", partial(close_all, fds))
     try:
