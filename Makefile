@@ -8,13 +8,14 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo test test-gpu test-all fuzz soak mutants journeys lint format types imports bench clean
+.PHONY: help venv weights demo demo-gpu test test-gpu test-all fuzz soak mutants journeys lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
 EXTRA ?=
 PYTEST_ARGS ?=
 STANDIN_ARGS ?=
+DEMO_ARGS ?=
 # Seconds after which a run of tests is ended, with a summary: see tests/watchdog.py. It is there for hangs, so it holds
 # on a machine many times slower; what does not end even then is killed.
 LIMIT ?= 5400
@@ -69,6 +70,12 @@ weights: $(stamp) ## fetch the model weights that the demo uses (91 MB); optiona
 
 demo: weights ## the whole job in front of your eyes: publish, crash, attach, grow, replace
 	@"$(bin)/vram" demo
+
+# As test-gpu: with the Python of a machine with a GPU, which has torch.
+demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process killed, updated in place
+	@export VRAM_MULTICAST=off PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
+	timeout --foreground --kill-after=15 300 $(GPU_PYTHON) -P -c 'import sys; from vram.cli import main; sys.exit(main())' \
+		demo engine --device cuda:0 $(DEMO_ARGS)
 
 # In two processes, file by file: what two cores can do. The stand-in's own tests count contexts and lose devices for
 # good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).

@@ -15,13 +15,22 @@ import stat
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_guarded", "is_memory", "is_read_only", "unclosed"]
+__all__ = [
+    "F_GET_SEALS",
+    "attributes",
+    "close_fds",
+    "go_on_closing",
+    "is_gpu",
+    "is_guarded",
+    "is_memory",
+    "is_read_only",
+    "unclosed",
+]
 
 F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
@@ -39,24 +48,23 @@ class _Slow:
     ----------
     sender : str
         Whom they came from; empty where nobody counts that.
-    is_begun : bool
-        Whether a thread is closing them.
+    turn : threading.Lock
+        Taken, and kept, by the thread that closes them.
     closed : threading.Lock
         Released once all are closed. Not an Event, which an interrupt could leave locked.
     """
 
-    __slots__ = ("closed", "fds", "is_begun", "sender")
+    __slots__ = ("closed", "fds", "sender", "turn")
 
     def __init__(self, fds: list[int], sender: str) -> None:
         self.fds = fds
         self.sender = sender
-        self.is_begun = False
+        self.turn = threading.Lock()
         self.closed = threading.Lock()
         self.closed.acquire()
 
 
-pending: list[_Slow] = []  # from before a thread is to close them until it has
-_slow: deque[_Slow] = deque()  # those of them that no thread has begun with
+pending: dict[_Slow, None] = {}  # in the order in which they came, until they are closed
 _threads: list[threading.Thread] = []
 
 
@@ -161,17 +169,18 @@ def close_fds(fds: Sequence[int], sender: str = "") -> None:
     slow: list[int] = []
     try:
         _close_quick(left, slow)
-    except BaseException:  # an interrupt: it is passed on when that is done
-        _close_quick(left, slow)
-        raise
-    finally:
         if slow:
             _close_elsewhere(slow, sender)
+    except BaseException:  # an interrupt: it is passed on when that is done
+        _close_quick(left, slow)
+        if slow:
+            _close_elsewhere(slow, sender)
+        raise
 
 
 def unclosed(sender: str | None = None) -> int:
     """Return how many descriptors of one sender, or of all, other threads have still to close (:func:`close_fds`)."""
-    return sum(len(one.fds) for one in list(pending) if sender in (None, one.sender))
+    return sum(len(one.fds) for one in pending.copy() if sender in (None, one.sender))
 
 
 def _close_quick(fds: list[int], slow: list[int]) -> None:
@@ -210,9 +219,18 @@ def is_gpu(fd: int) -> bool:
 
 
 def _close_elsewhere(fds: list[int], sender: str) -> None:
-    slow = _Slow(fds, sender)
-    pending.append(slow)
-    _slow.append(slow)
+    """Have a thread close what is in a list. It can be called again with that list after an interrupt."""
+    slow = next((one for one in pending.copy() if one.fds is fds), None) or _Slow(fds, sender)
+    pending[slow] = None
+    go_on_closing()
+    if not sys.is_finalizing() and not any(not one.turn.locked() for one in pending.copy() if one is not slow):
+        slow.closed.acquire(timeout=_MOMENT)  # what waits behind something else is closed in no moment
+
+
+def go_on_closing() -> None:
+    """Have a thread begin with what nobody is closing: after a fork, or when none was to be had before."""
+    if all(one.turn.locked() for one in pending.copy()):
+        return
     _threads[:] = [thread for thread in list(_threads) if thread.is_alive()]
     if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
         return
@@ -221,21 +239,20 @@ def _close_elsewhere(fds: list[int], sender: str) -> None:
         with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
             thread.start()
             _threads.append(thread)
-    if len(_slow) < 2:  # what waits behind something else is not waited for: no thread comes to it in a moment
-        slow.closed.acquire(timeout=_MOMENT)
 
 
 def _close_slowly() -> None:
-    with contextlib.suppress(IndexError):
-        while True:
-            one = _slow.popleft()
-            one.is_begun = True
-            while one.fds:
-                with contextlib.suppress(OSError):
-                    os.close(one.fds[-1])
-                del one.fds[-1]
-            pending.remove(one)
-            one.closed.release()
+    """Close what nobody is at, until there is nothing more."""
+    while True:
+        one = next((one for one in pending.copy() if one.turn.acquire(blocking=False)), None)
+        if one is None:
+            break
+        while one.fds:
+            with contextlib.suppress(OSError):
+                os.close(one.fds[-1])
+            del one.fds[-1]
+        pending.pop(one, None)
+        one.closed.release()
 
 
 def _after_fork_in_child() -> None:
@@ -244,11 +261,10 @@ def _after_fork_in_child() -> None:
     But for the one that a thread was closing: its number may be another file's already.
     """
     _threads.clear()
-    for one in pending:
-        if one.is_begun:
-            del one.fds[-1:]
-    _slow.clear()
-    _slow.extend(pending)
+    theirs = [*pending]
+    pending.clear()
+    for one in theirs:
+        pending[_Slow(one.fds[:-1] if one.turn.locked() else one.fds, one.sender)] = None
 
 
 if hasattr(os, "register_at_fork"):

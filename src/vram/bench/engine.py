@@ -63,8 +63,9 @@ def measure(quick: bool) -> Result:
             Figure.of(updates["update"], "ms", scale=1e3),
             written,
         ),
-        Row("what a reader waited for an update, of those who waited", Figure.of(stalls or [0.0], "ms", scale=1e3)),
     ]
+    if stalls:
+        rows.append(Row("what a reader waited for an update, of those who waited", Figure.of(stalls, "ms", scale=1e3)))
     notes = [
         f"processor time of the thread a section, over {sections} empty ones. {len(stalls)} sections took longer than "
         f"a millisecond while the updates were made; on a machine with fewer processors than readers most of that is "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.dtypes import dtype_name
+from ..arrays.dtypes import dtype_name, dtype_of
 from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
@@ -294,9 +294,6 @@ class Placement:
         known: dict[Region, str] = {}
         finder = Finder() if lends else None
         self.items = [_look(name, value, writable, finder, known, updatable) for name, value in arrays.items()]
-        if updatable:
-            for item in self.items:
-                _check_place(item)
         if not self.items:
             raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
         self.spans: dict[Handle, SharedSpan] = {}
@@ -470,13 +467,6 @@ class Placement:
             region.freeze()
             RegionViews.of(region).freeze_views()
 
-    def guard(self, fds: Sequence[int]) -> None:
-        """Have nobody map what is behind the descriptors writable any more; this process's mappings stay so."""
-        from ..driver import words  # few update in place
-
-        for fd in fds:
-            words.guard(fd)
-
     def arrays(self) -> dict[str, Array]:
         """Return arrays over what is published, where it is, that keep it for this process, which updates it."""
         found: dict[str, Array] = {}
@@ -550,18 +540,21 @@ class Loaded:
         All their memory. The caller's to close.
     arrays : mapping of str to ArrayEntry
         Where in it each array lies.
+    updatable : bool
+        Whether this process goes on writing to it.
     """
 
-    def __init__(self, region: Region, arrays: dict[str, ArrayEntry]) -> None:
+    def __init__(self, region: Region, arrays: dict[str, ArrayEntry], updatable: bool) -> None:
         self._region = region
         self._arrays = arrays
+        self._updatable = updatable
         self._memory, self._fds = describe(region, 0, region.nbytes)
 
     def manifest(self) -> tuple[Manifest, list[Segment]]:
         """Return the manifest and the segments that it speaks of."""
         memory = self._memory
         pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
-        return Manifest(MANIFEST_VERSION, (memory,), self._arrays), pieces
+        return Manifest(MANIFEST_VERSION, (memory,), self._arrays, updatable=self._updatable), pieces
 
     @property
     def is_to_be_asked_for(self) -> bool:
@@ -575,6 +568,13 @@ class Loaded:
     def freeze(self) -> None:
         """Seal everything."""
         self._region.freeze()
+
+    def arrays(self) -> dict[str, Array]:
+        """Return arrays over what is published, that keep it for this process, which updates it."""
+        return {
+            name: Array(self._region, dtype_of(entry.dtype), entry.shape, offset=entry.offset)
+            for name, entry in self._arrays.items()
+        }
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all segments, in their order, lent by the allocations."""
@@ -632,16 +632,6 @@ def _place(item: PlannedArray) -> Location:
     """Where a packed array goes: to where it is."""
     source = item.source
     return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST
-
-
-def _check_place(item: PlannedArray) -> None:
-    """Raise UnsupportedError for what cannot be updated in place yet."""
-    place = _place(item) if item.region is None else item.region.location
-    if place != HOST:
-        raise UnsupportedError(
-            f"array {item.name!r:.80}: updating memory in place", "memory of the host", f"it is on {place}",
-            "Publish a new version instead; nothing orders the work of a GPU with an update yet",
-        )  # fmt: skip
 
 
 def _why_not(region: Region, writable: bool, lends: bool, updatable: bool) -> str:
