@@ -136,6 +136,8 @@ class HostBackup(Backup):
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Put the first `nbytes` aside; see the base class, here and below."""
+        if self._held and sum(size for _, size in self._spans) < nbytes:
+            self.drop(region)  # of when the region was smaller
         if not self._held:
             self._spans = []
             if nbytes:

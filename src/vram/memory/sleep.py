@@ -256,19 +256,19 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
         if isinstance(mark.backup, KeptBackup):
             continue
         to, sizes = places[region], region.chunks
-        if isinstance(to, Backup):
-            mark.backup = to
-        elif to is None:
-            mark.backup = Backup(sizes)
-        elif isinstance(to, Path):
+        if isinstance(to, Backup) and to.sizes != sizes:
+            raise UsageError(f"the backup was made for chunks of {to.sizes} bytes, and {region!r} has {sizes}")
+        if isinstance(to, Path):
             into.setdefault(to, {})[region] = mark
-        elif isinstance(region.driver, StreamOrdered):
-            mark.backup = PinnedBackup(sizes)
-        else:
+        elif (to == "host" or isinstance(to, HostBackup)) and not isinstance(region.driver, StreamOrdered):
             raise UsageError(
                 f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to let its "
                 f"bytes go"
             )
+        elif isinstance(to, Backup):
+            mark.backup = to
+        else:
+            mark.backup = Backup(sizes) if to is None else PinnedBackup(sizes)
     for directory, due in into.items():
         claim, fd = open_file(directory, sum(mark.nbytes for mark in due.values()))
         files.append(claim)
