@@ -43,7 +43,7 @@ def main() -> int:
     wrong = compare(given.package / given.engine) if given.package else []
     if given.package:
         print("\n".join(wrong) or f"{given.engine}: methods and parameters are those of the package")
-    missing = "no directory of its tests was given (TESTS=)" if given.tests is None else lacks()
+    missing = "no directory of them was given (TMS_TESTS=)" if given.tests is None else lacks()
     if missing:
         print(f"{given.engine}: its own tests did not run here: {missing}")
         return 1 if wrong else 0
@@ -107,7 +107,8 @@ def run(tests: Path, select: str) -> int:
     done = subprocess.run(
         # Without our settings; and where the tests are ends pytest's search for others.
         [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", tests, "--confcutdir", tests,
-         "-p", "exit_codes", "-q", "-rfEs", "--tb=short", "--durations=0", "-k", select, *arguments, "test_examples.py", "test_utils.py"],
+         "-p", "exit_codes", "-q", "-rfEs", "--tb=short", "--durations=0", "-k", select, *arguments,
+         "test_examples.py", "test_utils.py"],
         cwd=tests, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip

@@ -367,6 +367,8 @@ def test_in_disable_torch_allocates_as_ever(torch: TorchLike, saver: adapter.Tor
         third = torch.empty(2 * MIB)
     assert usage(saver) == (6 * MIB, 0)
     assert {first, second, third} == set(torch_pool._segments)
+    assert saver._impl is not None
+    assert not saver._impl._binary_wrapper.cdll.tms_get_interesting_region()
     torch.drop(other)
     torch.empty_cache()
     assert other not in [found["address"] for found in torch.snapshot()]
