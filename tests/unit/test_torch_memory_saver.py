@@ -207,6 +207,27 @@ def test_pausing_without_room_for_the_bytes_leaves_all_awake(
     assert usage(saver) == (6 * MIB, 0)
 
 
+@on_gpu
+def test_two_gpus_are_paused_and_resumed_together_or_not_at_all(
+    torch: TorchLike, saver: adapter.TorchMemorySaver
+) -> None:
+    made = []
+    for ordinal in range(2):
+        torch.cuda.current_device = lambda ordinal=ordinal: ordinal
+        with saver.region("weights", enable_cpu_backup=True, cpu_backup_backend=("pinned", "mmap")[ordinal]):
+            made.append(torch.empty(2 * MIB))
+        write(made[-1], b"%d" % ordinal)
+    assert saver._impl is not None
+    assert [str(pool.location) for pool in saver._impl._pools.values()] == ["cuda:0", "cuda:1"]
+    saver.pause("weights")
+    assert usage(saver) == (0, 4 * MIB)
+    with standin.Standin().failing("cuMemCreate", nth=2, code=2), pytest.raises(OutOfMemoryError):
+        saver.resume()
+    assert usage(saver) == (0, 4 * MIB)
+    saver.resume()
+    assert [read(address, 1) for address in made] == [b"0", b"1"]
+
+
 # -- backups ----------------------------------------------------------------------------------------------------
 @on_gpu
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
@@ -394,8 +415,22 @@ def test_the_memory_of_a_graph_is_paused_and_used_by_nothing_else(
     assert usage(saver) == (0, 8 * MIB)
     saver.resume("graph")
     assert read(made, 5) == b"graph"
-    with pytest.raises(UsageError, match="no pool of a graph"), saver.cuda_graph("third", pool=(7, 7)):
-        pass
+    shared = (7, 7)  # of torch.cuda.graph_pool_handle(), as SGLang passes it
+    places = set()
+    for name in ("third", "fourth"):
+        with saver.cuda_graph(name, pool=shared, tag="shared"):
+            places.add(found := torch.empty(2 * MIB))
+            torch.drop(found)
+    assert len(places) == 1
+    assert places < set(torch_pool._segments)
+    with saver.cuda_graph("fifth", pool=shared, tag="other"):
+        assert torch.empty(2 * MIB) not in places
+    assert usage(saver) == (12 * MIB, 0)
+    assert saver._impl is not None
+    for pool in saver._impl._pools.values():
+        pool.close()
+    with saver.cuda_graph("sixth", pool=shared, tag="shared"):
+        assert torch.entered[-1][1].uses == 2
 
 
 @on_gpu

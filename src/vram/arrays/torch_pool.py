@@ -60,6 +60,7 @@ _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 _NEEDED = ("cuda.MemPool", "cuda.use_mem_pool", "cuda.memory_snapshot", "cuda.memory._snapshot",
            "_C._cuda_customAllocator", "_C._cuda_releasePool", "_C._accelerator_setAllocatorSettings")  # fmt: skip
 _OLDEST = (2, 10)  # before, the end of a pool that a graph uses ended the process, and inner pools were ignored
+_OfGraph = tuple[str, tuple[int, int] | None]
 _OPEN = "release_lock_on_cudamalloc"
 
 
@@ -252,7 +253,8 @@ class TorchPool:
         _check_torch(_import())
         self.margin = 0
         self._pools: dict[tuple[str, int, int], Any] = {}  # that nobody is in, by tag, thread, depth
-        self._graphs: dict[tuple[int, int], Any] = {}  # for captured graphs, by the number that torch has for it
+        self._graphs: dict[_OfGraph, Any] = {}  # for captured graphs, by tag and the number that torch has for it
+        self._shared: dict[_OfGraph, tuple[int, int]] = {}  # which of these for what was passed as a pool
         self._tags: set[str] = set()
         self._process = os.getpid()
 
@@ -290,22 +292,23 @@ class TorchPool:
         tag : str
             As for :meth:`use`.
         pool : tuple of int, optional
-            What an earlier capture of this pool had, for graphs that share memory. Otherwise this one has its own.
+            What graphs that are to share memory have in common: what this gave for one of them, its ``pool()``, or any
+            of ``torch.cuda.graph_pool_handle()``. Otherwise this graph has its own.
 
         Raises
         ------
-        UsageError
-            If `pool` is not of this pool: its memory would not sleep.
         AsleepError
             If memory of this tag is asleep.
         """
-        if pool is not None and pool not in self._graphs:
-            raise UsageError(f"{pool!r:.40} is no pool of a graph captured in {self!r}: pass none, or one of those")
         with self._block(tag, enters=False) as serving:
-            if pool is None:
+            number = pool if (tag, pool) in self._graphs else self._shared.get((tag, pool))
+            if number is None or (tag, number) not in self._graphs:
                 made = self._make(_import(), serving)
-                self._graphs[pool := made.id] = made
-            yield pool
+                number = made.id
+                self._graphs[tag, number] = made
+                if pool is not None:
+                    self._shared[tag, pool] = number
+            yield number
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
@@ -462,7 +465,8 @@ class TorchPool:
         """
         self._check_process()
         torch = _import()
-        for pools in (self._pools, self._graphs):
+        every: tuple[dict[Any, Any], ...] = (self._pools, self._graphs)
+        for pools in every:
             while pools:
                 try:
                     _, made = pools.popitem()

@@ -47,7 +47,7 @@ Backend = Literal["mmap", "pinned"]
 
 SHIMS = Path(__file__).parent / "shims"  # a directory for PYTHONPATH: there this is found as torch_memory_saver
 _DEFAULT = "default"
-_CHUNK_MB = 256  # of files, as that package has it
+_CHUNK_MB = 32  # of a file, written at once; that package writes 256, which makes no difference to who uses it
 _YES, _NO = {"1", "true", "TRUE", "yes", "YES"}, {"0", "false", "FALSE", "no", "NO"}
 
 
@@ -157,7 +157,8 @@ class TorchMemorySaver:
         Parameters
         ----------
         cuda_graph, pool, stream, capture_error_mode
-            As of ``torch.cuda.graph``; `pool` is that of a graph that was captured by this, of the same kind.
+            As of ``torch.cuda.graph``. Graphs that pass the same `pool`, and are of one kind, share memory; it is not
+            that of the `pool`, which would not be paused.
         tag, enable_cpu_backup, cpu_backup_backend
             As of :meth:`region`.
         """
