@@ -332,14 +332,31 @@ def test_a_backup_is_asked_for_rightly(torch: TorchLike, saver: adapter.TorchMem
 
 
 @on_gpu
-def test_a_backup_in_pieces_is_copied(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
-    """Pinned memory is kept for the next time, and what is free of it may lie apart."""
+def test_a_backup_is_in_one_piece(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
+    """Of pinned memory, which is kept for the next time: what is free of it may be too small, or lie apart."""
+    with saver.region(enable_cpu_backup=True):
+        made = [torch.empty(40 * MIB) for _ in range(3)]
+    saver.pause()
+    for _ in range(2):
+        held = [saver.get_cpu_backup(tensor(address, 40 * MIB), zero_copy=True) for address in made]
+        saver.resume()
+        saver.pause()  # while somebody looks at the backups of before
+    assert [array.nbytes for array in held] == [40 * MIB] * 3
+    saver.resume()
+
+
+@on_gpu
+def test_a_backup_in_pieces_is_copied(
+    torch: TorchLike, saver: adapter.TorchMemorySaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VRAM_PINNED_LIMIT", "64MiB")
+    vram.trim()
     with saver.region("a", enable_cpu_backup=True):
         small = [torch.empty(2 * MIB) for _ in range(32)]
     with saver.region("b", enable_cpu_backup=True):
         large = torch.empty(6 * MIB)
     write(large + 2 * MIB - 2, b"abcd")
-    saver.pause("a")  # all of a slab
+    saver.pause("a")  # all that may be pinned
     held = [saver.get_cpu_backup(tensor(address, 1), zero_copy=True) for address in small[1::2]]
     saver.resume("a")
     saver.pause("b")
@@ -348,6 +365,7 @@ def test_a_backup_in_pieces_is_copied(torch: TorchLike, saver: adapter.TorchMemo
     with pytest.raises(UnsupportedError, match="2 pieces"):
         saver.get_cpu_backup(x, zero_copy=True)
     saver.resume("b")
+    assert read(large + 2 * MIB - 2, 4) == b"abcd"
     assert len(held) == 16
 
 

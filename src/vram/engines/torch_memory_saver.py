@@ -395,8 +395,9 @@ class _Saver:
             return None
         backup = self._backups.get(region)
         if backup is None:
-            make = PageableBackup if kind.backend == "mmap" else PinnedBackup
-            backup = self._backups[region] = make(region.chunks)
+            sizes = region.chunks
+            backup = PageableBackup(sizes) if kind.backend == "mmap" else PinnedBackup(sizes, whole=True)
+            self._backups[region] = backup
         return backup
 
     # -- backups ------------------------------------------------------------------------------------------------
@@ -473,7 +474,7 @@ def _tensor(backup: HostBackup, x: Any, offset: int, zero_copy: bool) -> Any:
             "a backup without a copy",
             "pinned memory in one piece",
             f"{len(parts)} pieces of what was kept pinned",
-            "Ask for a copy, use cpu_backup_backend='mmap', or call vram.trim() before pausing",
+            "Ask for a copy, use cpu_backup_backend='mmap', or raise VRAM_PINNED_LIMIT",
         )
     found = parts[0] if zero_copy and parts else np.concatenate([np.empty(0, np.uint8), *parts])
     return _torch().from_numpy(found).view(x.dtype).reshape(x.shape)

@@ -165,16 +165,28 @@ class HostBackup(Backup):
 
 
 class PinnedBackup(HostBackup):
-    """In pinned memory of the host, at the speed of the bus."""
+    """In pinned memory of the host, at the speed of the bus.
 
-    __slots__ = ()
+    Parameters
+    ----------
+    sizes : sequence of int
+        The region's chunks.
+    whole : bool
+        In one piece, as far as that can be had, for who wants to look at it. It may take more pinned memory.
+    """
+
+    __slots__ = ("_whole",)
 
     where = "in pinned memory of the host"
+
+    def __init__(self, sizes: Sequence[int], whole: bool = False) -> None:
+        super().__init__(sizes)
+        self._whole = whole
 
     def _take(self, region: Region, nbytes: int) -> None:
         store = store_of(region.driver)
         self._held.append(region._chunks.handle.keep("pinned backup", partial(store.give_back, self._spans)))
-        store.lend(nbytes, region.users[0], self._spans)
+        store.lend(nbytes, region.users[0], self._spans, whole=self._whole)
 
 
 class PageableBackup(HostBackup):
