@@ -8,7 +8,7 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo demo-gpu test test-gpu test-all fuzz soak mutants journeys lint format types imports bench clean
+.PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines fuzz soak mutants journeys lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -104,6 +104,16 @@ fuzz: $(stamp) ## the slow forms only: long random runs with new seeds each time
 SOAK_MINUTES ?= 60
 soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from the warm-up on fails (SOAK_MINUTES=60)
 	@"$(bin)/python" tests/soak/run.py --minutes "$(SOAK_MINUTES)"
+
+# A Python that has torch with CUDA, and where torch_memory_saver's own tests are: its wheel has none.
+ENGINE_PYTHON ?= $(bin)/python
+TMS_TESTS ?=
+engines := .cache/engines
+test-engines: $(stamp) ## run engines' own tests against the adapters (TMS_TESTS=torch_memory_saver/test); not part of CI
+	@"$(bin)/python" -m pip install -q --disable-pip-version-check --no-deps --upgrade \
+		--target $(engines)/torch_memory_saver torch_memory_saver==0.0.10
+	"$(ENGINE_PYTHON)" tests/engines/run.py torch_memory_saver --package $(engines)/torch_memory_saver \
+		$(if $(TMS_TESTS),--tests "$(TMS_TESTS)")
 
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
