@@ -98,6 +98,21 @@ SOAK_MINUTES ?= 60
 soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from the warm-up on fails (SOAK_MINUTES=60)
 	@"$(bin)/python" tests/soak/run.py --minutes "$(SOAK_MINUTES)"
 
+# Where engines are, for test-adapters: a checkout of kvcached, and the unpacked wheels of vLLM and SGLang. Without their
+# dependencies, which are gigabytes; tests/engines/check.py says what Python they need.
+KVCACHED ?=
+VLLM ?=
+SGLANG ?=
+ADAPTER_PYTHON ?= python3
+.PHONY: test-adapters
+test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own code (KVCACHED=DIR VLLM=DIR SGLANG=DIR)
+	@[ -n "$(KVCACHED)$(VLLM)$(SGLANG)" ] || echo "test-adapters: nothing was run: say where one is, KVCACHED=, VLLM= or SGLANG="
+	[ -z "$(KVCACHED)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py kvcached --package "$(KVCACHED)"
+	[ -z "$(VLLM)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py vllm --package "$(VLLM)"
+	[ -z "$(SGLANG)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py sglang --package "$(SGLANG)"
+
+test-engines: test-adapters
+
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
 	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"

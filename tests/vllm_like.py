@@ -28,8 +28,8 @@ class SleepModeBackend:
 class Worker:
     """A worker: where it allocates by itself, it says so."""
 
-    def __init__(self, config: Any) -> None:
-        self.vllm_config = SimpleNamespace(model_config=config)
+    def __init__(self, config: Any, load_format: str = "auto") -> None:
+        self.vllm_config = SimpleNamespace(model_config=config, load_config=SimpleNamespace(load_format=load_format))
         self.device = None
 
     def _maybe_get_memory_pool_context(self, tag: str) -> str:

@@ -59,7 +59,7 @@ def model_config() -> Any:
     text = SimpleNamespace(rope_parameters=None, max_position_embeddings=16)
     return SimpleNamespace(
         model="tiny", dtype=torch.float32, quantization=None, quantization_config=None, revision=None,
-        word_embeddings_untied_by_checkpoint=False,
+        word_embeddings_untied_by_checkpoint=False, enable_sleep_mode=False, sleep_mode_backend="cumem",
         hf_config=SimpleNamespace(architectures=["Tiny"]), hf_text_config=text,
     )  # fmt: skip
 
@@ -72,6 +72,7 @@ def vllm_config() -> Any:
         ),
         kernel_config=None,
         device_config=SimpleNamespace(device="cpu:0"),
+        model_config=model_config(),
         speculative_config=None,
     )
 

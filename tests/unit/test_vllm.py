@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 import vllm_like
 import vram
+from vram import engines
 from vram.arrays.torch_pool import Usage
 from vram.errors import OutOfMemoryError, PeerGoneError, UsageError
 from vram.testing.keeper import SOON
@@ -25,6 +27,7 @@ def like_vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in [one for one in sys.modules if one.startswith(("vllm", "vram.engines.vllm_"))]:
         if name != "vllm_like":
             monkeypatch.delitem(sys.modules, name)
+            monkeypatch.delattr(engines, name.rpartition(".")[2], raising=False)
     made = vllm_like.modules()
     for name, module in made.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -133,7 +136,11 @@ def test_the_worker_allocates_in_our_pool_if_it_was_asked_to(monkeypatch: pytest
         worker = vllm_sleep.VramWorker(SimpleNamespace(enable_sleep_mode=sleeps, sleep_mode_backend=name))
         assert worker._maybe_get_memory_pool_context("weights") == found
     pool.tags["kv_cache"] = Usage(10, 0)
-    worker = vllm_sleep.VramWorker(SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="vram"))
+    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="vram")
+    sharing = vllm_sleep.VramWorker(config, load_format="vram")
+    assert type(sharing._maybe_get_memory_pool_context("weights")) is contextlib.nullcontext
+    assert sharing._maybe_get_memory_pool_context("kv_cache") == "ours kv_cache"
+    worker = vllm_sleep.VramWorker(config)
     assert worker._maybe_get_memory_pool_context("runtime") == "ours runtime"
     with pytest.raises(ValueError, match="start another"):
         worker._maybe_get_memory_pool_context("weights")
@@ -143,6 +150,18 @@ def test_the_worker_allocates_in_our_pool_if_it_was_asked_to(monkeypatch: pytest
 def test_the_adapter_loads_no_engine() -> None:
     code = "import sys; from vram.engines import sglang, vllm; sys.exit(not {'torch', 'vllm'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=SOON).returncode == 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_lacks_what_an_adapter_needs_runs_on(
+    engine: str, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from vram.engines import sglang, vllm
+
+    del like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
+    {"vllm": vllm, "sglang": sglang}[engine].register()
+    (said,) = caplog.messages
+    assert "registered nothing" in said
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -174,7 +193,9 @@ def config(torch: Any) -> Any:
         model.last.weight = model.first.weight
         return model
 
-    return SimpleNamespace(model="tiny", construct=construct, load=load, loads=[])
+    return SimpleNamespace(
+        model="tiny", construct=construct, load=load, loads=[], enable_sleep_mode=False, sleep_mode_backend="cumem"
+    )
 
 
 def load(config: Any, keeper: str, **extra: Any) -> Any:
@@ -230,6 +251,34 @@ def test_a_copy_needs_no_lease(torch: Any, keeper: str, config: Any) -> None:
         assert not hasattr(model, "vram_lease")
     assert config.loads == ["tiny"]
     assert vram.holders(keeper=keeper) == []
+
+
+def test_a_copy_that_sleeps_is_in_the_pool_and_what_is_published_is_not(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vram.engines import vllm_loader
+
+    inside: list[int] = []
+
+    @contextlib.contextmanager
+    def use(tag: str) -> Iterator[None]:
+        assert tag == "weights"
+        assert len(vram.list_entries(keeper=keeper)) == 1, "it was published before"
+        inside.append(1)
+        yield
+
+    monkeypatch.setattr(vllm_loader, "pool", lambda device: SimpleNamespace(use=use))
+    config.enable_sleep_mode, config.sleep_mode_backend = True, "vram"
+    loaded: list[Any] = []
+    load_it = config.load
+    config.load = lambda: loaded.append(load_it()) or loaded[-1]
+    published_from = load(config, keeper, mode="copy")
+    attached = load(config, keeper, mode="copy")
+    assert len(inside) == 2
+    assert published_from is loaded[0]
+    for model in (published_from, attached):
+        assert torch.equal(model.first.weight, load_it().first.weight)
+        model.first.weight.data.zero_()
 
 
 def test_other_weights_are_another_entry(torch: Any, keeper: str, config: Any) -> None:

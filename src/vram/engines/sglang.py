@@ -8,6 +8,7 @@ Written against SGLang 0.5.23.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,12 +19,25 @@ from ..errors import UsageError
 
 __all__ = ["register", "update"]
 
+_log = logging.getLogger(__name__)
 _TIMEOUT = 60.0  # seconds for a trainer to finish what it has announced
 _leases: dict[str, Lease] = {}  # by the entry's name; as long as the process
 
 
 def register() -> None:
-    """Put the transport in the place that SGLang keeps for it. May be called again."""
+    """Put the transport in the place that SGLang keeps for it. May be called again.
+
+    SGLang calls this wherever vram is installed, wanted or not: one that lacks what this needs runs on without it.
+    """
+    try:
+        _register()
+    except (ImportError, AttributeError) as error:
+        _log.warning(
+            "vram registered nothing: this SGLang is none that its adapter was written for (0.5.23): %s", error
+        )
+
+
+def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from .sglang_transport import VramTransportBackend

@@ -12,18 +12,29 @@ Written against vLLM 0.33.0.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ..arrays.torch_pool import TorchPool
-from ..errors import UsageError
 
-__all__ = ["is_pooled", "pool", "register"]
+__all__ = ["pool", "register"]
 
+_log = logging.getLogger(__name__)
 _pools: dict[int, TorchPool] = {}  # by GPU; as long as the process
 
 
 def register() -> None:
-    """Tell vLLM the names. May be called again."""
+    """Tell vLLM the names. May be called again.
+
+    vLLM calls this wherever vram is installed, wanted or not: a vLLM that lacks what this needs runs on without it.
+    """
+    try:
+        _register()
+    except (ImportError, AttributeError) as error:
+        _log.warning("vram registered nothing: this vLLM is none that its adapter was written for (0.33.0): %s", error)
+
+
+def _register() -> None:
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.model_executor import model_loader
@@ -57,14 +68,3 @@ def pool(device: Any) -> TorchPool:
     if found is None:
         found = _pools[ordinal] = TorchPool(f"cuda:{ordinal}")
     return found
-
-
-def is_pooled(tensor: Any) -> bool:
-    """Return whether a tensor is on memory of one of these pools."""
-    for one in list(_pools.values()):
-        try:
-            one.tag_of(tensor)
-        except UsageError:
-            continue
-        return True
-    return False

@@ -13,11 +13,12 @@ vLLM computes it before the model is built.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ import vram
 from ..entries.lease import Lease
 from ..errors import MismatchError, NotFoundError, PeerGoneError, VramError
 from .strides import flat
-from .vllm import is_pooled
+from .vllm import pool
 
 __all__ = ["VramModelLoader"]
 
@@ -111,10 +112,11 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
             return loaded[0] if loaded else self._fallback_load(vllm_config, model_config, prefix)
         lease = self._lease
         try:
-            if loaded:
-                model = self._rebind(loaded[0], state)
-            else:
-                model = self._build_model(vllm_config, model_config, prefix, state)
+            with self._memory(vllm_config.model_config) as sleeps:
+                if loaded:
+                    model = self._rebind(loaded[0], state, sleeps)
+                else:
+                    model = self._build_model(vllm_config, model_config, prefix, state)
         except BaseException:
             self._send_release()
             raise
@@ -176,19 +178,29 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         logger.info("The weights are %r version %d", name, self._lease.version)
         return _state(self._lease)
 
-    def _rebind(self, model: Any, state: Any) -> Any:
-        """Put the parameters of the model that was published where they were published, and give their memory back.
+    @contextlib.contextmanager
+    def _memory(self, config: Any) -> Iterator[bool]:
+        """Have a block's copies in the pool that sleeps, if there is one; tell whether there is.
 
-        What is in a pool of ours stays: it may be that very memory, and torch must not give it out again.
+        What is published comes from elsewhere (see :class:`~.vllm_sleep.VramWorker`): it is read-only from then on, and
+        torch would give out what is free around it.
         """
+        if self.mode != "copy" or not config.enable_sleep_mode or config.sleep_mode_backend != "vram":
+            yield False
+            return
+        with pool(None).use("weights"):
+            yield True
+
+    def _rebind(self, model: Any, state: Any, sleeps: bool) -> Any:
+        """Put the parameters of the model that was published where the others have theirs; its own memory goes."""
+        if self.mode != "copy" or sleeps:
+            for name, parameter in model.named_parameters():
+                found = state.entries[name].rebuild(0)
+                parameter.data = found.clone() if sleeps else found
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         if self.mode == "copy":
             self._send_release()
-            return model
-        for name, parameter in model.named_parameters():
-            if not is_pooled(parameter.data):
-                parameter.data = state.entries[name].rebuild(0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
         return model
 
 

@@ -8,7 +8,7 @@ is unmapped here and stays where it is for the others.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm.device_allocator import DEFERRABLE_TAGS
@@ -28,6 +28,8 @@ class VramWorker(Worker):  # type: ignore[misc]
         if not config.enable_sleep_mode or config.sleep_mode_backend != "vram":
             found: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)
             return found
+        if tag == "weights" and self.vllm_config.load_config.load_format == "vram":
+            return nullcontext()  # it publishes what it loads, and takes what is this engine's own from the pool itself
         ours = pool(self.device)
         if tag == "weights" and ours.usage():
             raise ValueError("this process has the weights of an engine already, and tags would mix: start another one")
