@@ -32,9 +32,7 @@ def register() -> None:
     try:
         _register()
     except (ImportError, AttributeError) as error:
-        _log.warning(
-            "vram registered nothing: this SGLang is none that its adapter was written for (0.5.23): %s", error
-        )
+        _log.warning("vram registered nothing: its adapter was written for SGLang 0.5.23, and not for this: %s", error)
 
 
 def _register() -> None:

@@ -13,14 +13,10 @@ Written against vLLM 0.33.0.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-from ..arrays.torch_pool import TorchPool
-
-__all__ = ["pool", "register"]
+__all__ = ["register"]
 
 _log = logging.getLogger(__name__)
-_pools: dict[int, TorchPool] = {}  # by GPU; as long as the process
 
 
 def register() -> None:
@@ -31,7 +27,7 @@ def register() -> None:
     try:
         _register()
     except (ImportError, AttributeError) as error:
-        _log.warning("vram registered nothing: this vLLM is none that its adapter was written for (0.33.0): %s", error)
+        _log.warning("vram registered nothing: its adapter was written for vLLM 0.33.0, and not for this: %s", error)
 
 
 def _register() -> None:
@@ -51,20 +47,3 @@ def _register() -> None:
         from .vllm_loader import VramModelLoader  # vLLM has no way to name a loader by a string
 
         model_loader.register_model_loader("vram")(VramModelLoader)
-
-
-def pool(device: Any) -> TorchPool:
-    """Return the pool of this process on a GPU, a ``torch.device``; make it if there is none yet.
-
-    Raises
-    ------
-    UnsupportedError
-        If this torch cannot have one; see :class:`vram.TorchPool`.
-    """
-    import torch
-
-    ordinal = torch.cuda.current_device() if device is None or device.index is None else device.index
-    found = _pools.get(ordinal)
-    if found is None:
-        found = _pools[ordinal] = TorchPool(f"cuda:{ordinal}")
-    return found

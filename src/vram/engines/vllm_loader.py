@@ -35,7 +35,7 @@ import vram
 from ..entries.lease import Lease
 from ..errors import MismatchError, NotFoundError, PeerGoneError, VramError
 from .strides import flat
-from .vllm import pool
+from .vllm_pools import pool
 
 __all__ = ["VramModelLoader"]
 

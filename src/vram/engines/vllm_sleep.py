@@ -15,7 +15,7 @@ from vllm.device_allocator import DEFERRABLE_TAGS
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 from vllm.v1.worker.gpu_worker import Worker
 
-from .vllm import pool
+from .vllm_pools import pool
 
 __all__ = ["VramSleepModeBackend", "VramWorker"]
 
