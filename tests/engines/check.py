@@ -63,9 +63,9 @@ def pytest(files: list[Path], root: Path, paths: list[Path], options: list[str])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *options, *files],
         cwd=root, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT / "src"]))},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=SECONDS,
+        capture_output=True, text=True, check=False, timeout=SECONDS,
     )  # fmt: skip
-    print(done.stdout if done.returncode else done.stdout.strip()[-300:], flush=True)
+    print(done.stdout + done.stderr if done.returncode else done.stdout.strip()[-300:], flush=True)
     return done.returncode, done.stdout
 
 

@@ -191,12 +191,7 @@ class PageAllocator:
     def alloc_page(self) -> InternalPage:
         """Take a page, mapped. RuntimeError if none is left, or there is no memory for it."""
         with self._changed:
-            while not self._reserved and not self._free:
-                if self._free_count <= 0:
-                    raise RuntimeError("No free pages left")
-                if not self._ahead:
-                    raise RuntimeError("Inconsistent page allocator state: no free pages available")
-                self._changed.wait()  # the thread that maps ahead has them
+            self._wait_for_one()
             self._free_count -= 1
             if self._reserved:
                 page = self._reserved.popleft()
@@ -220,6 +215,15 @@ class PageAllocator:
                 self._want()
             self._note()
         return InternalPage(page, self._page)
+
+    def _wait_for_one(self) -> None:
+        """Wait until a page can be taken. RuntimeError if none will come."""
+        while not self._reserved and not self._free:
+            if self._free_count <= 0:
+                raise RuntimeError("No free pages left")
+            if not self._ahead:
+                raise RuntimeError("Inconsistent page allocator state: no free pages available")
+            self._changed.wait()  # the thread that maps ahead has them
 
     def free_page(self, page_id: int) -> None:
         """Give a page back: to those that stay mapped, or its memory to the device."""

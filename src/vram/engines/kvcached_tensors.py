@@ -222,7 +222,7 @@ class _Group:
             shared = self._shared
             if shared is None:
                 return False
-            due = [(pages, number) for pages, number in self._at(offsets) if number not in pages.own]
+            due = self._unmapped(offsets)
             made: list[PhysicalAllocation] = []
             try:
                 for pages, _ in due:
@@ -240,6 +240,9 @@ class _Group:
             for (pages, number), own in zip(due, made, strict=True):
                 pages.own[number] = own
             return True
+
+    def _unmapped(self, offsets: Iterable[int]) -> list[tuple[_Pages, int]]:
+        return [(pages, number) for pages, number in self._at(offsets) if number not in pages.own]
 
     def unmap(self, offsets: Iterable[int]) -> bool:
         """Give the memory at some offsets back, in all layers. What is not mapped stays as it is."""
