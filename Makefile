@@ -98,6 +98,14 @@ SOAK_MINUTES ?= 60
 soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from the warm-up on fails (SOAK_MINUTES=60)
 	@"$(bin)/python" tests/soak/run.py --minutes "$(SOAK_MINUTES)"
 
+MUTANTS ?=
+mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
+	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"
+
+JOURNEYS_ARGS ?=
+journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)
+	@"$(bin)/python" tests/architecture/journeys.py $(JOURNEYS_ARGS)
+
 # Where engines are, for test-adapters: a checkout of kvcached, and the unpacked wheels of vLLM and SGLang. Without their
 # dependencies, which are gigabytes; tests/engines/check.py says what Python they need.
 KVCACHED ?=
@@ -112,14 +120,6 @@ test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own 
 	[ -z "$(SGLANG)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py sglang --package "$(SGLANG)"
 
 test-engines: test-adapters
-
-MUTANTS ?=
-mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
-	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"
-
-JOURNEYS_ARGS ?=
-journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)
-	@"$(bin)/python" tests/architecture/journeys.py $(JOURNEYS_ARGS)
 
 lint: $(stamp) ## style and format
 	@"$(bin)/ruff" check src tests .ci
