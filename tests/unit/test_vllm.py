@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,3 +352,10 @@ def test_sglang_loads_the_update_that_is_named(torch: Any) -> None:
         with pytest.raises(UsageError, match="updatable"):
             sglang.update(model, [("fixed", torch.tensor([1]))])
         sglang._leases.pop("policy").close()
+
+
+def test_the_entry_points_name_what_there_is() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        module, _, name = project["entry-points"][group]["vram"].partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
