@@ -123,6 +123,21 @@ JOURNEYS_ARGS ?=
 journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)
 	@"$(bin)/python" tests/architecture/journeys.py $(JOURNEYS_ARGS)
 
+# Where engines are, for test-adapters: a checkout of kvcached, and the unpacked wheels of vLLM and SGLang. Without their
+# dependencies, which are gigabytes; tests/engines/check.py says what Python they need.
+KVCACHED ?=
+VLLM ?=
+SGLANG ?=
+ADAPTER_PYTHON ?= python3
+.PHONY: test-adapters
+test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own code (KVCACHED=DIR VLLM=DIR SGLANG=DIR)
+	@[ -n "$(KVCACHED)$(VLLM)$(SGLANG)" ] || echo "test-adapters: nothing was run: say where one is, KVCACHED=, VLLM= or SGLANG="
+	[ -z "$(KVCACHED)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py kvcached --package "$(KVCACHED)"
+	[ -z "$(VLLM)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py vllm --package "$(VLLM)"
+	[ -z "$(SGLANG)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py sglang --package "$(SGLANG)"
+
+test-engines: test-adapters
+
 lint: $(stamp) ## style and format
 	@"$(bin)/ruff" check src tests .ci
 	"$(bin)/ruff" format --check src tests .ci
