@@ -495,6 +495,11 @@ class Placement:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
         return fds if self.pools is None else fds + self.pools.fds
 
+    def held_on_gpus(self) -> list[tuple[Handle, int]]:
+        """Return the handles of memory of GPUs that is shared where it is, and how many bytes each has."""
+        spans = [span for span in self.spans.values() if span.region.location != HOST]
+        return [(one.handle, one.nbytes) for span in spans for one in span.allocations]
+
     def done(self, path: str, name: str, version: int) -> None:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
         access = "rw" if self._writable else "r"

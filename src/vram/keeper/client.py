@@ -35,6 +35,7 @@ from .rpc_connection import CONNECT_SECONDS, Answer
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, check_version, clip_label
 
 if TYPE_CHECKING:
+    from ..lifetime import Handle
     from .reports import RevokeInfo
 
 __all__ = [
@@ -72,9 +73,13 @@ class KeeperClient(Queries):
     writers : dict of str to object, or None
         By name, what it takes to update what was published over this connection; see
         :class:`vram.entries.update.Writer`. None until there is one.
+    placed : dict of str to (int, list of (Handle, int)), or None
+        By name, the version that was published last over this connection, and what of it was shared where it was on a
+        GPU: handles of the memory, and its bytes. So :func:`vram.park` knows what this process still holds.
     """
 
     writers: dict[str, Any] | None = None
+    placed: dict[str, tuple[int, list[tuple[Handle, int]]]] | None = None
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
@@ -124,6 +129,65 @@ class KeeperClient(Queries):
         ProtocolError
             If the keeper finds the memory unfit to be shared.
         """
+        published = self._publish(
+            name, segments, fds, manifest, manifest_fd, writable, meta, ttl, claim, updatable, lease=0
+        )
+        if self.writers:
+            self.writers.pop(name, None)  # what was replaced is updated no more
+        return published.version
+
+    def move(
+        self,
+        name: str,
+        lease_id: int,
+        segments: Sequence[Segment],
+        fds: Sequence[int],
+        *,
+        manifest: bytes = b"",
+        manifest_fd: int | None = None,
+    ) -> bool:
+        """Have other memory hold the bytes of a version, whose copy there is complete: all at once, or not at all.
+
+        Parameters
+        ----------
+        lease_id : int
+            A lease of this connection that was granted for it (``purpose``), and that stays one on that version.
+
+        Other parameters as in :meth:`publish`.
+
+        Returns
+        -------
+        bool
+            Whether the connection is there still that published it, and is not this one.
+
+        Raises
+        ------
+        BusyError
+            If somebody attached or woke it meanwhile.
+        NotFoundError
+            If it was replaced or removed meanwhile.
+        QuotaError, ProtocolError
+            As :meth:`publish`.
+        """
+        return self._publish(
+            name, segments, fds, manifest, manifest_fd, False, None, None, None, False, lease=lease_id
+        ).has_publisher
+
+    def _publish(
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        fds: Sequence[int],
+        manifest: bytes,
+        manifest_fd: int | None,
+        writable: bool,
+        meta: Mapping[str, str] | None,
+        ttl: float | None,
+        claim: PublishClaim | int | None,
+        updatable: bool,
+        *,
+        lease: int,
+    ) -> m.Published:
         if self.lends:  # it would say so itself, but its socket takes no message with descriptors
             raise no_keeper(self.path, self.server_pid)
         check_name(name)
@@ -152,6 +216,7 @@ class KeeperClient(Queries):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
             updatable,
+            lease,
         )
         reply: m.Reply | None = None
         parcels = Sender(len(everything), _PART)
@@ -165,9 +230,7 @@ class KeeperClient(Queries):
                     raise self._fail(error) from None
         if type(reply) is not m.Published:
             raise self._protocol_error(reply)
-        if self.writers:
-            self.writers.pop(name, None)  # what was replaced is updated no more
-        return reply.version
+        return reply
 
     def offer(
         self,
@@ -258,12 +321,16 @@ class KeeperClient(Queries):
         expect: Mapping[str, str] | None = None,
         timeout: float | None = 0.0,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment:
         """Lease a version as :meth:`attach` does. It is given back, descriptors and all, when its `answer` is dropped.
 
         So an interrupt costs no lease, wherever it comes (I12). Whoever takes it over says so: see :class:`Attachment`.
+
+        With `purpose` ``"park"``, or ``"wake"`` where it is parked, the lease is one to :meth:`move` its bytes by, and
+        says so; from a keeper that knows none of this it is not.
         """
-        found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner)
+        found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
         if not isinstance(found, Attachment):
             reply = found.reply
             found.give_back()
@@ -399,8 +466,9 @@ class KeeperClient(Queries):
         check_name(name)
         call = next(self._calls)
         self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
-        if self.writers and not version:
-            self.writers.pop(name, None)
+        for known in (self.writers, self.placed):
+            if known and not version:
+                known.pop(name, None)
 
     def revoke(
         self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False
@@ -496,6 +564,7 @@ class KeeperClient(Queries):
         timeout: float | None,
         claim: bool,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment | Answer:
         check_name(name)
         if version is not None:
@@ -509,7 +578,7 @@ class KeeperClient(Queries):
         if pending and not self.lends:  # who borrows counts what came from each lender
             self._await_closed(None if timeout is None else began + timeout + self.grace)
         call = next(self._calls)
-        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
+        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
         answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
         try:
             reply = answer.reply

@@ -378,6 +378,7 @@ class Service:
             record=_record(request),
             words=len(m.encode(request)) + _DEVICE * len(request.devices),
             updatable=request.updatable,
+            lease=request.lease,
         )
         partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
         self._take(connection, partial, request.call, 0, fds)
@@ -459,7 +460,11 @@ class Service:
         notes: Any = msgspec.Raw(version.notes)
         entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
         version.settle(exact(m.encode(entry)))
-        connection.send(m.encode(m.Published(call, version.number)))
+        moves = bool(request.lease)
+        has_publisher = (
+            moves and version.publisher != publication.session.id and (version.publisher in self.catalogue.sessions)
+        )
+        connection.send(m.encode(m.Published(call, version.number, has_publisher)))
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()
 
@@ -489,6 +494,7 @@ class Service:
             wait=request.wait,
             claim=request.claim,
             owner=request.owner,
+            purpose=request.purpose,
         )
         if type(result) is Lease:
             self._send_lease(connection, request.call, result)
@@ -505,13 +511,15 @@ class Service:
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
         held: Held = version.token
-        payload = m.encode(m.AttachedRaw(call, lease.id, len(held.fds), version.body))
+        payload = m.encode(m.AttachedRaw(call, lease.id, len(held.fds), version.body, bool(lease.purpose)))
         self._send_part(connection, payload, held, 0)
 
     def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
         lease = session.leases.get(request.lease)
         if lease is None:
             raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
+        if lease.purpose == "over":  # what its first descriptors are of may be gone
+            raise errors.NotFoundError(f"lease {request.lease} was to move what was attached or moved since")
         payload = m.encode(m.Descriptors(request.call, request.offset))
         self._send_part(connection, payload, lease.version.token, request.offset)
 
