@@ -1,4 +1,4 @@
-"""Versions whose bytes move: who may move them, what ends a move, who is next, and what counts (I13, I15)."""
+"""Versions whose bytes move: who may move them, what ends a move, who is next, and what counts (I13)."""
 
 from __future__ import annotations
 

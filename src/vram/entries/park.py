@@ -147,7 +147,8 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
 
 def _report(client: KeeperClient, lease: Attachment, moved: int, has_publisher: bool, began: float) -> ParkReport:
     version, placed = (client.placed or {}).get(lease.name, (0, []))
-    here = sum(nbytes for handle, nbytes in placed if not handle.is_over) if version == lease.version else 0
+    held = placed if version == lease.version else []
+    here = sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
     holders = []
     if here:
         holders.append(f"arrays of this process, pid {os.getpid()} ({format_size(here)})")

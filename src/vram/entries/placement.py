@@ -495,10 +495,15 @@ class Placement:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
         return fds if self.pools is None else fds + self.pools.fds
 
-    def held_on_gpus(self) -> list[tuple[Handle, int]]:
-        """Return the handles of memory of GPUs that is shared where it is, and how many bytes each has."""
+    def held_on_gpus(self) -> list[tuple[Handle | None, int]]:
+        """Return the handles of memory of GPUs that is shared where it is, and how many bytes each has. What another
+        library made has none: nobody here knows when that gives it back."""
         spans = [span for span in self.spans.values() if span.region.location != HOST]
-        return [(one.handle, one.nbytes) for span in spans for one in span.allocations]
+        return [
+            (None if isinstance(span.region, ForeignRegion) else one.handle, one.nbytes)
+            for span in spans
+            for one in span.allocations
+        ]
 
     def done(self, path: str, name: str, version: int) -> None:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""

@@ -73,13 +73,14 @@ class KeeperClient(Queries):
     writers : dict of str to object, or None
         By name, what it takes to update what was published over this connection; see
         :class:`vram.entries.update.Writer`. None until there is one.
-    placed : dict of str to (int, list of (Handle, int)), or None
+    placed : dict of str to (int, list of (Handle or None, int)), or None
         By name, the version that was published last over this connection, and what of it was shared where it was on a
-        GPU: handles of the memory, and its bytes. So :func:`vram.park` knows what this process still holds.
+        GPU: handles of the memory (None: another library's), and its bytes. So :func:`vram.park` knows what this
+        process still holds.
     """
 
     writers: dict[str, Any] | None = None
-    placed: dict[str, tuple[int, list[tuple[Handle, int]]]] | None = None
+    placed: dict[str, tuple[int, list[tuple[Handle | None, int]]]] | None = None
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
