@@ -94,12 +94,12 @@ def run_out(pipe: Connection) -> None:
 
 
 def _count_moves() -> None:
-    move = KeeperClient.move
+    publish = KeeperClient.publish
 
-    def counted(*arguments: Any, **options: Any) -> bool:
+    def counted(*arguments: Any, **options: Any) -> int:
         global moves
-        came = move(*arguments, **options)
+        came = publish(*arguments, **options)
         moves += 1
         return came
 
-    KeeperClient.move = counted  # type: ignore[method-assign]
+    KeeperClient.publish = counted  # type: ignore[method-assign]

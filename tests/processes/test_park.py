@@ -418,7 +418,7 @@ def test_another_user_neither_parks_nor_wakes(monkeypatch: pytest.MonkeyPatch) -
         assert (kind, "uid 0, who alone may park it" in text) == (AccessDeniedError, True)
         with KeeperClient.connect(path) as client:
             lease = client.lease(NAME, purpose="park")
-            client.move(NAME, lease.lease_id, [_segment(lease)], lease.fds, manifest=lease.manifest)
+            client.publish(NAME, [_segment(lease)], lease.fds, manifest=lease.manifest, lease=lease.lease_id)
             client.release([lease.lease_id])
             assert is_parked()
             kind, text = as_user(OTHER, try_to("wake", path))

@@ -115,7 +115,7 @@ def attach(
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
-    purpose = "wake" if wake and check_flag(wake, "wake") else ""
+    purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
     attachment = client.lease(
         name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid,
         purpose=purpose,

@@ -141,20 +141,20 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
                 f"Remove it (vram.remove) once it is saved elsewhere, such as in a file"
             )
         to_host = {number: HOST for number, memory in enumerate(manifest.memories) if memory.device != "host"}
-        has_publisher = _move(client, lease, manifest, to_host, manifest)
-    return _report(client, lease, moved, has_publisher, began)
+        _move(client, lease, manifest, to_host, manifest)
+    return _report(client, lease, moved, began)
 
 
-def _report(client: KeeperClient, lease: Attachment, moved: int, has_publisher: bool, began: float) -> ParkReport:
+def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -> ParkReport:
     version, placed = (client.placed or {}).get(lease.name, (0, []))
     held = placed if version == lease.version else []
     here = sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
     holders = []
     if here:
         holders.append(f"arrays of this process, pid {os.getpid()} ({format_size(here)})")
-    if has_publisher:
+    if lease.has_publisher:
         holders.append(f"the process that published it, which is still there ({format_size(moved)} at most)")
-    freed = 0 if has_publisher else max(0, moved - here)
+    freed = 0 if lease.has_publisher else max(0, moved - here)
     return ParkReport(lease.name, lease.version, moved, freed, tuple(holders), time.monotonic() - began)
 
 
@@ -214,10 +214,10 @@ def _size(memory: MemoryDescriptor) -> int:
 
 def _move(
     client: KeeperClient, lease: Attachment, manifest: Manifest, places: dict[int, Location], after: Manifest
-) -> bool:
+) -> None:
     """Copy the memories of some numbers to other places, all of them, and have the keeper hold the copies instead.
 
-    What readers are told of the entry is `after`, then. Return what :meth:`KeeperClient.move` does.
+    What readers are told of the entry is `after`, then.
     """
     rows = [(segment, number, memory) for number, memory in enumerate(manifest.memories) for segment in memory.segments]
     fds = lease.fds[len(lease.fds) - len(rows) :]  # behind the manifest's, if it has a descriptor of its own
@@ -242,8 +242,13 @@ def _move(
         inline = encode_manifest(after)
         extra = inline if len(inline) > MAX_MANIFEST else b""
         manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
-        return client.move(
-            lease.name, lease.lease_id, segments, fds, manifest=b"" if extra else inline, manifest_fd=manifest_fd
+        client.publish(
+            lease.name,
+            segments,
+            fds,
+            manifest=b"" if extra else inline,
+            manifest_fd=manifest_fd,
+            lease=lease.lease_id,
         )
 
 

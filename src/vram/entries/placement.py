@@ -290,6 +290,7 @@ class Placement:
         self._taken: dict[str, Array] = {}
         self._pins: list[Pin] = []
         self.pools: PoolDescriptors | None = None
+        self.held: list[tuple[Handle | None, int]] = []  # memory of GPUs that was published where it is, and its bytes
         self._lends = lends
         known: dict[Region, str] = {}
         finder = Finder() if lends else None
@@ -495,21 +496,14 @@ class Placement:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
         return fds if self.pools is None else fds + self.pools.fds
 
-    def held_on_gpus(self) -> list[tuple[Handle | None, int]]:
-        """Return the handles of memory of GPUs that is shared where it is, and how many bytes each has. What another
-        library made has none: nobody here knows when that gives it back."""
-        spans = [span for span in self.spans.values() if span.region.location != HOST]
-        return [
-            (None if isinstance(span.region, ForeignRegion) else one.handle, one.nbytes)
-            for span in spans
-            for one in span.allocations
-        ]
-
     def done(self, path: str, name: str, version: int) -> None:
         """It is published: let the arrays that were shared know where they can be had again, and take out the rest."""
         access = "rw" if self._writable else "r"
         for span in self.spans.values():
             region, layout = span.region, span.region.layout
+            if region.location is not HOST:  # of what another library made nobody here knows when it goes
+                is_foreign = isinstance(region, ForeignRegion)
+                self.held += [(None if is_foreign else one.handle, one.nbytes) for one in span.allocations]
             for item in span.items:
                 array = item.value
                 if isinstance(array, Array) and not array.is_closed and array.region is region:

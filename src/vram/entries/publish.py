@@ -178,11 +178,10 @@ def publish_to(
                 writer.published(client, name, version)
         else:
             version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
-        held = plan.held_on_gpus()
-        if held or client.placed:
-            client.placed = {} if client.placed is None else client.placed
-            client.placed[name] = version, held
         plan.done(client.path, name, version)
+        if plan.held or client.placed:
+            client.placed = {} if client.placed is None else client.placed
+            client.placed[name] = version, plan.held
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
 

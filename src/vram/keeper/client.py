@@ -96,6 +96,7 @@ class KeeperClient(Queries):
         ttl: float | None = None,
         claim: PublishClaim | int | None = None,
         updatable: bool = False,
+        lease: int = 0,
     ) -> int:
         """Publish a new version of `name`, all at once, and return its number.
 
@@ -118,11 +119,15 @@ class KeeperClient(Queries):
             The claim that this publication fulfils.
         updatable : bool
             Whether this process goes on writing to it; see :mod:`.updates`.
+        lease : int
+            One that was granted to move the bytes of a version (see :meth:`lease`): this memory holds them, then.
 
         Raises
         ------
         UsageError
             For a name, meta or ttl that cannot be.
+        BusyError, NotFoundError
+            With `lease`, if somebody attached or woke that version meanwhile, or it was replaced or removed.
         AccessDeniedError
             If the name belongs to another user, or a lender is at the path.
         QuotaError
@@ -130,65 +135,6 @@ class KeeperClient(Queries):
         ProtocolError
             If the keeper finds the memory unfit to be shared.
         """
-        published = self._publish(
-            name, segments, fds, manifest, manifest_fd, writable, meta, ttl, claim, updatable, lease=0
-        )
-        if self.writers:
-            self.writers.pop(name, None)  # what was replaced is updated no more
-        return published.version
-
-    def move(
-        self,
-        name: str,
-        lease_id: int,
-        segments: Sequence[Segment],
-        fds: Sequence[int],
-        *,
-        manifest: bytes = b"",
-        manifest_fd: int | None = None,
-    ) -> bool:
-        """Have other memory hold the bytes of a version, whose copy there is complete: all at once, or not at all.
-
-        Parameters
-        ----------
-        lease_id : int
-            A lease of this connection that was granted for it (``purpose``), and that stays one on that version.
-
-        Other parameters as in :meth:`publish`.
-
-        Returns
-        -------
-        bool
-            Whether the connection is there still that published it, and is not this one.
-
-        Raises
-        ------
-        BusyError
-            If somebody attached or woke it meanwhile.
-        NotFoundError
-            If it was replaced or removed meanwhile.
-        QuotaError, ProtocolError
-            As :meth:`publish`.
-        """
-        return self._publish(
-            name, segments, fds, manifest, manifest_fd, False, None, None, None, False, lease=lease_id
-        ).has_publisher
-
-    def _publish(
-        self,
-        name: str,
-        segments: Sequence[Segment],
-        fds: Sequence[int],
-        manifest: bytes,
-        manifest_fd: int | None,
-        writable: bool,
-        meta: Mapping[str, str] | None,
-        ttl: float | None,
-        claim: PublishClaim | int | None,
-        updatable: bool,
-        *,
-        lease: int,
-    ) -> m.Published:
         if self.lends:  # it would say so itself, but its socket takes no message with descriptors
             raise no_keeper(self.path, self.server_pid)
         check_name(name)
@@ -231,7 +177,9 @@ class KeeperClient(Queries):
                     raise self._fail(error) from None
         if type(reply) is not m.Published:
             raise self._protocol_error(reply)
-        return reply
+        if self.writers:
+            self.writers.pop(name, None)  # what was replaced is updated no more
+        return reply.version
 
     def offer(
         self,
@@ -328,8 +276,8 @@ class KeeperClient(Queries):
 
         So an interrupt costs no lease, wherever it comes (I12). Whoever takes it over says so: see :class:`Attachment`.
 
-        With `purpose` ``"park"``, or ``"wake"`` where it is parked, the lease is one to :meth:`move` its bytes by, and
-        says so; from a keeper that knows none of this it is not.
+        With `purpose` ``"park"``, or ``"wake"`` where it is parked, the lease is one to move its bytes by, and says so;
+        from a keeper that knows none of this it is not.
         """
         found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
         if not isinstance(found, Attachment):

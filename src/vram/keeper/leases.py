@@ -37,7 +37,9 @@ class Attachment:
     owner : int
         The uid of its publisher, as the keeper verified it.
     moves : bool
-        Whether it gives the right to move the bytes (:meth:`.client.KeeperClient.move`), and not to read them.
+        Whether it gives the right to move the bytes, by a publication that names it.
+    has_publisher : bool
+        With `moves`, whether the connection that published the version is there still, and is another one.
     answer : Answer or None
         The reply, which gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is
         None where only the caller does that.
@@ -54,6 +56,7 @@ class Attachment:
     meta: dict[str, str]
     writable: bool
     moves: bool = False
+    has_publisher: bool = False
     answer: Answer | None = field(default=None, repr=False, compare=False)
 
 
@@ -102,5 +105,6 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
         meta=entry.meta,
         writable=entry.writable,
         moves=reply.moves,
+        has_publisher=reply.has_publisher,
         answer=answer,
     )

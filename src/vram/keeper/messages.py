@@ -362,15 +362,10 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
 
 
 class Published(Struct, frozen=True, array_like=True, tag="published"):
-    """The version is complete, and readers get it from now on.
-
-    `has_publisher`, in the answer to who moved its bytes: whether the connection that published it is there still,
-    whose process may have the memory mapped that the bytes were in.
-    """
+    """The version is complete, and readers get it from now on."""
 
     call: Number
     version: Number
-    has_publisher: bool = False
 
 
 class NextPart(Struct, frozen=True, array_like=True, tag="continue"):
@@ -383,7 +378,8 @@ class NextPart(Struct, frozen=True, array_like=True, tag="continue"):
 class Attached(Struct, frozen=True, array_like=True, tag="attached"):
     """A lease, with the first of its `total` descriptors; ``More`` fetches the rest.
 
-    `moves`: it was granted to move the bytes of the version, by a ``Publish`` with this lease.
+    `moves`: it was granted to move the bytes of the version, by a ``Publish`` with this lease. `has_publisher`, then:
+    another connection published it and is there still, whose process may have mapped the memory that they move from.
     """
 
     call: Number
@@ -391,6 +387,7 @@ class Attached(Struct, frozen=True, array_like=True, tag="attached"):
     total: Number
     entry: Entry
     moves: bool = False
+    has_publisher: bool = False
 
 
 class AttachedRaw(Struct, frozen=True, array_like=True, tag="attached"):
@@ -401,6 +398,7 @@ class AttachedRaw(Struct, frozen=True, array_like=True, tag="attached"):
     total: Number
     entry: msgspec.Raw
     moves: bool = False
+    has_publisher: bool = False
 
 
 class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):

@@ -460,11 +460,7 @@ class Service:
         notes: Any = msgspec.Raw(version.notes)
         entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
         version.settle(exact(m.encode(entry)))
-        moves = bool(request.lease)
-        has_publisher = (
-            moves and version.publisher != publication.session.id and (version.publisher in self.catalogue.sessions)
-        )
-        connection.send(m.encode(m.Published(call, version.number, has_publisher)))
+        connection.send(m.encode(m.Published(call, version.number)))
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()
 
@@ -511,7 +507,11 @@ class Service:
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
         held: Held = version.token
-        payload = m.encode(m.AttachedRaw(call, lease.id, len(held.fds), version.body, bool(lease.purpose)))
+        said = m.AttachedRaw(call, lease.id, len(held.fds), version.body)
+        if lease.purpose:
+            there = version.publisher != lease.session.id and version.publisher in self.catalogue.sessions
+            said = m.AttachedRaw(call, lease.id, len(held.fds), version.body, True, there)
+        payload = m.encode(said)
         self._send_part(connection, payload, held, 0)
 
     def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
