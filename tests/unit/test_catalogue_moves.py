@@ -250,8 +250,9 @@ def test_the_next_in_line_wakes_when_one_gives_up(books: Catalogue, ann: Session
     assert (last.call, last.lease.purpose) == (2, "")
 
 
-def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: Session) -> None:
-    """And if it comes to its end after all, before the next one does, that is the end of it."""
+@pytest.mark.parametrize("first", ["slow", "next"])
+def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: Session, first: str) -> None:
+    """And whoever comes to the end first has woken it: the other one moves nothing any more."""
     version = parked(books, ann)
     stuck = books.connect(ANN)
     slow = lease(books, stuck, "wake", now=10.0)
@@ -261,10 +262,12 @@ def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: 
     (granted,) = books.at_once(books.expire(10.0 + books.claim_timeout), 700.0)
     assert isinstance(granted, Granted)
     assert granted.lease.purpose == "wake"
-    moved(books, stuck, slow, "gpu memory of the slow one")
+    both = [(stuck, slow), (ann, granted.lease)]
+    (fast, by), (other, late) = both if first == "slow" else reversed(both)
+    moved(books, fast, by, "gpu memory of the first")
     with pytest.raises(BusyError, match="woken"):
-        books.begin(ann, "w", nbytes=80, handles=2, lease=granted.lease.id)
-    assert (version.parked, version.token) == (False, "gpu memory of the slow one")
+        books.begin(other, "w", nbytes=80, handles=2, lease=late.id)
+    assert (version.parked, version.token) == (False, "gpu memory of the first")
     assert books.expire(2000.0) == []
 
 
