@@ -134,14 +134,13 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
                 "`vram keep --takeover` replaces it, and nobody notices",
             )  # fmt: skip
         manifest = _manifest_of(lease)
-        moved = sum(_size(memory) for memory in manifest.memories if memory.device != "host")
+        moved, places = _on_gpus(manifest)
         if not moved:
             raise UsageError(
                 f"{name!r} version {lease.version} is in memory of the host already: to park it would free nothing. "
                 f"Remove it (vram.remove) once it is saved elsewhere, such as in a file"
             )
-        to_host = {number: HOST for number, memory in enumerate(manifest.memories) if memory.device != "host"}
-        _move(client, lease, manifest, to_host, manifest)
+        _move(client, lease, manifest, dict.fromkeys(places, HOST), manifest)
     return _report(client, lease, moved, began)
 
 
@@ -173,17 +172,10 @@ def wake_and_lease(
 def _wake(client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]) -> Attachment:
     with _given_back(client, lease):
         manifest = _manifest_of(lease)
-        places = {
-            number: user or location_of(memory.device)
-            for number, memory in enumerate(manifest.memories)
-            if memory.device != "host"
-        }
-        memories = [
-            msgspec.structs.replace(memory, device=device_name(places[number])) if number in places else memory
-            for number, memory in enumerate(manifest.memories)
-        ]
+        _, devices = _on_gpus(manifest)
+        places = _places(devices, user)
         with contextlib.suppress(BusyError, NotFoundError):
-            _move(client, lease, manifest, places, msgspec.structs.replace(manifest, memories=tuple(memories)))
+            _move(client, lease, manifest, places, _moved_to(manifest, places))
         return ask()  # before this lease goes: nobody parks it in between
 
 
@@ -208,8 +200,24 @@ def _manifest_of(lease: Attachment) -> Manifest:
     return manifest
 
 
-def _size(memory: MemoryDescriptor) -> int:
-    return sum(segment.nbytes for segment in memory.segments)
+# These loops stand outside of the blocks that give back what is held: see tests/unit/test_loops.py.
+def _on_gpus(manifest: Manifest) -> tuple[int, dict[int, str]]:
+    """Return the bytes of the memories that are, or were published, on GPUs; and by their numbers, on which."""
+    found = {number: one for number, one in enumerate(manifest.memories) if one.device != "host"}
+    nbytes = sum(segment.nbytes for one in found.values() for segment in one.segments)
+    return nbytes, {number: one.device for number, one in found.items()}
+
+
+def _places(devices: dict[int, str], user: Location | None) -> dict[int, Location]:
+    return {number: user or location_of(device) for number, device in devices.items()}
+
+
+def _moved_to(manifest: Manifest, places: dict[int, Location]) -> Manifest:
+    """Return what describes the same memories in other places."""
+    memories = list(manifest.memories)
+    for number, place in places.items():
+        memories[number] = msgspec.structs.replace(memories[number], device=device_name(place))
+    return msgspec.structs.replace(manifest, memories=tuple(memories))
 
 
 def _move(
@@ -222,13 +230,14 @@ def _move(
     rows = [(segment, number, memory) for number, memory in enumerate(manifest.memories) for segment in memory.segments]
     fds = lease.fds[len(lease.fds) - len(rows) :]  # behind the manifest's, if it has a descriptor of its own
     segments = [Segment(segment.nbytes) for segment, _, _ in rows]
+    due = [index for index, (_, number, _) in enumerate(rows) if number in places]
     with contextlib.ExitStack() as made:
         copies: dict[int, PhysicalAllocation] = {}
-        for index, (segment, number, _) in enumerate(rows):
-            if number in places:  # all memory before any bytes: where there is not enough, that is known at once
-                place = places[number]
-                made.enter_context(allocation := PhysicalAllocation.create(drivers.get(place), segment.nbytes, place))
-                copies[index] = allocation
+        for index in due:  # all memory before any bytes: where there is not enough, that is known at once
+            segment, number, _ = rows[index]
+            place = places[number]
+            copies[index] = PhysicalAllocation.create(drivers.get(place), segment.nbytes, place)
+            made.enter_context(copies[index])
         for index, allocation in copies.items():
             segment, number, memory = rows[index]
             place = places[number]
