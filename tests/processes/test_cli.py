@@ -232,6 +232,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["show", "n"], "n"),
     (["rm", "n"], "n"),
     (["rm", "a b"], "a name"),
+    (["park", "n"], "n"),
+    (["park", "n", "--timeout", "-1"], "seconds"),
     (["revoke", "n"], "n"),
     (["revoke", "n", "--force"], "n"),
     (["revoke", "a b"], "a name"),

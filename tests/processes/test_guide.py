@@ -103,6 +103,11 @@ AROUND = {
         "weights, cache = (vram.asarray([1.0, 2.0], device='host') for _ in range(2))",
         "assert vram.wake(cache).discarded == 16\nassert weights.numpy()[1] == 2.0\nweights.close()\ncache.close()",
     ),
+    'report = vram.park("qwen"': Around(
+        KEPT + 'vram.publish("qwen", {"a": vram.zeros(4, device="cuda:0")})',
+        "assert report.nbytes == 2 << 20\nassert lease['a'].to_host().sum() == 0\nlease.close()\nkept.close()",
+        gpu=True,
+    ),
     'tensor = torch.zeros(1 << 20, device="cuda:0")': Around(FRAMEWORK, gpu=True),
     'with vram.lend({"weights": tensor}': Around(
         "import subprocess, sys\ntensor = vram.zeros(4, device='host')\n"

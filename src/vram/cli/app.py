@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -208,6 +209,23 @@ def rm(
     administration.remove(name, version=version, keeper=socket)
     which = "" if version is None else f" version {version}"
     _print({"removed": name, "version": version}, as_json, f"removed {name}{which}")
+
+
+@app.command()
+def park(
+    name: Annotated[str, typer.Argument(help="An entry.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until nobody holds it.")] = 10.0,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Move an entry of yours from its GPU to the host, until a program attaches it with wake=True."""
+    from ..entries.park import park as move
+    from ..spec import format_size
+
+    report = move(name, timeout=timeout, keeper=socket)
+    said = [f"parked {name} version {report.version}: {format_size(report.freed)} freed"]
+    said += [f"not freed as long as this holds it: {holder}" for holder in report.holders]
+    _print(dataclasses.asdict(report), as_json, "\n".join(said))
 
 
 @app.command()

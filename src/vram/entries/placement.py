@@ -290,6 +290,7 @@ class Placement:
         self._taken: dict[str, Array] = {}
         self._pins: list[Pin] = []
         self.pools: PoolDescriptors | None = None
+        self.held: list[tuple[Handle | None, int]] = []  # memory of GPUs that was published where it is, and its bytes
         self._lends = lends
         known: dict[Region, str] = {}
         finder = Finder() if lends else None
@@ -497,6 +498,9 @@ class Placement:
         access = "rw" if self._writable else "r"
         for span in self.spans.values():
             region, layout = span.region, span.region.layout
+            if region.location is not HOST:  # of what another library made nobody here knows when it goes
+                is_foreign = isinstance(region, ForeignRegion)
+                self.held += [(None if is_foreign else one.handle, one.nbytes) for one in span.allocations]
             for item in span.items:
                 array = item.value
                 if isinstance(array, Array) and not array.is_closed and array.region is region:
