@@ -14,8 +14,7 @@ from ..keeper.failures import no_lender
 from ..keeper.paths import find_path
 from ..keeper.rpc_connection import MOST_UNCLOSED
 from ..keeper.rules import LENT
-from ..open_files import go_on_closing, unclosed
-from ..sharing.channel import check_timeout
+from ..sharing.channel import await_closed, check_timeout
 from ..spec import Location
 from .attach import check_access, user_of
 from .keepers import TIMEOUT, for_greeting
@@ -89,7 +88,7 @@ def borrow(
     deadline = None if seconds is None else begin + seconds
     sender, pause, has_gone = find_path(path)[0], _FIRST_LOOK, False
     while True:
-        _await_closed(sender, deadline)
+        await_closed(sender, MOST_UNCLOSED, deadline, "nothing more is borrowed there")
         try:
             connection, is_new = _connect(path, for_greeting(seconds, begin))
         except PeerGoneError as error:
@@ -127,24 +126,6 @@ def borrow(
         if connection.is_usable:
             raise
         raise connection._fail() from error  # its maker is dead: that is why its handles name nothing
-
-
-def _await_closed(sender: str, deadline: float | None) -> None:
-    """Wait until few of the descriptors that came from a path before have still to be closed.
-
-    Raises
-    ------
-    WaitTimeoutError
-        If there are more at the deadline: of a lender that has them closed slowly a process gets no more than those.
-    """
-    while (count := unclosed(sender)) > MOST_UNCLOSED:
-        go_on_closing()  # in a forked child nobody has begun with it
-        if deadline is not None and time.monotonic() >= deadline:
-            raise WaitTimeoutError(
-                f"{count} descriptors that came from {sender} are still being closed, and nothing more is borrowed "
-                f"there meanwhile: whoever lends there has made that slow"
-            )
-        time.sleep(_LAST_LOOK)
 
 
 def _connect(path: str, timeout: float) -> tuple[KeeperClient, bool]:

@@ -22,8 +22,8 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import go_on_closing, pending, unclosed
-from ..sharing.channel import OwnedFds, check_room, check_timeout, may_be_unclosed
+from ..open_files import pending
+from ..sharing.channel import OwnedFds, await_closed, check_room, check_timeout, may_be_unclosed
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
 from .failures import no_keeper
@@ -529,7 +529,8 @@ class KeeperClient(Queries):
             timeout = min(float(timeout), 1e9)
         began = time.monotonic()
         if pending and not self.lends:  # who borrows counts what came from each lender
-            self._await_closed(None if timeout is None else began + timeout + self.grace)
+            deadline = None if timeout is None else began + timeout + self.grace
+            await_closed(self.path, may_be_unclosed(), deadline, "nothing more is attached")
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
         answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
@@ -551,20 +552,6 @@ class KeeperClient(Queries):
         except BaseException:
             answer.give_back()  # now, and not once the traceback is gone
             raise
-
-    def _await_closed(self, deadline: float | None) -> None:
-        """Wait until few descriptors that came from here have still to be closed: who publishes decides how long that
-        takes, and each attach brings more."""
-        most = may_be_unclosed()
-        while (count := unclosed(self.path)) > most:
-            go_on_closing()  # in a forked child nobody has begun with it
-            if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeoutError(
-                    f"{count} descriptors that this process received from the keeper at {self.path} are still being "
-                    f"closed, and nothing more is attached meanwhile: whoever published that memory has made it slow. "
-                    f"Try again later, or allow more descriptors (ulimit -n)"
-                )
-            time.sleep(_FIRST_LOOK)
 
     def _collect(self, reply: m.Attached, answer: Answer, deadline: float | None) -> None:
         """Ask for the descriptors of a lease that did not come with it, all of them before a deadline."""

@@ -61,6 +61,7 @@ __all__ = [
     "DescriptorsLostError",
     "OwnedFds",
     "accept",
+    "await_closed",
     "check_room",
     "check_timeout",
     "close_fds",
@@ -779,6 +780,27 @@ def descriptor_limit() -> str:
 def may_be_unclosed() -> int:
     """Return how many descriptors may wait to be closed where more are asked for: a quarter of what there may be."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+
+
+def await_closed(sender: str, most: int, deadline: float | None, what: str) -> None:
+    """Wait until few descriptors that came from a sender have still to be closed (:func:`close_fds`).
+
+    Whose files they are decides how long that takes, and whoever asks the sender for more would have more of them.
+
+    Raises
+    ------
+    WaitTimeoutError
+        If there are more than `most` at the deadline; it says `what` does not happen meanwhile.
+    """
+    while (count := unclosed(sender)) > most:
+        go_on_closing()  # in a forked child nobody has begun with it
+        if deadline is not None and time.monotonic() >= deadline:
+            raise WaitTimeoutError(
+                f"{count} descriptors that came from {sender} are still being closed, and {what} "
+                f"meanwhile: whoever made that memory has made it slow. Try again later, or allow more descriptors "
+                f"(ulimit -n)"
+            )
+        time.sleep(_LOOK)
 
 
 def check_room(fds: Sequence[int], more: int, sender: str) -> None:
