@@ -42,7 +42,7 @@ from vram.sharing.descriptor import (
     SegmentEntry,
     encode_manifest,
 )
-from vram.testing.keeper import FUTURE_WRITE, GROW, READ_ONLY, SHRINK, SOON, make_memfd, memfds, until
+from vram.testing.keeper import FUTURE_WRITE, GROW, SHRINK, SOON, make_memfd, memfds, until
 
 MIB2 = 2 << 20
 PAGE = SHRINK | GROW | FUTURE_WRITE
@@ -194,8 +194,10 @@ def test_s7_memory_that_others_can_write_is_not_published_to_be_updated(server: 
             with pytest.raises(ProtocolError, match="F_SEAL_FUTURE_WRITE only"):
                 client.publish("w", [Segment(4096)] * 2, fds)
         gpu = Segment(4096, device="GPU-00000000-0000-0000-0000-000000000000")
-        with memfds(1, seals=READ_ONLY) as fds, pytest.raises(ProtocolError, match="neither"):
+        with memfds(1, seals=SHRINK) as fds, pytest.raises(ProtocolError, match="not sealed against shrinking"):
             client.publish("w", [gpu], fds, updatable=True)
+        with open(os.devnull, "rb") as file, pytest.raises(ProtocolError, match="no memory of a GPU"):
+            client.publish("w", [gpu], [file.fileno()], updatable=True)
 
 
 def test_s7_many_pages_come_in_parts(server: KeeperServer) -> None:

@@ -16,9 +16,9 @@ from vram.entries import reading, update
 ROWS = 4096  # 32 KiB an array: more than one page, so that half an update would be seen
 
 
-def publish(name: str = "w", value: int = 1, count: int = 3) -> dict[str, vram.Array]:
+def publish(name: str = "w", value: int = 1, count: int = 3, device: str = "host") -> dict[str, vram.Array]:
     """Publish some arrays that are full of one number, to be updated in place."""
-    arrays = {f"a{number}": vram.empty((ROWS,), "int64", device="host") for number in range(count)}
+    arrays = {f"a{number}": vram.empty((ROWS,), "int64", device=device) for number in range(count)}
     for array in arrays.values():
         array.fill(value)
     vram.publish(name, arrays, updatable=True)
@@ -28,7 +28,7 @@ def publish(name: str = "w", value: int = 1, count: int = 3) -> dict[str, vram.A
 def seen(lease: vram.Lease, timeout: float = 20.0) -> tuple[int, list[int]]:
     """Return the version of a section, and which numbers stand in its arrays."""
     with lease.reading(timeout=timeout) as version:
-        views = [array.numpy() for array in lease.values()]
+        views = [array.numpy() if str(array.device) == "host" else array.to_host() for array in lease.values()]
         return version, sorted({int(number) for view in views for number in np.unique(view)})
 
 
@@ -65,10 +65,10 @@ def _stopping(pipe: Connection, stop_at: int) -> Callable[[str, Any], Any]:
     return wrap
 
 
-def write_stopping(path: str, pipe: Connection, stop_at: int) -> None:
+def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "host") -> None:
     """Publish, and when told begin an update, which stops before its n-th step."""
     os.environ["VRAM_KEEPER"] = path
-    arrays = publish()
+    arrays = publish(device=device)
     pipe.send("published")
     pipe.recv()
     wrap = _stopping(pipe, stop_at)

@@ -212,6 +212,7 @@ class Standin:
         for name in ("calls", "would_hang", "would_crash", "illegal", "faults_played", "called"):
             getattr(library, f"vram_standin_{name}").restype = ctypes.c_long
         library.vram_standin_fail.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
+        library.vram_standin_capture.argtypes = [ctypes.c_void_p]
         library.vram_standin_set_free.argtypes = [ctypes.c_int, ctypes.c_ulonglong]
         library.vram_standin_called.argtypes = [ctypes.c_char_p, ctypes.c_long]
 
@@ -289,6 +290,10 @@ class Standin:
     def fabric(self, on: bool = True) -> None:
         """Let fabric handles work, or not, in this process; ``VRAM_STANDIN_FABRIC`` says it for children."""
         self._library.vram_standin_fabric(int(on))
+
+    def capture(self, stream: int) -> None:
+        """Have a stream say that it captures a graph, so that neither it nor its context can be waited for; 0: none."""
+        self._library.vram_standin_capture(stream)
 
     def defer(self, on: bool = True) -> None:
         """Leave asynchronous work undone until something waits for it; off runs what is pending."""

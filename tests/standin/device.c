@@ -541,6 +541,7 @@ static CUresult f_cuCtxGetApiVersion(CUcontext handle, unsigned *out) {
 
 static CUresult f_cuCtxSynchronize(void) {
     ENTER_CONTEXT;
+    NEED(!capturing, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     drain_context(context);
     return context->sticky;
 }
@@ -551,6 +552,7 @@ static CUresult f_cuCtxSynchronize_v2(CUcontext handle) {
     if (handle) context = find_context(handle);
     else TRY(current_context(&context));
     NEED(context, CUDA_ERROR_INVALID_CONTEXT);
+    NEED(!capturing, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     drain_context(context);
     return context->sticky;
 }

@@ -285,6 +285,12 @@ EXPORT void vram_standin_fabric(int on) { // as VRAM_STANDIN_FABRIC, from now on
     pthread_mutex_unlock(&mutex);
 }
 
+EXPORT void vram_standin_capture(CUstream stream) { // 0: none
+    pthread_mutex_lock(&mutex);
+    capturing = stream;
+    pthread_mutex_unlock(&mutex);
+}
+
 EXPORT void vram_standin_defer(int on) { // off: what is pending is run first
     pthread_mutex_lock(&mutex);
     if (!on) drain_all();

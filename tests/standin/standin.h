@@ -140,6 +140,7 @@ typedef struct Config {
 } Config;
 extern Config config;
 extern bool initialized, forked, deferring;
+extern CUstream capturing; // says that it captures a graph; 0: none
 extern long would_hang, would_crash, illegal_accesses;
 
 /* ---- devices and contexts (device.c) ---- */

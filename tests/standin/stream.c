@@ -45,6 +45,7 @@ typedef struct Work {
 } Work;
 
 static Stream *all_streams;
+CUstream capturing;
 
 /* ---- doing work ---- */
 
@@ -266,6 +267,7 @@ static CUresult f_cuStreamSynchronize(CUstream handle) {
     ENTER_CONTEXT;
     Stream *stream;
     TRY(find_stream(&stream, handle, context));
+    NEED(!capturing || handle != capturing, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     if (stream == legacy_stream(stream->context)) order_with_legacy(stream); // others wait for what was issued before them only
     drain(stream);
     return stream->context->sticky;
@@ -337,7 +339,7 @@ static CUresult f_cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *ou
     ENTER_CONTEXT;
     TRY(check_stream(context, handle));
     NEED(out, CUDA_ERROR_INVALID_VALUE);
-    *out = CU_STREAM_CAPTURE_STATUS_NONE;
+    *out = capturing && handle == capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
 

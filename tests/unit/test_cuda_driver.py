@@ -721,6 +721,7 @@ def everything(cuda: CudaDriver) -> None:
         cuda.copy_async(two.address, one.address, 8, stream)
         cuda.event_record(event, stream)
         cuda.stream_wait(stream, event, OTHER)
+        assert not cuda.stream_is_capturing(stream, OTHER)
         cuda.event_synchronize(event)
         assert cuda.event_is_done(event)
         cuda.stream_synchronize(stream, OTHER)
@@ -739,6 +740,24 @@ def test_threads_without_a_context_can_do_everything(cuda: CudaDriver) -> None:
         assert int(api.cuCtxGetCurrent()[1]) == 0
 
     in_thread(work)
+
+
+def test_a_stream_says_whether_it_captures(cuda: CudaDriver, control: standin.Standin) -> None:
+    stream, other = cuda.stream_create(GPU), cuda.stream_create(GPU)
+    try:
+        control.capture(stream)
+        assert cuda.stream_is_capturing(stream, GPU)
+        assert not cuda.stream_is_capturing(other, GPU)
+        with control.failing("cuStreamIsCapturing", code=906):  # the legacy stream, which waits for one that does
+            assert cuda.stream_is_capturing(1, GPU)
+        with pytest.raises(DriverError, match="end the capture first"):
+            cuda.synchronize(GPU)
+    finally:
+        control.capture(0)
+        cuda.stream_destroy(stream)
+        cuda.stream_destroy(other)
+    with pytest.raises(UsageError, match="no stream"):
+        cuda.stream_is_capturing(stream, GPU)
 
 
 def test_the_context_of_the_thread_is_as_before(cuda: CudaDriver, control: standin.Standin) -> None:

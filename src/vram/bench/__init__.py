@@ -48,7 +48,7 @@ GPU_NAMES = {
     "attach": "64 segments by name, mapped and readable; against bare import, map and set_access",
     "handover": "an array to another process and back; against a raw unix socket, and torch's tensors",
     "share": "memory of any kind lent to another process; against bare calls of each route, torch, raw sockets",
-    "engine": "memory asleep and awake, many arrays grown, tensors in a pool; against copies, bare calls, torch",
+    "engine": "memory asleep and awake, arrays grown, a pool, weights updated; against copies, bare calls, torch",
     "weights": "a file of weights to the GPU; against the pinned copy rate, and reading it at all",
     "keeper": "a keeper full of GPU memory: its own size, and that it has no context",
 }

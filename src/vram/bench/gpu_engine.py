@@ -1,4 +1,5 @@
-"""What engines do with GPU memory: it sleeps and wakes, many tensors grow at once, PyTorch allocates it in a pool."""
+"""What engines do with GPU memory: it sleeps and wakes, many tensors grow at once, PyTorch allocates it in a pool, and
+weights are updated in place."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from .. import driver as drivers
 from ..spec import Location, format_size
 from .bare_calls import Bare, bare_calls, ordinal_of
 from .gpu_torch import torch_on
+from .gpu_update import updates
 from .machine import fitting
 from .measure import Figure, Result, Row, in_turns, timed
 
@@ -57,12 +59,13 @@ def measure(quick: bool, location: Location) -> Result:
     with _trimmed():
         rows += _all_at_once(location, nbytes, rounds, notes)
     rows += _in_torchs_pool(quick, location, notes)
+    rows += updates(quick, location, notes)
     notes.append(
         f"the second time and later: the pinned memory is there. The plain copy is one call after the other on one "
         f"stream, through {format_size(min(_WINDOW, nbytes))} of pinned memory that it uses again and again. Asleep, "
         f"memory is with the device; awake, every byte is back"
     )
-    return Result("engine", "GPU memory asleep and awake, and in PyTorch's hands", rows, notes)
+    return Result("engine", "GPU memory asleep and awake, in PyTorch's hands, and updated in place", rows, notes)
 
 
 @contextlib.contextmanager

@@ -429,6 +429,15 @@ class StreamOrdered(Protocol):
     def stream_synchronize(self, stream: int, location: Location) -> None:
         """Return when a stream is done with what was put on it so far."""
 
+    def stream_is_capturing(self, stream: int, location: Location) -> bool:
+        """Whether what is put on a stream goes into a graph, to be done when that is launched, and not now.
+
+        Raises
+        ------
+        UsageError
+            If it is no stream.
+        """
+
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
         """Have a stream wait, on the device, until what an event recorded is done. UsageError if it is no stream."""
 

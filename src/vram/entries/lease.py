@@ -408,15 +408,22 @@ class Lease(Owned, Mapping[str, Array]):
 
         return is_torn(self._client, self._attachment, self._words)
 
-    def reading(self, *, timeout: float | None = TIMEOUT) -> Section:
+    def reading(self, *, stream: object = None, timeout: float | None = TIMEOUT) -> Section:
         """Return a section for a ``with`` block: inside it no byte of the entry changes.
 
         ``with lease.reading() as version:`` waits until no update is under way, and keeps the publisher from beginning
         one until the block ends. `version` is 1 for what was published, and 1 more for each update since. It costs no
         call of the keeper. Keep sections short: the publisher waits for them. They nest; each thread has its own.
 
+        Where memory of a GPU is in the entry, the block's end waits for the work of this process on that GPU, which
+        may still read it; with `stream` for the work on that one alone. A section costs nothing else there.
+
         Parameters
         ----------
+        stream : int or object, optional
+            The one stream by which the block reads memory of a GPU: its number, or an object of torch, CuPy, Numba or
+            cuda.core. It may not capture a graph: what is captured reads when the graph is launched, which is where
+            the section belongs.
         timeout : float or None
             Seconds to wait for an update that is under way; None waits for ever.
 
@@ -424,9 +431,9 @@ class Lease(Owned, Mapping[str, Array]):
         ------
         UsageError
             If it was not published with ``updatable=True``, or this lease is a private copy (``access="cow"``), which
-            keeps pages that were written here and shows updates in the others.
+            keeps pages that were written here and shows updates in the others; if `stream` is none, or captures.
         UnsupportedError
-            If the kernel has no ``membarrier``, or keeps it from this process.
+            If the kernel has no ``membarrier``, or keeps it from this process; with `stream`, for memory of the host.
         ClosedError, ForkedError
             If the lease was closed; in a forked child, whose parent has it.
         CapacityError
@@ -438,7 +445,8 @@ class Lease(Owned, Mapping[str, Array]):
         way after `timeout` seconds, PeerGoneError if the keeper went away meanwhile.
 
         When it ends: TornError or PeerGoneError if the lease was over before, because its connection was, so that the
-        publisher did not wait for this section.
+        publisher did not wait for this section. DriverError if the GPU cannot be waited for, such as while a graph is
+        captured: the section has not ended then, and keeps the publisher out until the lease is closed.
         """
         self.handle  # noqa: B018
         page = self._page
@@ -446,7 +454,7 @@ class Lease(Owned, Mapping[str, Array]):
             from .reading import page_of
 
             page = page_of(self)
-        return page.section(timeout)
+        return page.section(stream, timeout)
 
     def wait(self, *, newer_than: int, timeout: float | None = None) -> int:
         """Wait until an update after the one of a number is complete, and return the number of the newest.

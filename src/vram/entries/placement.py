@@ -294,9 +294,6 @@ class Placement:
         known: dict[Region, str] = {}
         finder = Finder() if lends else None
         self.items = [_look(name, value, writable, finder, known, updatable) for name, value in arrays.items()]
-        if updatable:
-            for item in self.items:
-                _check_place(item)
         if not self.items:
             raise UsageError(f"there is nothing to {'lend' if lends else 'publish'}: the mapping is empty")
         self.spans: dict[Handle, SharedSpan] = {}
@@ -463,12 +460,16 @@ class Placement:
             region.freeze()
             RegionViews.of(region).freeze_views()
 
-    def guard(self, fds: Sequence[int]) -> None:
-        """Have nobody map what is behind the descriptors writable any more; this process's mappings stay so."""
+    def guard(self, fds: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Have nobody map what is behind the descriptors writable any more; this process's mappings stay so.
+
+        Nothing seals memory of a GPU: each reader maps it as it pleases (S8).
+        """
         from ..driver import words  # few update in place
 
-        for fd in fds:
-            words.guard(fd)
+        for fd, segment in zip(fds, segments, strict=False):  # the page of its publisher is among the segments
+            if segment.device == "host":
+                words.guard(fd)
 
     def arrays(self) -> dict[str, Array]:
         """Return arrays over what is published, where it is, that keep it for this process, which updates it."""
@@ -625,16 +626,6 @@ def _place(item: PlannedArray) -> Location:
     """Where a packed array goes: to where it is."""
     source = item.source
     return Location("cuda", source.gpu) if isinstance(source, CudaSource) else HOST
-
-
-def _check_place(item: PlannedArray) -> None:
-    """Raise UnsupportedError for what cannot be updated in place yet."""
-    place = _place(item) if item.region is None else item.region.location
-    if place != HOST:
-        raise UnsupportedError(
-            f"array {item.name!r:.80}: updating memory in place", "memory of the host", f"it is on {place}",
-            "Publish a new version instead; nothing orders the work of a GPU with an update yet",
-        )  # fmt: skip
 
 
 def _why_not(region: Region, writable: bool, lends: bool, updatable: bool) -> str:

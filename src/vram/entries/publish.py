@@ -98,9 +98,10 @@ def publish(
         published with ``writable=True`` is seen in any case, also beyond the arrays.
     updatable : bool
         Keep the memory writable for this process, and for no other, so that :func:`vram.update` can put new bytes into
-        it under its readers, who see them between two of their sections (:meth:`Lease.reading`). Memory of the host
-        only, for now. What has left this process before is copied, since others may be able to write to it. A forked
-        child shares this process's mapping. Once this process is gone, only a new publication replaces it.
+        it under its readers, who see them between two of their sections (:meth:`Lease.reading`). What has left this
+        process before is copied, since others may be able to write to it. A forked child shares this process's mapping.
+        Once this process is gone, only a new publication replaces it. No kernel seals memory of a GPU: there, "no
+        other" is what readers map, and no security boundary.
     keeper : Keeper, str or PathLike, optional
         Whom to give it to; see :func:`vram.attach`.
 
@@ -122,7 +123,7 @@ def publish(
     OutOfMemoryError
         If a copy is needed and there is no room for it.
     UnsupportedError
-        With `updatable` for memory of a GPU, or where the kernel lacks ``membarrier``.
+        With `updatable` where the kernel lacks ``membarrier``.
     BusyError
         If memory of the host is to be read-only, and something else can write to it: another process that has it
         mapped, a forked child, or a device that it is pinned for. A process that it was sent to has it mapped until
@@ -244,7 +245,7 @@ def _publish(
                     plan.freeze()
                 fds = plan.descriptors()
             else:
-                fds = writer.guarded(cast("Placement", plan))
+                fds = writer.guarded(cast("Placement", plan), segments)
             return client.publish(
                 name,
                 segments,

@@ -9,10 +9,14 @@ The words that both sides look at are in shared memory, so that a section costs 
 A thread enters by setting its word and *then* looking whether an update is under way; if so it takes its word back and
 waits. The publisher says that it updates and *then*, behind a barrier that it has all readers' threads execute, looks
 at the words: so one of the two sees the other (:mod:`vram.driver.words`, decision 038).
+
+Of memory of a GPU the words say as much: a reader waits for its work on the GPU before it takes its word back, and the
+publisher for its own before it says that the update is over (decision 041).
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -22,6 +26,8 @@ import weakref
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..arrays.streams import as_stream
+from ..driver.protocol import StreamOrdered
 from ..errors import (
     BusyError,
     CapacityError,
@@ -29,17 +35,24 @@ from ..errors import (
     NotFoundError,
     PeerGoneError,
     TornError,
+    UnsupportedError,
     UsageError,
+    VramError,
     WaitTimeoutError,
 )
 from ..keeper.updates import give_page, update_state
 from ..sharing.channel import check_timeout, close_fds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..keeper.client import Attachment, KeeperClient
+    from ..memory import Region
+    from ..spec import Location
 
 __all__ = [
-    "QUIET", "STATE", "TORN", "UPDATING", "VERSION", "Page", "Section", "is_torn", "page_of", "wait_for", "words_of",
+    "QUIET", "STATE", "TORN", "UPDATING", "VERSION", "Gpus", "Page", "Section", "is_torn", "page_of", "wait_for",
+    "words_of",
 ]  # fmt: skip
 
 VERSION, STATE = 0, 1  # the publisher's words
@@ -57,8 +70,50 @@ class Leased(Protocol):
     _attachment: Attachment
     _client: KeeperClient
     _page: Page | None
+    _regions: tuple[Region, ...]
     _words: memoryview | None
     access: str
+
+
+class Gpus:
+    """The GPUs that work here on what is updated, and how to wait for them; false if it is on the host."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        found: dict[Location, Any] = {place: region.driver for region in regions for place in region.users}
+        self._places = tuple([item for item in found.items() if isinstance(item[1], StreamOrdered)])
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def stream(self, stream: object) -> int:
+        """Return the number of a stream that will be waited for.
+
+        Raises
+        ------
+        UsageError
+            If it is none, or captures a graph.
+        UnsupportedError
+            If there is only memory of the host.
+        """
+        if not self._places:
+            raise UnsupportedError("streams", "memory of a GPU", "memory of the host", "Leave out stream=")
+        number = as_stream(stream)
+        if any(driver.stream_is_capturing(number, place) for place, driver in self._places):
+            raise UsageError(
+                f"stream {number:#x} captures a graph: what is put on it is done when the graph is launched, and not "
+                f"in this block. Enter the block where you launch the graph"
+            )
+        return number
+
+    def synchronize(self, stream: int | None) -> None:
+        """Wait for the work on a stream; without one for all work of this process on these GPUs."""
+        for place, driver in self._places:
+            if stream is None:
+                driver.synchronize(place)
+            else:
+                driver.stream_synchronize(stream, place)  # 1 and 2 are others on each GPU
 
 
 def is_torn(client: KeeperClient, leased: Attachment, words: memoryview) -> bool:
@@ -129,7 +184,7 @@ def page_of(lease: Leased) -> Page:
     with _making:
         page = lease._page
         if page is None:
-            page = lease._page = Page(lease._client, lease._attachment, words)
+            page = lease._page = Page(lease._client, lease._attachment, words, Gpus(lease._regions))
         if not page.is_given:
             page.give()
     return page
@@ -142,17 +197,19 @@ class Page:
     ----------
     is_given : bool
         Whether the keeper has it, and so the publisher can: no thread enters a section before.
+    gpus : Gpus
+        Whose work a section waits for at its end.
     """
 
     __slots__ = (
-        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_words", "is_given", "slots", "slots_of",
+        "__weakref__", "_client", "_fds", "_leased", "_numbers", "_words", "gpus", "is_given", "slots", "slots_of",
     )  # fmt: skip
 
-    def __init__(self, client: KeeperClient, leased: Attachment, words: memoryview) -> None:
+    def __init__(self, client: KeeperClient, leased: Attachment, words: memoryview, gpus: Gpus) -> None:
         from ..driver import words as shared
 
         _register()
-        self._client, self._leased, self._words = client, leased, words
+        self._client, self._leased, self._words, self.gpus = client, leased, words, gpus
         self.is_given = False
         self.slots_of: dict[int, _Slot] = {}
         self._numbers = itertools.count()
@@ -173,11 +230,11 @@ class Page:
     def __del__(self) -> None:
         close_fds(getattr(self, "_fds", ()))
 
-    def section(self, timeout: float | None) -> Section:
+    def section(self, stream: object, timeout: float | None) -> Section:
         """Return a section of the calling thread, to be entered."""
         if timeout is not None and not (type(timeout) is float and timeout >= 0):
             timeout = check_timeout(timeout)
-        return Section(self, timeout)
+        return Section(self, None if stream is None else self.gpus.stream(stream), timeout)
 
     def slot(self) -> _Slot:
         """Return this thread's word, which no other has as long as the thread lives."""
@@ -247,7 +304,7 @@ class Page:
                     f"by the process of uid {self._leased.owner} that published it"
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_PAUSE)
+            pause = min(pause * 1.1, _LAST_PAUSE)  # late by a tenth of what it has waited, at most
 
 
 class _Slot:
@@ -264,14 +321,16 @@ class _Slot:
 class Section:
     """Made by :meth:`Lease.reading`; enter it once, by ``with``."""
 
-    __slots__ = ("_page", "_slot", "_timeout")
+    __slots__ = ("_page", "_slot", "_stream", "_timeout")
 
     # Whoever enters is noted first, and the word set last; whoever leaves the other way round. An interrupt may keep
-    # `__exit__` from beginning: then the section ends when it is dropped, as the block has (I12).
+    # `__exit__` from beginning: then the section ends when it is dropped, as the block has (I12). Where the GPU cannot
+    # be waited for, the word stays, and keeps the publisher out until the lease ends.
 
-    def __init__(self, page: Page, timeout: float | None) -> None:
+    def __init__(self, page: Page, stream: int | None, timeout: float | None) -> None:
         self._slot: _Slot | None = None
         self._page = page
+        self._stream = stream
         self._timeout = timeout
 
     def __enter__(self) -> int:
@@ -289,15 +348,19 @@ class Section:
             try:
                 self._page.wait(slot, self._timeout)
             except BaseException as error:
-                self.__exit__(type(error))
+                self._leave(slot, type(error))  # nothing was read
                 raise
         slot.version = version = slot.words[VERSION]
         return version
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         slot = self._slot
-        if slot is None:
-            return
+        if slot is not None:
+            if self._page.gpus:
+                self._page.gpus.synchronize(self._stream)
+            self._leave(slot, kind)
+
+    def _leave(self, slot: _Slot, kind: type[BaseException] | None) -> None:
         version, state = slot.words[VERSION], slot.words[STATE]  # first: then the publisher may go on
         self._slot = None
         slot.depth -= 1
@@ -309,7 +372,8 @@ class Section:
 
     def __del__(self) -> None:
         if getattr(self, "_slot", None) is not None:
-            self.__exit__(GeneratorExit)  # nobody could be told anything here
+            with contextlib.suppress(VramError):  # nobody could be told anything here
+                self.__exit__(GeneratorExit)
 
 
 def words_of(fd: int, name: str) -> memoryview:

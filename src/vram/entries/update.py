@@ -7,7 +7,8 @@
 3. The keeper sends the page of each lease on the version; this waits until each was seen without a thread in a section,
    or its lease is over. Which pages there are does not change any more: who attaches now sees the word.
 4. The block writes.
-5. Behind another barrier the version is counted, and the word says that all is quiet; then the keeper is told.
+5. This waits for what the block had GPUs do. Behind another barrier the version is counted, and the word says that all
+   is quiet; then the keeper is told.
 
 Whatever ends this before 4 takes the word back, and nothing has changed. Whatever ends it in 4 leaves the entry torn.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
 from ..sharing.channel import OwnedFds, check_timeout, close_fds
 from .keepers import TIMEOUT, connect
-from .reading import QUIET, STATE, TORN, UPDATING, VERSION
+from .reading import QUIET, STATE, TORN, UPDATING, VERSION, Gpus
 
 if TYPE_CHECKING:
     from ..keeper import messages as m
@@ -49,6 +50,7 @@ def update(
     name: str,
     *,
     timeout: float | None = TIMEOUT,
+    stream: object = None,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Update:
     """Put new bytes into what this process published with ``updatable=True``, under its readers.
@@ -61,12 +63,17 @@ def update(
     :class:`~vram.errors.TornError` until the next update is complete. What is written outside of such a block, readers
     may see at any time.
 
+    Memory of a GPU may be written on any stream. Readers have waited for their own work there when the block begins,
+    and at its end this waits for all work of this process on the GPU; with `stream` for the work on that one alone.
+
     Parameters
     ----------
     name : str
         What it was published as.
     timeout : float or None
         Seconds to wait for the readers that are in a section, and for another thread's update; None waits for ever.
+    stream : int or object, optional
+        The one stream that the block writes by: its number, or an object of torch, CuPy, Numba or cuda.core.
     keeper : Keeper, str or PathLike, optional
         Whom it was published to; see :func:`vram.attach`.
 
@@ -83,15 +90,18 @@ def update(
     AccessDeniedError
         If another process published it, or nobody who still lives.
     UsageError
-        If it was published without ``updatable=True``.
+        If it was published without ``updatable=True``; if `stream` is none, or captures a graph: what is captured is
+        not done in the block.
     NotFoundError
         If there is nothing under that name, or it was replaced or removed.
     PeerGoneError
         If there is no keeper. At the end of the block: the update is complete all the same.
     UnsupportedError
-        If the kernel lacks ``membarrier``.
+        If the kernel lacks ``membarrier``; with `stream`, for memory of the host.
+    DriverError
+        At the end of the block: if a GPU cannot be waited for, such as while a graph is captured. The entry is torn.
     """
-    return Update(check_name(name), check_timeout(timeout), keeper)
+    return Update(check_name(name), check_timeout(timeout), stream, keeper)
 
 
 class Writer:
@@ -105,6 +115,7 @@ class Writer:
         self.name, self.version = "", 0
         self.pid = os.getpid()
         self.arrays: dict[str, Array] = {}
+        self.gpus = Gpus(())
         self.lock = threading.Lock()  # had by whoever updates
         self.owner = 0  # the thread that does
         self._fds: list[int] = []
@@ -116,11 +127,12 @@ class Writer:
             raise
         self.segment = Segment(shared.PAGE)
 
-    def guarded(self, plan: Placement) -> list[int]:
+    def guarded(self, plan: Placement, segments: Sequence[Segment]) -> list[int]:
         """Return the descriptors of what is published, which nobody can map writable from now on; the page's last."""
         self.arrays = plan.arrays()
+        self.gpus = Gpus([array.region for array in self.arrays.values()])
         fds = plan.descriptors()
-        plan.guard(fds)
+        plan.guard(fds, segments)
         return [*fds, *self._fds]
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
@@ -145,8 +157,11 @@ class Update:
     # What has been done is noted before it is done, and undone in any order: an interrupt may come between any two
     # calls. One that keeps `__exit__` from beginning leaves the rest to `__del__`, which only stores words (I3, I12).
 
-    def __init__(self, name: str, timeout: float | None, keeper: Keeper | str | os.PathLike[str] | None) -> None:
-        self._name, self._timeout, self._keeper = name, timeout, keeper
+    def __init__(
+        self, name: str, timeout: float | None, stream: object, keeper: Keeper | str | os.PathLike[str] | None
+    ) -> None:
+        self._name, self._timeout, self._stream, self._keeper = name, timeout, stream, keeper
+        self._number: int | None = None  # the stream's
         self._client: KeeperClient | None = None
         self._writer: Writer | None = None
         self._held: list[threading.Lock] = []  # the lock, while this has it
@@ -161,6 +176,8 @@ class Update:
             writer = (client.writers or {}).get(self._name)
             if writer is None:
                 raise self._not_ours(client)
+            if self._stream is not None:
+                self._number = writer.gpus.stream(self._stream)
             self._take(writer, until)
             arrays = dict(writer.arrays)
             self._begin(client, writer, until)
@@ -193,6 +210,8 @@ class Update:
         words[STATE] = UPDATING
         shared.barrier()
         self._wait(client, writer, until)
+        if self._after == TORN:
+            writer.gpus.synchronize(None)  # what a block that raised has left behind must not come after this one
         shared.barrier()  # what readers loaded in their sections, they have loaded by now
 
     def _wait(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
@@ -259,6 +278,11 @@ class Update:
         if writer is not None and kind is None:
             if writer.pid != os.getpid():
                 raise ForkedError("the update belongs to the parent of this fork")
+            try:
+                writer.gpus.synchronize(self._number)
+            except BaseException:
+                self._end()
+                raise
             shared.barrier()  # what the block stored comes before what is stored now
             writer.words[VERSION] += 1
             self._after = QUIET

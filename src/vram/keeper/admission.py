@@ -62,8 +62,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     what : str
         Its place in the message, for errors.
     updatable : bool
-        Whether its publisher goes on writing, and nobody else ever can: then ``F_SEAL_FUTURE_WRITE`` is enough, and
-        memory of a GPU, which has no such thing, is not taken.
+        Whether its publisher goes on writing, and nobody else ever can: then ``F_SEAL_FUTURE_WRITE`` is enough.
 
     Raises
     ------
@@ -96,7 +95,7 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
         raise UnsupportedError(
             f"{what} on {device!r}", "memory behind a descriptor (kind 1)", f"kind {kind}", "Copy it to the host"
         )
-    if device.startswith("GPU-") and not updatable:
+    if device.startswith("GPU-"):
         return _admit_gpu(fd, size, what)
     if device != "host":
         raise InadmissibleError(f'{what} is said to be on {device[:64]!r}, which is neither "host" nor a GPU\'s UUID')

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ...errors import DeviceLostError, DriverError, OutOfMemoryError
 
 __all__ = [
+    "CAPTURE_IMPLICIT",
     "INVALID_CONTEXT",
     "INVALID_DEVICE",
     "INVALID_HANDLE",
@@ -34,6 +35,7 @@ NOT_FOUND = 500
 NOT_READY = 600
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
+CAPTURE_IMPLICIT = 906
 UNKNOWN = 999
 
 # After one of these nothing of the driver works any more in this process. Not 46: that device is somebody else's.
@@ -45,6 +47,7 @@ _REMEDIES = {
     100: "no GPU is visible; see CUDA_VISIBLE_DEVICES",
     201: "no context of the device is current",
     205: "the memory is already mapped",
+    900: "a stream is capturing a graph, whose work nobody can wait for: end the capture first",
     803: "the CUDA library and the kernel's NVIDIA driver are of different releases; reboot or reinstall",
     804: "the CUDA compatibility library does not support this GPU",
 }

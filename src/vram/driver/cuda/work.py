@@ -17,7 +17,7 @@ from .. import libc
 from .attributes import DEVICE_ORDINAL, attribute
 from .bindings import Bindings, check_numbers
 from .devices import DEVICE, Current, Device, Devices
-from .failures import INVALID_HANDLE, INVALID_VALUE, NOT_READY
+from .failures import CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY
 from .objects import Counted, CudaMapping, Taken
 from .sharing import SharingCalls
 
@@ -146,6 +146,19 @@ class WorkCalls(SharingCalls):
 
     def stream_synchronize(self, stream: int, location: Location) -> None:
         self._on(self._devices.device(location)).run(lambda: self._call("cuStreamSynchronize", stream))
+
+    def stream_is_capturing(self, stream: int, location: Location) -> bool:
+        def is_capturing() -> bool:
+            try:
+                return int(self._call("cuStreamIsCapturing", stream)) != 0
+            except DriverError as error:
+                if error.code == CAPTURE_IMPLICIT:  # a stream that the legacy one waits for does
+                    return True
+                if error.code != INVALID_HANDLE:
+                    raise
+                raise UsageError(f"stream_is_capturing: {stream:#x} is no stream (any more)") from None
+
+        return self._on(self._devices.device(location)).run(is_capturing)
 
     def stream_wait(self, stream: int, event: int, location: Location) -> None:
         def wait() -> None:

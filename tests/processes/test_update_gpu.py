@@ -1,0 +1,341 @@
+"""Updates in place of memory of a GPU: its work is ordered with the sections of readers (I14, S10)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.keeper_here import later
+from tests.processes import update_children as children
+from tests.processes.test_update import child, tear, write
+from tests.processes.update_children import ROWS, publish, seen
+
+import standin
+import vram
+from vram import driver as drivers
+from vram.errors import (
+    AsleepError,
+    BusyError,
+    DriverError,
+    ReadOnlyError,
+    TornError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.spec import Location
+from vram.testing.keeper import SOON
+
+pytestmark = [pytest.mark.usefixtures("kept")]
+GPU, OTHER = "cuda:0", "cuda:1"
+HERE = Location("cuda", 0)
+NBYTES = 8 * ROWS
+
+
+@pytest.fixture
+def streams() -> Iterator[list[int]]:
+    """Three streams that wait for no other."""
+    driver: Any = drivers.get(HERE)
+    made: list[int] = []
+    try:
+        made += [driver.stream_create(HERE) for _ in range(3)]
+        yield made
+    finally:
+        for stream in made:
+            driver.stream_destroy(stream)
+
+
+def fill(array: vram.Array, value: int, stream: int) -> None:
+    """Fill an array with a byte, on a stream."""
+    driver: Any = drivers.get(HERE)
+    driver.fill_async(array.address, value, array.nbytes, stream)
+
+
+def copied(source: vram.Array, target: vram.Array, stream: int) -> None:
+    """Copy one array into another, on a stream."""
+    driver: Any = drivers.get(HERE)
+    driver.copy_async(target.address, source.address, source.nbytes, stream)
+
+
+class GpuUpdates:
+    @pytest.fixture(autouse=True)
+    def deferred(self) -> Iterator[None]:
+        """On the stand-in work is left undone until somebody waits for it, so that a missing wait is seen."""
+        if os.environ.get("VRAM_TEST_GPU"):
+            yield
+            return
+        standin.Standin().defer()
+        try:
+            yield
+        finally:
+            standin.Standin().capture(0)
+            standin.Standin().defer(False)
+
+    # -- one process, in words ------------------------------------------------------------------------------------
+    def test_an_update_puts_new_bytes_into_the_same_memory(self) -> None:
+        mine = publish(device=GPU)
+        with vram.attach("w") as lease:
+            where = {name: array.address for name, array in lease.items()}
+            assert (lease.updatable, lease.torn, lease.version) == (True, False, 1)
+            assert seen(lease) == (1, [1])
+            with vram.update("w") as arrays:
+                assert {name: array.address for name, array in arrays.items()} == {
+                    name: array.address for name, array in mine.items()
+                }
+                assert not any(array.readonly for array in arrays.values())
+                for array in arrays.values():
+                    array[:] = np.full(ROWS, 7)
+            assert seen(lease) == (2, [7])
+            assert {name: array.address for name, array in lease.items()} == where
+            assert lease.wait(newer_than=1, timeout=0) == 2
+
+    def test_who_reads_cannot_write(self) -> None:
+        """By its own mapping, which is no security boundary on a GPU."""
+        publish(device=GPU)
+        with vram.attach("w") as lease:
+            assert lease["a0"].readonly
+            with pytest.raises(ReadOnlyError):
+                lease["a0"][:] = 1
+            with pytest.raises(UsageError):
+                drivers.get(HERE).fill(lease["a0"].address, 9, 10)
+            assert seen(lease) == (1, [1])
+        with pytest.raises(vram.errors.AccessDeniedError):
+            vram.attach("w", access="rw")
+
+    def test_memory_of_both_kinds_and_copies_are_updated_together(self) -> None:
+        with vram.zeros(100, "int64", device=GPU) as left:
+            vram.publish("other", {"left": left}, writable=True)
+            receipt = vram.publish("w", {"here": np.zeros(5, "int64"), "there": left}, updatable=True)
+            assert set(receipt.copied) == {"here", "there"}
+            assert "left this process before" in receipt.copied["there"]
+        with vram.attach("w") as lease:
+            assert [str(array.device) for array in lease.values()] == ["host", GPU]
+            write(3)
+            assert seen(lease) == (2, [3])
+
+    # -- the order of work on the GPU -----------------------------------------------------------------------------
+    @pytest.mark.parametrize("named", [True, False], ids=["stream", "all"])
+    def test_what_a_section_had_the_gpu_read_is_read_before_the_next_update(
+        self, streams: list[int], named: bool
+    ) -> None:
+        publish(device=GPU, count=1)
+        with vram.attach("w") as lease, vram.zeros(ROWS, "int64", device=GPU) as target:
+            with lease.reading(stream=streams[0] if named else None):
+                copied(lease["a0"], target, streams[0])
+            write(2)
+            drivers.get(HERE).synchronize(HERE)
+            assert np.unique(target.to_host()).tolist() == [1]
+
+    @pytest.mark.parametrize("named", [True, False], ids=["stream", "all"])
+    def test_what_an_update_had_the_gpu_write_is_there_when_it_is_announced(
+        self, streams: list[int], named: bool
+    ) -> None:
+        publish(device=GPU, count=1)
+        with vram.attach("w") as lease, vram.zeros(ROWS, "int64", device=GPU) as target:
+            with vram.update("w", stream=streams[0] if named else None) as arrays:
+                fill(arrays["a0"], 1, streams[0])
+            with lease.reading(stream=streams[1]):
+                copied(lease["a0"], target, streams[1])
+            assert np.unique(target.to_host()).tolist() == [0x0101010101010101]
+
+    def test_an_inner_section_waits_for_a_stream_of_its_own(self, streams: list[int]) -> None:
+        publish(device=GPU, count=1)
+        with vram.attach("w") as lease, vram.zeros(ROWS, "int64", device=GPU) as target:
+            with lease.reading(stream=streams[0]), lease.reading(stream=streams[1]):
+                copied(lease["a0"], target, streams[1])
+            write(2)
+            drivers.get(HERE).synchronize(HERE)
+            assert np.unique(target.to_host()).tolist() == [1]
+
+    def test_what_an_interrupt_leaves_of_a_section_waits_for_the_gpu(self, streams: list[int]) -> None:
+        """As if ``__exit__`` had never begun (I12)."""
+        publish(device=GPU, count=1)
+        with vram.attach("w") as lease, vram.zeros(ROWS, "int64", device=GPU) as target:
+            section = lease.reading(stream=streams[0])
+            section.__enter__()
+            copied(lease["a0"], target, streams[0])
+            del section
+            gc.collect()
+            write(2)
+            drivers.get(HERE).synchronize(HERE)
+            assert np.unique(target.to_host()).tolist() == [1]
+
+    # -- torn -----------------------------------------------------------------------------------------------------
+    def test_what_a_torn_update_left_on_the_gpu_does_not_come_after_the_next_one(self, streams: list[int]) -> None:
+        publish(device=GPU, count=1)
+        with vram.attach("w") as lease:
+
+            def begin() -> None:
+                with vram.update("w", stream=streams[0]) as arrays:
+                    fill(arrays["a0"], 99, streams[0])
+                    raise KeyError("wrong")
+
+            with pytest.raises(KeyError):
+                begin()
+            with pytest.raises(TornError):
+                seen(lease)
+            with vram.update("w", stream=streams[1]) as arrays:
+                fill(arrays["a0"], 0, streams[1])
+            drivers.get(HERE).synchronize(HERE)
+            assert seen(lease) == (2, [0])
+
+    def test_a_publisher_may_be_killed_inside(self) -> None:
+        with child(children.write_stopping, 6, GPU) as publisher:
+            assert publisher.said() == "published"
+            with vram.attach("w") as lease:
+                assert seen(lease) == (1, [1])
+                publisher.tell()
+                assert publisher.said().startswith("array")
+                with pytest.raises(WaitTimeoutError):
+                    seen(lease, timeout=0.05)
+                publisher.kill()
+                with pytest.raises(TornError):
+                    seen(lease)
+                assert lease.torn
+        vram.remove("w")
+
+    # -- readers --------------------------------------------------------------------------------------------------
+    def test_a_reader_inside_is_waited_for_and_may_be_killed(self) -> None:
+        publish(device=GPU)
+        with child(children.hold) as reader:
+            pid, version = reader.said()
+            assert version == 1
+            with pytest.raises(BusyError, match=f"pid {pid}"):
+                write(0, timeout=0.05)
+            thread, came = later(functools.partial(write, 2))
+            reader.kill()
+            thread.join(SOON)
+            assert came == [None]
+        with vram.attach("w") as lease:
+            assert seen(lease) == (2, [2])
+
+    def test_readers_in_other_processes_never_see_half_of_an_update(self) -> None:
+        last = 100
+        publish(device=GPU)
+        with contextlib.ExitStack() as stack:
+            readers = [stack.enter_context(child(children.read_until, last)) for _ in range(2)]
+            assert [reader.said() for reader in readers] == ["ready"] * 2
+            for value in range(2, last + 1):
+                write(value, timeout=SOON)
+            for reader in readers:
+                sections = reader.said()
+                assert isinstance(sections, int), sections
+                assert sections > 1
+
+    @pytest.mark.usefixtures("two_gpus")
+    def test_a_reader_on_another_gpu(self) -> None:
+        publish(device=GPU)
+        with vram.attach("w", device=OTHER) as lease:
+            assert lease["a0"].__dlpack_device__() == (2, 1)
+            write(2)
+            assert seen(lease) == (2, [2])
+
+    # -- who may not ----------------------------------------------------------------------------------------------
+    def test_memory_of_the_host_has_no_stream(self, streams: list[int]) -> None:
+        publish()
+        with vram.attach("w") as lease:
+            with pytest.raises(UnsupportedError, match="streams"):
+                lease.reading(stream=streams[0])
+            with pytest.raises(UnsupportedError, match="streams"):
+                vram.update("w", stream=streams[0]).__enter__()
+            assert seen(lease) == (1, [1])
+            write(2)
+            assert seen(lease) == (2, [2])
+
+    def test_what_is_no_stream_is_refused_before_anything_waits(self) -> None:
+        publish(device=GPU)
+        with vram.attach("w") as lease:
+            for wrong in (0, True, "s", -1):
+                with pytest.raises(UsageError):
+                    lease.reading(stream=wrong)
+                with pytest.raises(UsageError):
+                    vram.update("w", stream=wrong).__enter__()
+            assert seen(lease) == (1, [1])
+            write(2)
+            assert seen(lease) == (2, [2])
+
+    def test_what_is_asleep_is_not_published_and_what_is_published_does_not_sleep(self) -> None:
+        with vram.zeros(10, device=GPU) as array:
+            vram.sleep([array], to=None)
+            with pytest.raises(AsleepError):
+                vram.publish("w", {"a": array}, updatable=True)
+            vram.wake([array])
+            vram.publish("w", {"a": array}, updatable=True)
+            with pytest.raises(BusyError):
+                vram.sleep([array], to=None)
+            write(3)
+        with vram.attach("w") as lease:
+            assert seen(lease)[0] == 2
+
+    def test_a_block_that_raises_leaves_it_torn(self) -> None:
+        publish(device=GPU)
+        with vram.attach("w") as lease:
+            tear()
+            assert lease.torn
+            with pytest.raises(TornError):
+                seen(lease)
+            write(3)
+            assert seen(lease) == (2, [3])
+        vram.remove("w")
+
+
+@pytest.mark.standin
+class TestOnTheStandin(GpuUpdates):
+    def test_a_stream_that_captures_is_refused(self, streams: list[int]) -> None:
+        publish(device=GPU)
+        with vram.attach("w") as lease:
+            lease.reading()  # gives the page to the keeper
+            standin.Standin().capture(streams[0])
+            with pytest.raises(UsageError, match="captures a graph"):
+                lease.reading(stream=streams[0])
+            with pytest.raises(UsageError, match="captures a graph"):
+                vram.update("w", stream=streams[0]).__enter__()
+            with lease.reading(stream=streams[1]) as version:
+                assert version == 1
+            with vram.update("w", stream=streams[1]) as arrays:
+                for array in arrays.values():
+                    fill(array, 0, streams[1])
+            standin.Standin().capture(0)
+            assert seen(lease) == (2, [0])
+
+    def test_a_section_that_cannot_wait_does_not_end(self, streams: list[int]) -> None:
+        """Fail closed: the publisher waits until the lease is over."""
+        publish(device=GPU)
+        with vram.attach("w") as lease, vram.attach("w") as other:
+            section = lease.reading()
+            section.__enter__()
+            standin.Standin().capture(streams[0])
+            with pytest.raises(DriverError, match="capturing a graph"):
+                section.__exit__(None, None, None)
+            del section
+            gc.collect()
+            standin.Standin().capture(0)
+            with pytest.raises(BusyError, match="1 of its readers"):
+                write(2, timeout=0.05)
+            lease.close()
+            write(2)
+            assert seen(other) == (2, [2])
+
+    def test_an_update_that_cannot_wait_is_torn(self, streams: list[int]) -> None:
+        publish(device=GPU)
+        with vram.attach("w") as lease:
+            lease.reading()
+            update = vram.update("w", timeout=SOON)
+            with pytest.raises(DriverError, match="capturing a graph"), update:
+                standin.Standin().capture(streams[0])
+            standin.Standin().capture(0)
+            with pytest.raises(TornError):
+                seen(lease)
+            write(2)
+            assert seen(lease) == (2, [2])
+
+
+@pytest.mark.gpu
+class TestOnHardware(GpuUpdates):
+    pass
