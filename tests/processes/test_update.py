@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.keeper_here import later
 from tests.processes import update_children as children
 from tests.processes.update_children import publish, seen
@@ -136,6 +137,46 @@ def test_what_is_copied_is_updated_where_it_was_copied_to() -> None:
     with vram.attach("w") as lease, lease.reading():
         assert (lease["a"].numpy() == 3).all()
         assert lease["empty"].shape == (0,)
+
+
+def test_what_a_loader_publishes_can_be_updated() -> None:
+    with vram.attach_or_publish("w", lambda: {"a": np.ones(100), "b": np.ones(5)}, updatable=True) as lease:
+        assert lease.updatable
+        write(3)
+        assert seen(lease) == (2, [3])
+        with vram.attach_or_publish("w", dict, updatable=True) as again:
+            assert seen(again) == (2, [3])
+    with pytest.raises(UsageError, match="choose one of them"):
+        vram.attach_or_publish("w", dict, updatable=True, writable=True)
+    vram.publish("plain", {"a": np.ones(3)})
+    with vram.attach_or_publish("plain", dict, updatable=True) as lease:
+        assert not lease.updatable
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+def test_a_file_of_weights_can_be_updated(tmp_path: Path, device: str) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"x": np.arange(4), "y": np.ones((2, 3), "int16"), "empty": np.ones((0, 3))}, path)
+    assert vram.publish_file("w", path, device=device, updatable=True).zero_copy
+    with vram.attach("w") as lease:
+        assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
+        with vram.update("w") as arrays:
+            arrays["y"].fill(7)
+        with lease.reading() as version:
+            assert version == 2
+            assert lease["y"].to_host().tolist() == [[7] * 3] * 2
+            assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
+    with pytest.raises(UsageError, match="choose one of them"):
+        vram.publish_file("w", path, device=device, updatable=True, writable=True)
+
+
+def test_what_is_consumed_can_be_updated() -> None:
+    sources: dict[str, Any] = {"a": np.ones(1000), "b": vram.asarray(np.ones(1000), device="host")}
+    vram.publish("w", sources, updatable=True, consume=True)
+    assert not sources
+    with vram.attach("w") as lease:
+        write(3)
+        assert seen(lease) == (2, [3])
 
 
 def test_an_update_keeps_readers_out_and_waits_for_those_inside() -> None:
@@ -276,6 +317,53 @@ def test_a_block_that_raises_leaves_it_torn_until_the_next_one_is_whole() -> Non
         write(3)
         assert not lease.torn
         assert seen(lease) == (2, [3])
+
+
+def test_an_update_of_some_arrays_gets_no_others() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        with vram.update("w", only=["a2", "a0"]) as arrays:
+            assert list(arrays) == ["a0", "a2"]
+            for array in arrays.values():
+                array.fill(5)
+        assert seen(lease) == (2, [1, 5])
+        for wrong in ("a0", [], 5, ["a0", 1]):
+            with pytest.raises(UsageError, match="only"):
+                vram.update("w", only=wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="no array 'x'"):
+            vram.update("w", only=["a0", "x"]).__enter__()
+        assert seen(lease) == (2, [1, 5])
+
+
+def test_what_tore_some_arrays_is_mended_by_who_names_them() -> None:
+    publish()
+    with vram.attach("w") as lease:
+
+        def tear_one() -> None:
+            with vram.update("w", only=["a0"]) as arrays:
+                arrays["a0"].fill(99)
+                raise KeyError("wrong")
+
+        for _ in range(2):
+            with pytest.raises(KeyError):
+                tear_one()
+            with pytest.raises(TornError, match="such as 'a0'"):
+                vram.update("w", only=["a1"]).__enter__()
+            with pytest.raises(TornError):
+                seen(lease)
+            assert lease.torn
+        with vram.update("w", only=["a0", "a1"]) as arrays:
+            for array in arrays.values():
+                array.fill(7)
+        assert seen(lease) == (2, [1, 7])
+        with vram.update("w", only=["a2"]) as arrays:
+            arrays["a2"].fill(7)
+        assert seen(lease) == (3, [7])
+        tear()
+        with pytest.raises(TornError, match="written 2 arrays"):
+            vram.update("w", only=["a0"]).__enter__()
+        write(8)
+        assert seen(lease) == (4, [8])
 
 
 def test_what_was_torn_is_mended_by_a_new_publication() -> None:

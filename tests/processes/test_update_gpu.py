@@ -322,6 +322,64 @@ class TestOnTheStandin(GpuUpdates):
             write(2)
             assert seen(other) == (2, [2])
 
+    def test_an_interrupt_while_a_section_waits_costs_nothing(self, streams: list[int]) -> None:
+        """I12: the section waits once more when it is dropped, and has ended then."""
+        publish(device=GPU, count=1)
+        with vram.attach("w") as lease, vram.zeros(ROWS, "int64", device=GPU) as target:
+
+            def read(stream: int) -> None:
+                with lease.reading(stream=stream):
+                    copied(lease["a0"], target, stream)
+                    standin.Standin().interrupt("cuStreamSynchronize")
+
+            with pytest.raises(KeyboardInterrupt):
+                read(streams[0])
+            gc.collect()
+            assert lease._page is not None
+            assert not any(lease._page.slots)
+            write(2)
+            drivers.get(HERE).synchronize(HERE)
+            assert np.unique(target.to_host()).tolist() == [1]
+
+    def test_an_interrupt_while_an_update_waits_tears_it(self) -> None:
+        """I12: nobody is told that it was whole, and the next one is."""
+        publish(device=GPU)
+        with vram.attach("w") as lease:
+            lease.reading()
+
+            def interrupted() -> None:
+                with vram.update("w", timeout=SOON) as arrays:
+                    arrays["a0"].fill(9)
+                    standin.Standin().interrupt("cuCtxSynchronize")
+
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            with pytest.raises(TornError):
+                seen(lease)
+            write(2)
+            assert seen(lease) == (2, [2])
+
+    def test_a_forked_child_leaves_its_parents_section_and_waits_for_nothing(self) -> None:
+        publish(device=GPU)
+        with vram.attach("w") as lease, contextlib.ExitStack() as stage:
+            section = lease.reading()
+            stage.enter_context(section)
+            reader, writer = os.pipe()
+            forked = os.fork()
+            if not forked:
+                try:
+                    section.__exit__(None, None, None)
+                    os.write(writer, b"left")
+                except BaseException as error:
+                    os.write(writer, repr(error).encode())
+                os._exit(0)
+            os.close(writer)
+            with open(reader, "rb") as pipe:
+                assert pipe.read() == b"left"
+            os.waitpid(forked, 0)
+            with pytest.raises(BusyError):
+                write(2, timeout=0.05)
+
     def test_an_update_that_cannot_wait_is_torn(self, streams: list[int]) -> None:
         publish(device=GPU)
         with vram.attach("w") as lease:

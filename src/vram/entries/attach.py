@@ -17,7 +17,7 @@ from ..lifetime import uninterrupted
 from ..sharing.channel import check_timeout
 from ..sharing.mapping import ACCESS
 from ..spec import HOST, Location
-from .keepers import as_notes, check_flag, check_owner, wait_for_keeper
+from .keepers import as_notes, check_flags, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def attach_or_publish(
     access: str = "r",
     writable: bool = False,
     whole: bool = False,
+    updatable: bool = False,
     ttl: float | None = None,
     timeout: float | None = None,
     device: str | Location | None = None,
@@ -136,6 +137,9 @@ def attach_or_publish(
         Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are, where
         there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
         let go of, so that a mapping that nothing else refers to costs no second copy.
+    updatable : bool
+        What this process loads it publishes so that :func:`vram.update` can be called, by this process. What is there
+        already is attached as it is: ``lease.updatable`` tells.
     timeout : float or None
         Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;
         0 does not wait for either, None waits for ever.
@@ -159,7 +163,11 @@ def attach_or_publish(
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
     check_access(access)
-    writable, whole = check_flag(writable, "writable"), check_flag(whole, "whole")
+    writable, whole, updatable = check_flags(writable=writable, whole=whole, updatable=updatable)
+    if updatable:
+        from .publish import check_writers  # who only reads needs none of that
+
+        check_writers(writable=writable, updatable=updatable)
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
     if not callable(load):
@@ -181,7 +189,7 @@ def attach_or_publish(
             return Lease(client, got, access, user=user, timeout=left)
         before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
-            version = _load_and_publish(client, name, load, meta, writable, whole, ttl, got)
+            version = _load_and_publish(client, name, load, meta, writable, whole, updatable, ttl, got)
         except BaseException as error:
             with contextlib.suppress(VramError):
                 client.abandon(got)
@@ -208,6 +216,7 @@ def _load_and_publish(
     meta: dict[str, str],
     writable: bool,
     whole: bool,
+    updatable: bool,
     ttl: float | None,
     claim: PublishClaim,
 ) -> int:
@@ -220,8 +229,9 @@ def _load_and_publish(
     arrays = dict(loaded)
     del loaded
     published = publish_to(
-        client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim
-    )
+        client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim,
+        updatable=updatable,
+    )  # fmt: skip
     return published.version
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.dtypes import dtype_name
+from ..arrays.dtypes import dtype_name, dtype_of
 from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
@@ -460,17 +460,6 @@ class Placement:
             region.freeze()
             RegionViews.of(region).freeze_views()
 
-    def guard(self, fds: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Have nobody map what is behind the descriptors writable any more; this process's mappings stay so.
-
-        Nothing seals memory of a GPU: each reader maps it as it pleases (S8).
-        """
-        from ..driver import words  # few update in place
-
-        for fd, segment in zip(fds, segments, strict=False):  # the page of its publisher is among the segments
-            if segment.device == "host":
-                words.guard(fd)
-
     def arrays(self) -> dict[str, Array]:
         """Return arrays over what is published, where it is, that keep it for this process, which updates it."""
         found: dict[str, Array] = {}
@@ -544,18 +533,21 @@ class Loaded:
         All their memory. The caller's to close.
     arrays : mapping of str to ArrayEntry
         Where in it each array lies.
+    updatable : bool
+        Whether this process goes on writing to it.
     """
 
-    def __init__(self, region: Region, arrays: dict[str, ArrayEntry]) -> None:
+    def __init__(self, region: Region, arrays: dict[str, ArrayEntry], updatable: bool) -> None:
         self._region = region
         self._arrays = arrays
+        self._updatable = updatable
         self._memory, self._fds = describe(region, 0, region.nbytes)
 
     def manifest(self) -> tuple[Manifest, list[Segment]]:
         """Return the manifest and the segments that it speaks of."""
         memory = self._memory
         pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
-        return Manifest(MANIFEST_VERSION, (memory,), self._arrays), pieces
+        return Manifest(MANIFEST_VERSION, (memory,), self._arrays, updatable=self._updatable), pieces
 
     @property
     def is_to_be_asked_for(self) -> bool:
@@ -569,6 +561,13 @@ class Loaded:
     def freeze(self) -> None:
         """Seal everything."""
         self._region.freeze()
+
+    def arrays(self) -> dict[str, Array]:
+        """Return arrays over what is published, that keep it for this process, which updates it."""
+        return {
+            name: Array(self._region, dtype_of(entry.dtype), entry.shape, offset=entry.offset)
+            for name, entry in self._arrays.items()
+        }
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all segments, in their order, lent by the allocations."""

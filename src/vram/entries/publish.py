@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ..arrays.tables import columns_of, each_column, is_table
 from ..errors import UsageError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
     from .update import Writer
 
-__all__ = ["Published", "publish", "publish_loaded", "publish_to"]
+__all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,20 +168,20 @@ def publish_to(
         kind = type(arrays).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
     sources = arrays if consume and isinstance(arrays, MutableMapping) else None
-    if updatable and writable:
-        raise UsageError("writable=True lets readers write, and updatable=True this process alone: choose one of them")
+    if updatable:
+        check_writers(writable=writable, updatable=updatable)
     with Placement(arrays, writable, sources, close, whole=whole, updatable=updatable) as plan:
-        if updatable:
-            from .update import Writer  # few update in place
-
-            with Writer() as writer:
-                version = _publish(client, name, plan, writable=False, meta=meta, ttl=ttl, claim=claim, writer=writer)
-                writer.published(client, name, version)
-        else:
-            version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
+        publish_plan = _publish_updatable if updatable else _publish
+        version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
+
+
+def check_writers(*, writable: bool, updatable: bool) -> None:
+    """Raise :class:`UsageError` for what both its publisher alone and everybody is to write."""
+    if updatable and writable:
+        raise UsageError("writable=True lets readers write, and updatable=True this process alone: choose one of them")
 
 
 def _no_mapping(name: object, given: object) -> str:
@@ -200,10 +200,31 @@ def publish_loaded(
     meta: dict[str, str],
     writable: bool,
     ttl: float | None,
+    updatable: bool,
 ) -> Published:
     """Publish a region of ours that nobody else looks at, and on which the caller knows what lies where."""
-    version = _publish(client, name, Loaded(region, arrays), writable=writable, meta=meta, ttl=ttl, claim=None)
+    publish_plan, plan = _publish_updatable if updatable else _publish, Loaded(region, arrays, updatable)
+    version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=None)
     return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
+
+
+def _publish_updatable(
+    client: KeeperClient,
+    name: str,
+    plan: Placement | Loaded,
+    *,
+    writable: bool,
+    meta: dict[str, str],
+    ttl: float | None,
+    claim: PublishClaim | None,
+) -> int:
+    """As :func:`_publish`, and keep what it takes to update it in place."""
+    from .update import Writer  # few update in place
+
+    with Writer() as writer:
+        version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim, writer=writer)
+        writer.published(client, name, version)
+    return version
 
 
 def _publish(
@@ -245,7 +266,7 @@ def _publish(
                     plan.freeze()
                 fds = plan.descriptors()
             else:
-                fds = writer.guarded(cast("Placement", plan), segments)
+                fds = writer.guarded(plan, segments)
             return client.publish(
                 name,
                 segments,

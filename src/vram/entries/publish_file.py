@@ -10,12 +10,13 @@ import msgspec
 
 from ..arrays import weights
 from ..arrays.dtypes import dtype_name
+from ..arrays.views import close_when_unused
 from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
 from ..spec import Location
 from .keepers import as_notes, check_flag, connect
-from .publish import Published, publish_loaded
+from .publish import Published, check_writers, publish_loaded
 
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
@@ -34,6 +35,7 @@ def publish_file(
     meta: Mapping[str, str] | None = None,
     writable: bool = False,
     ttl: float | None = None,
+    updatable: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
     """Publish the tensors of a safetensors file.
@@ -50,7 +52,7 @@ def publish_file(
     meta : mapping of str to str, optional
         As of :func:`vram.publish`. As far as there is room, and unless given, the file's name is added as ``source``,
         and its own metadata, as one JSON object, as ``__metadata__``: at most 1 KiB of it, whole items.
-    writable, ttl, keeper
+    writable, ttl, updatable, keeper
         As of :func:`vram.publish`.
 
     Returns
@@ -76,7 +78,8 @@ def publish_file(
     notes = _notes(plan, check_meta(as_notes(meta)))
     client = connect(keeper)
     # Before the file is read, which may take minutes: would it be taken at all?
-    writable = check_flag(writable, "writable")
+    writable, updatable = check_flag(writable, "writable"), check_flag(updatable, "updatable")
+    check_writers(writable=writable, updatable=updatable)
     client.offer(name, plan.nbytes, writable=writable, meta=notes, ttl=ttl)
     # No array is made of it: what lies where is known, and there may be thousands.
     arrays = {
@@ -84,9 +87,12 @@ def publish_file(
         for key, tensor in plan.tensors.items()
     }
     nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
-    with Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True) as region:
+    region = Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True)
+    try:
         weights.fill(plan, region)
-        return publish_loaded(client, name, region, arrays, meta=notes, writable=writable, ttl=ttl)
+        return publish_loaded(client, name, region, arrays, meta=notes, writable=writable, ttl=ttl, updatable=updatable)
+    finally:
+        close_when_unused(region)  # what is updated in place stays mapped here
 
 
 def _notes(plan: weights.WeightsPlan, meta: dict[str, str]) -> dict[str, str]:

@@ -436,7 +436,7 @@ def _after_fork_in_child() -> None:
     global _making, _registered
     _making, _registered = threading.RLock(), False
     for page in list(_pages):
-        page.slots = _Forked()
+        page.slots, page.gpus = _Forked(), Gpus(())  # nothing of the driver works here
         for slot in page.slots_of.values():  # of sections that the parent is in: leaving them here does nothing
             slot.slots = page.slots
         page.slots_of = {}

@@ -19,25 +19,26 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING
 
 from ..arrays import Array
 from ..driver import words as shared
-from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, UsageError, VramError
+from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, TornError, UsageError, VramError
 from ..keeper.client import KeeperClient, Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
 from ..sharing.channel import check_timeout, close_fds
+from ..spec import format_count
 from .keepers import TIMEOUT, connect
 from .reading import QUIET, STATE, TORN, UPDATING, VERSION, Gpus
 
 if TYPE_CHECKING:
     from ..keeper import messages as m
     from ..keeper.session import Keeper
-    from .placement import Placement
+    from .placement import Loaded, Placement
 
 __all__ = ["Update", "Writer", "update"]
 
@@ -50,6 +51,7 @@ _NAMED = 20  # readers that are named when they were waited for in vain
 def update(
     name: str,
     *,
+    only: Collection[str] | None = None,
     timeout: float | None = TIMEOUT,
     stream: object = None,
     keeper: Keeper | str | os.PathLike[str] | None = None,
@@ -71,6 +73,10 @@ def update(
     ----------
     name : str
         What it was published as.
+    only : collection of str, optional
+        The arrays that the block writes, by name; it gets no others. By default all of them. An update that is not
+        finished tears the entry as a whole, whichever it names, and only one that names these arrays again, or all,
+        mends it.
     timeout : float or None
         Seconds to wait for the readers that are in a section, and for another thread's update; None waits for ever.
     stream : int or object, optional
@@ -92,7 +98,9 @@ def update(
         If another process published it, or nobody who still lives.
     UsageError
         If it was published without ``updatable=True``; if `stream` is none, or captures a graph: what is captured is
-        not done in the block.
+        not done in the block; if `only` names no array, or one that is not there.
+    TornError
+        When the block is entered: if the last update was not finished, and `only` leaves out what that named.
     NotFoundError
         If there is nothing under that name, or it was replaced or removed.
     PeerGoneError
@@ -102,7 +110,18 @@ def update(
     DriverError
         At the end of the block: if a GPU cannot be waited for, such as while a graph is captured. The entry is torn.
     """
-    return Update(check_name(name), check_timeout(timeout), stream, keeper)
+    return Update(check_name(name), _check_only(only), check_timeout(timeout), stream, keeper)
+
+
+def _check_only(only: object) -> frozenset[str] | None:
+    """Return the names of arrays; None for all."""
+    if only is None:
+        return None
+    if isinstance(only, str) or not isinstance(only, Collection) or not only:
+        raise UsageError(f"only must be a list of names of arrays, not {only!r:.80}; leave it out to update all")
+    if not all(isinstance(name, str) for name in only):
+        raise UsageError(f"only names arrays by strings: {only!r:.80}")
+    return frozenset(only)
 
 
 class Writer:
@@ -117,6 +136,7 @@ class Writer:
         self.pid = os.getpid()
         self.arrays: dict[str, Array] = {}
         self.gpus = Gpus(())
+        self.touched: frozenset[str] = frozenset()  # the arrays that the newest update writes, or wrote
         self.lock = threading.Lock()  # had by whoever updates
         self.owner = 0  # the thread that does
         self._fds: list[int] = []
@@ -128,12 +148,17 @@ class Writer:
             raise
         self.segment = Segment(shared.PAGE)
 
-    def guarded(self, plan: Placement, segments: Sequence[Segment]) -> list[int]:
-        """Return the descriptors of what is published, which nobody can map writable from now on; the page's last."""
+    def guarded(self, plan: Placement | Loaded, segments: Sequence[Segment]) -> list[int]:
+        """Return the descriptors of what is published, which nobody can map writable from now on; the page's last.
+
+        Nothing seals memory of a GPU: there each process maps it as it pleases (S8).
+        """
         self.arrays = plan.arrays()
         self.gpus = Gpus([array.region for array in self.arrays.values()])
         fds = plan.descriptors()
-        plan.guard(fds, segments)
+        for fd, segment in zip(fds, segments, strict=False):  # the last segment is the page
+            if segment.device == "host":
+                shared.guard(fd)
         return [*fds, *self._fds]
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
@@ -159,9 +184,14 @@ class Update:
     # calls. One that keeps `__exit__` from beginning leaves the rest to `__del__`, which only stores words (I3, I12).
 
     def __init__(
-        self, name: str, timeout: float | None, stream: object, keeper: Keeper | str | os.PathLike[str] | None
+        self,
+        name: str,
+        only: frozenset[str] | None,
+        timeout: float | None,
+        stream: object,
+        keeper: Keeper | str | os.PathLike[str] | None,
     ) -> None:
-        self._name, self._timeout, self._stream, self._keeper = name, timeout, stream, keeper
+        self._name, self._only, self._timeout, self._stream, self._keeper = name, only, timeout, stream, keeper
         self._number: int | None = None  # the stream's
         self._client: KeeperClient | None = None
         self._writer: Writer | None = None
@@ -180,13 +210,31 @@ class Update:
             if self._stream is not None:
                 self._number = writer.gpus.stream(self._stream)
             self._take(writer, until)
-            arrays = dict(writer.arrays)
+            arrays = self._chosen(writer)
             self._begin(client, writer, until)
         except BaseException:
             self._end()
             raise
+        writer.touched = frozenset(arrays)
         self._after = TORN  # from here on the block may have written
         return arrays
+
+    def _chosen(self, writer: Writer) -> dict[str, Array]:
+        """Return the arrays that the block gets."""
+        only = self._only
+        if only is None:
+            return dict(writer.arrays)
+        for name in sorted(only):
+            if name not in writer.arrays:
+                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
+        if writer.words[STATE] != QUIET and not writer.touched <= only:
+            left = sorted(writer.touched - only)
+            raise TornError(
+                f"the last update of {self._name!r} was not finished, and may have written "
+                f"{format_count(len(left), 'array')} that this one leaves out, such as {left[0]!r:.80}: update what it "
+                f"wrote as well"
+            )
+        return {name: array for name, array in writer.arrays.items() if name in only}
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():

@@ -1,0 +1,92 @@
+"""Updates in place on a real GPU, with torch: its tensors, its streams, its graphs, and memory of a pool of ours."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+import vram
+from vram.errors import UsageError
+from vram.keeper.client import close_client
+from vram.keeper.private import private_socket
+
+pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch", reason="could not import 'torch'")
+LARGE = 64 << 20  # elements: its copies take long enough to be under way
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with private_socket() as path:
+        monkeypatch.setenv("VRAM_KEEPER", path)
+        yield
+        gc.collect()
+        close_client(path)
+
+
+@pytest.mark.usefixtures("kept")
+def test_work_on_streams_of_torch_is_waited_for() -> None:
+    vram.publish("w", {"w": torch.ones(LARGE, device="cuda:0")}, updatable=True)
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    with vram.attach("w") as lease:
+        shown = lease["w"].torch()
+        for value in range(2, 12):
+            found = torch.zeros(LARGE, device="cuda:0")
+            torch.cuda.synchronize()
+            with lease.reading(stream=theirs) as version, torch.cuda.stream(theirs):
+                for _ in range(8):
+                    found.copy_(shown)
+            with vram.update("w", stream=ours) as arrays, torch.cuda.stream(ours):
+                for _ in range(8):
+                    arrays["w"].torch().fill_(value)
+            assert (version, found.min().item(), found.max().item()) == (value - 1, value - 1, value - 1)
+        del shown, found, arrays
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_graph_is_captured_outside_of_sections_and_launched_inside() -> None:
+    vram.publish("w", {"w": torch.ones(1000, device="cuda:0")}, updatable=True)
+    with vram.attach("w") as lease:
+        shown, found, stream = lease["w"].torch(), torch.zeros(1000, device="cuda:0"), torch.cuda.Stream()
+        lease.reading()  # the page is made, and nothing is waited for
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            with pytest.raises(UsageError, match="captures a graph"):
+                lease.reading(stream=stream)
+            with pytest.raises(UsageError, match="captures a graph"):
+                vram.update("w", stream=stream).__enter__()
+            found.copy_(shown)
+        for value in (2, 3):
+            with vram.update("w") as arrays:
+                arrays["w"].torch().fill_(value)
+            with lease.reading(stream=stream) as version, torch.cuda.stream(stream):
+                graph.replay()
+            assert (version, found.unique().tolist()) == (value, [value])
+        del shown, found, graph, arrays
+
+
+@pytest.mark.usefixtures("kept")
+def test_tensors_of_a_pool_are_updated_where_they_are() -> None:
+    pool = vram.TorchPool("cuda:0")
+    with pool.use("weights"):
+        weights = {name: torch.full((32 << 20,), 1, dtype=torch.uint8, device="cuda:0") for name in ("a", "b")}
+    receipt = vram.publish("w", weights, updatable=True)
+    assert receipt.copied == {}
+    with vram.attach("w") as lease:
+        with vram.update("w") as arrays:
+            assert [array.address for array in arrays.values()] == [one.data_ptr() for one in weights.values()]
+            for one in weights.values():
+                one.fill_(2)
+        with lease.reading() as version:
+            assert version == 2
+            assert [int(array.to_host().max()) for array in lease.values()] == [2, 2]
+        del arrays
+    vram.remove("w")
+    del weights, one
+    gc.collect()
+    pool.close()
+    torch.cuda.empty_cache()
+    pool.trim()
+    vram.trim()
