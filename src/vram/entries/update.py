@@ -92,8 +92,8 @@ def update(
     Raises
     ------
     BusyError
-        When the block is entered: if a reader is still in its section after `timeout` seconds; it names them. Nothing
-        has changed then.
+        When the block is entered: if a reader is still in its section after `timeout` seconds, or readers have more
+        leases than can be looked at in that time, and in a second; it names them. Nothing has changed then.
     AccessDeniedError
         If another process published it, or nobody who still lives.
     UsageError
@@ -135,6 +135,7 @@ class Writer:
         self.name, self.version = "", 0
         self.pid = os.getpid()
         self.arrays: dict[str, Array] = {}
+        self._lent: dict[str, Array] = {}  # what blocks get instead of those, and may close
         self.gpus = Gpus(())
         self.touched: frozenset[str] = frozenset()  # the arrays that the newest update writes, or wrote
         self.lock = threading.Lock()  # had by whoever updates
@@ -160,6 +161,14 @@ class Writer:
             if segment.device == "host":
                 shared.guard(fd)
         return [*fds, *self._fds]
+
+    def lent(self, name: str) -> Array:
+        """Return the array that a block gets, another one if some block has closed that."""
+        lent = self._lent.get(name)
+        if lent is None or lent.is_closed:
+            mine = self.arrays[name]
+            self._lent[name] = lent = Array(mine.region, mine.dtype, mine.shape, offset=mine.offset)
+        return lent
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
         """It is: from now on it can be updated by its name."""
@@ -223,7 +232,7 @@ class Update:
         """Return the arrays that the block gets."""
         only = self._only
         if only is None:
-            return dict(writer.arrays)
+            return {name: writer.lent(name) for name in writer.arrays}
         for name in sorted(only):
             if name not in writer.arrays:
                 raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
@@ -234,7 +243,7 @@ class Update:
                 f"{format_count(len(left), 'array')} that this one leaves out, such as {left[0]!r:.80}: update what it "
                 f"wrote as well"
             )
-        return {name: array for name, array in writer.arrays.items() if name in only}
+        return {name: writer.lent(name) for name in writer.arrays if name in only}
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
@@ -327,6 +336,8 @@ class Update:
         if writer is not None and kind is None:
             if writer.pid != os.getpid():
                 raise ForkedError("the update belongs to the parent of this fork")
+            if self._after is None:
+                raise UsageError("this update is over: call vram.update() for another")
             try:
                 writer.gpus.synchronize(self._number)
             except BaseException:
