@@ -252,7 +252,7 @@ class Handle:
         """Give up the newest claim that this handle has on `other`."""
         try:
             with _lock:
-                for serial, handle in reversed(tuple(self._depends.copy().items())):
+                for serial, handle in reversed(self._depends.copy().items()):
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
                     if handle is not other or uninterrupted(self._depends.pop, serial, None) is None:
                         continue
@@ -534,10 +534,16 @@ class Gate:
         return self.is_open
 
 
-def begin(thread: threading.Thread) -> None:
+def begin(thread: threading.Thread, *, otherwise: Callable[[BaseException], object] | None = None) -> None:
     """Start a thread so that an interrupt leaves it running or not begun, and never waiting for who started it (I12).
 
     ``Thread.start`` waits by means of a ``Condition``, see :class:`Gate`; so another thread calls it, where none comes.
+
+    Parameters
+    ----------
+    otherwise : callable, optional
+        Called by that other thread, with the error, if it cannot be started. Then nobody waits for it here: that takes
+        up to a millisecond, and five where the new thread has much to do.
 
     Raises
     ------
@@ -551,12 +557,13 @@ def begin(thread: threading.Thread) -> None:
         try:
             thread.start()
         except BaseException as error:  # noqa: BLE001  (raised below)
-            wrong.append(error)
+            (otherwise or wrong.append)(error)
         finally:
             begun.open()
 
     uninterrupted(_thread.start_new_thread, start, ())
-    begun.wait()
+    if otherwise is None:
+        begun.wait()
     if wrong:
         raise wrong.pop()
 

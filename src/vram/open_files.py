@@ -20,7 +20,17 @@ from collections.abc import Sequence
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["F_GET_SEALS", "attributes", "close_fds", "is_gpu", "is_guarded", "is_memory", "is_read_only", "unclosed"]
+__all__ = [
+    "F_GET_SEALS",
+    "attributes",
+    "close_fds",
+    "go_on_closing",
+    "is_gpu",
+    "is_guarded",
+    "is_memory",
+    "is_read_only",
+    "unclosed",
+]
 
 F_GET_SEALS = 1034  # <linux/fcntl.h>; Python names it in some versions only
 _F_SEAL_WRITE = 0x8
@@ -211,6 +221,15 @@ def _close_elsewhere(slow: _Slow) -> None:
     if not slow.fds:
         return
     pending[slow] = None
+    go_on_closing()
+    if not sys.is_finalizing() and not any(not one.turn.locked() for one in pending.copy() if one is not slow):
+        slow.closed.acquire(timeout=_MOMENT)  # what waits behind something else is closed in no moment
+
+
+def go_on_closing() -> None:
+    """Have a thread begin with what nobody is closing: after a fork, or when none was to be had before."""
+    if all(one.turn.locked() for one in pending.copy()):
+        return
     _threads[:] = [thread for thread in list(_threads) if thread.is_alive()]
     if sys.is_finalizing():  # no thread begins any more, and who waited for one would wait for ever; the kernel closes
         return
@@ -219,8 +238,6 @@ def _close_elsewhere(slow: _Slow) -> None:
         with contextlib.suppress(RuntimeError):  # no thread to be had now: whoever comes next takes these along
             thread.start()
             _threads.append(thread)
-    if not any(not one.turn.locked() for one in pending.copy() if one is not slow):
-        slow.closed.acquire(timeout=_MOMENT)  # what waits behind something else is closed in no moment
 
 
 def _close_slowly() -> None:

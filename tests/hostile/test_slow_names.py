@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,3 +189,29 @@ def test_the_loop_itself_never_asks_whose_a_name_is() -> None:
     names.learn(GREEDY, "own", Answer("renamed", -1))
     with pytest.raises(AccessDeniedError, match="no user 'own' is known here"):
         books.begin(session, "~own/w", nbytes=1, handles=1)
+
+
+def test_a_keeper_that_can_start_no_thread_says_so_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop asked itself then, and answered nobody until the data base did."""
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(lookups, "threading", SimpleNamespace(Thread=Refused))
+    with keeping() as (server, base, join), memfds(1) as fds:
+        greedy, modest = join(GREEDY), join(MODEST)
+        refused = [later(lambda nth=nth: greedy.offer(f"~made-up{nth}/w", 4096)) for nth in range(2)]  # type: ignore[misc]
+        for thread, came in refused:
+            thread.join(SOON)
+            said = str(came[0]) if came else "nothing"
+            assert "can start no thread to ask the data base of users" in said, f"not refused: {said}"
+        modest.publish("w", [KIB4], fds)
+        assert not base.asked
+        within(server, lambda: None)
+        assert not is_left(server)
+        monkeypatch.undo()
+        base.says.set()
+        with pytest.raises(AccessDeniedError):
+            greedy.offer("~made-up0/w", 4096)
+        assert base.asked

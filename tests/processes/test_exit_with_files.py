@@ -36,3 +36,19 @@ def test_i8_descriptors_that_are_left_at_exit_hold_nobody_up(then: str) -> None:
         check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "the end", "")
+
+
+@pytest.mark.parametrize("then", ["", "array.resize(9)"], ids=["made", "used"])
+def test_i8_memory_that_is_being_made_ahead_holds_nobody_up(then: str) -> None:
+    program = f"""
+import vram
+array = vram.zeros((0, 1 << 20), "int8", device="host", capacity=9, chunk="1MiB")
+vram.prepare("host", "64MiB", chunk="1MiB")
+print("the end", flush=True)
+{then}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ.copy(), capture_output=True, text=True, timeout=SOON,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "the end", "")

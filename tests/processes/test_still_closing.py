@@ -33,6 +33,7 @@ def test_an_attach_waits_while_many_are_still_being_closed(kept: vram.Keeper, wa
         vram.publish("w", {"w": array})
     here = client(kept.path)
     before, here.grace = here.grace, 0.05
+    waiting.sender = kept.path
     try:
         waiting.fds.extend([-1] * (may_be_unclosed() - OWN))
         vram.attach("w").close()
@@ -44,6 +45,36 @@ def test_an_attach_waits_while_many_are_still_being_closed(kept: vram.Keeper, wa
         here.grace = before
         waiting.fds.clear()
     vram.attach("w").close()
+
+
+def test_what_others_sent_keeps_nobody_from_attaching(kept: vram.Keeper, waiting: open_files._Slow) -> None:
+    """Two peers of channels had made every attach wait: each had sent 253 sockets that linger."""
+    with vram.zeros(10, device="host") as array:
+        vram.publish("w", {"w": array})
+    waiting.sender = "connection 1"
+    waiting.fds.extend([-1] * (may_be_unclosed() + OWN))
+    vram.attach("w", timeout=0).close()
+    waiting.fds.clear()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_attaches_what_it_likes(kept: vram.Keeper, waiting: open_files._Slow) -> None:
+    """Nobody there had begun with what its parent was closing, and each attach waited for that in vain."""
+    with vram.zeros(10, device="host") as array:
+        vram.publish("w", {"w": array})
+    waiting.sender = kept.path
+    waiting.fds.extend([-1] * (may_be_unclosed() + OWN))
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            vram.attach("w").close()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    waiting.fds.clear()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

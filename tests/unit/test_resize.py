@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.processes.other_users import as_user
 
 import vram
 from vram import driver as drivers
@@ -41,6 +43,7 @@ from vram.testing.keeper import SOON, until
 
 G = 2 << 20
 GPU = Location("cuda", 0)
+ALONE = 54_321  # a user of whom no other process is
 
 
 @pytest.fixture
@@ -257,6 +260,32 @@ def test_what_is_kept_is_zeroed_in_one_stream_of_each_gpu(monkeypatch: pytest.Mo
     for array in arrays:
         assert not array[2:].to_host().any()
         array.close()
+
+
+@pytest.mark.usefixtures("nothing_ready")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.parametrize("tasks", [1, 2], ids=["no thread", "one, that cannot start another"])
+def test_who_grows_where_no_thread_is_to_be_had_makes_its_own_memory(tasks: int) -> None:
+    def act() -> tuple[str, int, int]:
+        with vram.zeros((0, 1 << 20), "int8", device="host", capacity=4, chunk="2MiB") as array:
+            prepared = vram.prepare("host", "2MiB", chunk="2MiB")
+            said = ""
+            try:
+                prepared.wait(SOON)
+            except RuntimeError as error:
+                said = str(error)
+            array.resize(2)
+            return said, prepared.ready, array.nbytes
+
+    def alone() -> tuple[str, int, int]:
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))  # counts what this user has on this machine
+        return act()
+
+    assert act()[0] == ""  # and everything is imported
+    vram.trim()
+    said, ready, nbytes = as_user(ALONE, alone)
+    assert "thread" in said
+    assert (ready, nbytes) == (0, 2 << 20)
 
 
 @pytest.mark.standin

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import vram
+from vram.driver.books import Reservation
 from vram.errors import AsleepError, BusyError, UsageError
 from vram.memory.sleep import Remapped
 from vram.testing.keeper import SOON
@@ -64,6 +67,8 @@ def test_arrays_sleep_with_all_that_lies_on_their_region(tmp_path: Path) -> None
         (("ARRAY", 7), {}, "directory"),
         (("ARRAY", "host"), {}, "directory"),
         (("ARRAY", "/nowhere/at/all"), {}, "no directory"),
+        (("ARRAY", "d" * 5000), {}, "no directory"),
+        (("ARRAY", ""), {}, "current"),
         (("ARRAY", None), {"shared": "perhaps"}, "refuse"),
         (("ARRAY", None), {"after": "event"}, "event"),
     ],
@@ -181,3 +186,45 @@ def test_an_array_that_is_dropped_asleep_leaves_nothing(tmp_path: Path) -> None:
     del array
     gc.collect()
     assert vram.trim() == 0
+
+
+@pytest.mark.standin
+def test_what_wakes_without_its_bytes_gets_its_rights_in_one_call(tmp_path: Path) -> None:
+    import standin
+
+    control = standin.Standin()
+    with (
+        vram.zeros(16 << 20, "int8", device="cuda:0", chunk="2MiB") as one,
+        vram.zeros(4 << 20, "int8", device="cuda:0", chunk="2MiB") as other,
+    ):
+        other.fill(7)
+        vram.sleep(one, None)
+        vram.sleep(other, tmp_path)
+        control.clear()
+        vram.wake([one, other])
+        called = control.called()
+        assert (called["cuMemMap"], called["cuMemSetAccess"]) == (10, 1 + 2)
+        assert not one.to_host().any()
+        assert (other.to_host() == 7).all()
+
+
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.standin)])
+def test_chunks_are_mapped_one_behind_another_without_a_look_at_all_the_others(device: str) -> None:
+    """Each looked at all of them before, sorted them, and copied what its region keeps: 400 cost 400 times 400."""
+    looked: list[str] = []
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if (event == "call" and frame.f_code is Reservation.within.__code__) or argument is sorted:
+            looked.append(frame.f_code.co_name)
+
+    with vram.zeros(80 << 20, "int8", device=device, chunk="2MiB") as array:
+        array.fill(1)
+        vram.sleep(array, None)
+        sys.setprofile(profile)
+        try:
+            vram.wake(array)
+        finally:
+            sys.setprofile(None)
+        assert len(array.region.chunks) == 40
+        assert len(looked) <= 4, looked
+        assert not array.to_host().any()

@@ -72,6 +72,8 @@ def sleep(
         where: Place = "host" if to == "host" else None if to is None else Path(os.fspath(to))
     except TypeError:
         raise UsageError(f'to is "host", a directory, or None, not {to!r:.40}') from None
+    if to == "":  # pathlib takes it for the current directory
+        raise UsageError('to="" is no directory; say "." for the current one, "host", or None')
     event = None if after is None else streams.as_event(after)
     return sleep_regions(dict.fromkeys(_regions(things), where), after=event, unmap_shared=shared == "unmap")
 

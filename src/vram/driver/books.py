@@ -280,13 +280,13 @@ class Books:
     Parameters
     ----------
     granule : int
-        What every address and size is a multiple of, in bytes; 0 where that is not known.
+        What every address that something is mapped at is a multiple of, in bytes; 0 as long as that is not known.
     """
 
-    __slots__ = ("_granule", "ends", "handles", "late", "mappings", "reservations", "tokens")
+    __slots__ = ("ends", "granule", "handles", "late", "mappings", "reservations", "tokens")
 
     def __init__(self, granule: int = 0) -> None:
-        self._granule = granule
+        self.granule = granule
         self.reservations: _Spans[Reservation] = _Spans()
         self.handles: dict[int, Memory] = {}
         # Mappings of all reservations together: by base, and by end.
@@ -433,7 +433,7 @@ class Books:
         Then it is in nobody's way, without a search in all of the row: what reaches in from before would overlap the
         settled one, too, and whoever writes such a span down sees that one, or this.
         """
-        at, granule = mapping.reservation.mappings.at, self._granule
+        at, granule = mapping.reservation.mappings.at, self.granule
         before = self.ends.get(mapping.address)
         if before is None or not before.is_settled or at.get(before.address) is not before or not granule:
             return False

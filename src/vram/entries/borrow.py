@@ -14,7 +14,7 @@ from ..keeper.failures import no_lender
 from ..keeper.paths import find_path
 from ..keeper.rpc_connection import MOST_UNCLOSED
 from ..keeper.rules import LENT
-from ..open_files import unclosed
+from ..open_files import go_on_closing, unclosed
 from ..sharing.channel import check_timeout
 from ..spec import Location
 from .attach import check_access, user_of
@@ -138,6 +138,7 @@ def _await_closed(sender: str, deadline: float | None) -> None:
         If there are more at the deadline: of a lender that has them closed slowly a process gets no more than those.
     """
     while (count := unclosed(sender)) > MOST_UNCLOSED:
+        go_on_closing()  # in a forked child nobody has begun with it
         if deadline is not None and time.monotonic() >= deadline:
             raise WaitTimeoutError(
                 f"{count} descriptors that came from {sender} are still being closed, and nothing more is borrowed "

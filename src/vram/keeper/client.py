@@ -22,7 +22,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import pending, unclosed
+from ..open_files import go_on_closing, pending, unclosed
 from ..sharing.channel import OwnedFds, check_room, check_timeout, may_be_unclosed
 from ..sharing.parcels import Collector, Sender
 from . import messages as m
@@ -531,15 +531,16 @@ class KeeperClient(Queries):
             raise
 
     def _await_closed(self, deadline: float | None) -> None:
-        """Wait until few descriptors have still to be closed: who publishes decides how long that takes, and each
-        attach brings more."""
+        """Wait until few descriptors that came from here have still to be closed: who publishes decides how long that
+        takes, and each attach brings more."""
         most = may_be_unclosed()
-        while (count := unclosed()) > most:
+        while (count := unclosed(self.path)) > most:
+            go_on_closing()  # in a forked child nobody has begun with it
             if deadline is not None and time.monotonic() >= deadline:
                 raise WaitTimeoutError(
-                    f"{count} descriptors that this process received are still being closed, and nothing more is "
-                    f"attached meanwhile: whoever published that memory has made it slow. Try again later, or allow "
-                    f"more descriptors (ulimit -n)"
+                    f"{count} descriptors that this process received from the keeper at {self.path} are still being "
+                    f"closed, and nothing more is attached meanwhile: whoever published that memory has made it slow. "
+                    f"Try again later, or allow more descriptors (ulimit -n)"
                 )
             time.sleep(_FIRST_LOOK)
 

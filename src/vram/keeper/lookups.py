@@ -129,10 +129,28 @@ class Lookups:
         thread = threading.Thread(target=run, name="names of users", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no thread can be started now
-            run()
+        except RuntimeError:  # no thread is to be had: the loop itself never asks
+            del self._asked[uid]
+            self._server.turns.later(uid, partial(self._refuse, uid))
         else:
             asked.thread = thread
+
+    def _refuse(self, uid: int) -> None:
+        """Tell who is next of a user that nobody can be asked now."""
+        queue = self._waiting.get(uid)
+        if not queue:
+            return
+        user = queue[0].user
+        self._next(
+            uid,
+            WaitTimeoutError(
+                f"this keeper can start no thread to ask the data base of users who {user!r} is: try again, or say "
+                f"~<number>/ instead of the name; and allow the keeper more threads (ulimit -u, or the limit of its "
+                f"container)"
+            ),
+        )
+        if queue:
+            self._server.turns.later(uid, partial(self._go_on, uid))
 
     def _answered(self, uid: int, asked: _Question) -> None:
         if self._asked.get(uid) is not asked:  # it was given up

@@ -116,12 +116,22 @@ class Prepared:
             if self._filling is not None or len(self._ready) >= self._most:
                 return
             self._error = None
-            gate = Gate()
+            self._filling = gate = Gate()
+            filling = threading.Thread(target=self._fill, args=(gate,), name="vram: memory ahead")
             try:
-                begin(threading.Thread(target=self._fill, args=(gate,), name="vram: memory ahead"))
-                self._filling = gate
-            except RuntimeError as error:  # no thread to be had now
-                self._error = error
+                begin(filling, otherwise=partial(self._give_up, gate))  # who grows does not wait for it
+            except BaseException as error:
+                self._give_up(gate, error)
+                if not isinstance(error, RuntimeError):
+                    raise
+
+    def _give_up(self, gate: Gate, error: BaseException) -> None:
+        """Make no more for now: raised by :meth:`wait`, and who grows makes memory as always."""
+        with self._lock:
+            if isinstance(error, Exception):
+                self._error = error.with_traceback(None)
+            self._filling = None
+        gate.open()
 
     def _fill(self, gate: Gate) -> None:
         """Make chunks until there are enough. The thread ends then, or when the interpreter does."""
@@ -131,9 +141,8 @@ class Prepared:
                 if not self._lacks_some():
                     break
                 self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
-        except Exception as error:  # noqa: BLE001  (raised by wait; who grows makes memory as always)
-            with self._lock:
-                self._error, self._filling = error.with_traceback(None), None
+        except Exception as error:  # noqa: BLE001  (raised by wait)
+            self._give_up(gate, error)
         finally:
             gate.open()
 

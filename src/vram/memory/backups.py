@@ -91,9 +91,9 @@ class Backup:
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Put the first `nbytes` of a region aside; done when `copies` are finished."""
 
-    def map(self, region: Region, number: int) -> None:
-        """Put memory behind the region's next addresses: what is its chunk of that number, writable."""
-        region._chunks.make([self.sizes[number]], region._kinds, Access.READ_WRITE, region._flags)
+    def map(self, region: Region, first: int, last: int) -> None:
+        """Put memory behind the region's next addresses: its chunks from number `first` up to `last`, writable."""
+        region._chunks.make(self.sizes[first:last], region._kinds, Access.READ_WRITE, region._flags)
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
         """Bring back the bytes from `start` up to `stop`, where memory is again; done when `copies` are finished."""
@@ -209,10 +209,11 @@ class KeptBackup(Backup):
             self._held.append(memory.handle)
             self._memories.append(memory)
 
-    def map(self, region: Region, number: int) -> None:
+    def map(self, region: Region, first: int, last: int) -> None:
         """Map the same memory again."""
-        with PhysicalAllocation.of(self._memories[number]) as allocation:
-            region._chunks.append([allocation], region._access)
+        for memory in self._memories[first:last]:
+            with PhysicalAllocation.of(memory) as allocation:
+                region._chunks.append([allocation], region._access)
 
 
 class _Window:
@@ -249,8 +250,10 @@ def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
     BackupError
         If nothing can be written there, or there is not enough room.
     """
-    if not directory.is_dir():
-        raise UsageError(f"to={str(directory)!r} is no directory: memory sleeps in one, in 'host' memory, or in None")
+    if not os.path.isdir(directory):  # Path.is_dir raises for a name that is too long
+        raise UsageError(
+            f"to={str(directory)!r:.200} is no directory: memory sleeps in one, in 'host' memory, or in None"
+        )
     fds: list[int] = []
     claim = own(f"file of {format_size(nbytes)} for sleeping memory", partial(close_all, fds))
     try:

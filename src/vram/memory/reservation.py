@@ -41,7 +41,7 @@ class AddressRange:
         self.is_reserved = False  # by us, and not freed: an undo that was interrupted is called again
         self.spans: dict[int, int] = {}
         self.workers: tuple[Location, ...] = ()
-        self.top = 0  # nothing was ever mapped at or above this offset
+        self.top = 0  # nothing was mapped at or above this offset since there was none at all
         self.lock = threading.Lock()
 
     def describe(self) -> str:
@@ -63,6 +63,8 @@ class AddressRange:
         """Write down a span that is about to be mapped."""
         offset, stop = undo.offset, undo.offset + undo.nbytes
         with self.lock:
+            if not self.spans:
+                self.top = 0
             if offset < self.top:
                 for start, size in self.spans.copy().items():
                     if stop <= start or start + size <= offset:

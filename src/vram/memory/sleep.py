@@ -356,20 +356,29 @@ def _take_turn(region: Region, mark: Asleep, marks: dict[Region, Asleep]) -> Non
 
 
 def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
-    """Map memory and bring the bytes back, a chunk of each region in turn: mapping the next overlaps the copies."""
-    reached = dict.fromkeys(marks, 0)
+    """Map memory and bring the bytes back, a chunk of each region in turn: mapping the next overlaps the copies.
+
+    Where no bytes come back all chunks are mapped at once, which takes one call for the rights.
+    """
+    empty = [region for region, mark in marks.items() if discard or mark.backup.discards]
+    reached = {region: 0 for region in marks if region not in empty}
     number = 0
     while True:
-        left = [(region, mark.backup) for region, mark in marks.items() if number < len(mark.backup.sizes)]
-        for region, backup in left:
-            backup.map(region, number)
+        left = [region for region in reached if number < len(marks[region].backup.sizes)]
+        for region in left:
+            mark = marks[region]
+            mark.backup.map(region, number, number + 1)
             start = reached[region]
-            reached[region] = stop = start + backup.sizes[number]
-            if not discard and start < marks[region].nbytes:
-                backup.restore(region, start, min(stop, marks[region].nbytes), copies)
+            reached[region] = stop = start + mark.backup.sizes[number]
+            if start < mark.nbytes:
+                mark.backup.restore(region, start, min(stop, mark.nbytes), copies)
         if not left:
             break
         number += 1
+    for region in empty:
+        backup = marks[region].backup
+        if backup.sizes:
+            backup.map(region, 0, len(backup.sizes))
     copies.finish()
     for region, mark in marks.items():
         if not mark.backup.frees:

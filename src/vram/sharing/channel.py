@@ -48,7 +48,7 @@ from ..errors import (
     UsageError,
     WaitTimeoutError,
 )
-from ..open_files import F_GET_SEALS, close_fds, is_gpu, is_memory, unclosed
+from ..open_files import F_GET_SEALS, close_fds, go_on_closing, is_gpu, is_memory, unclosed
 from .unread import close_filled, pass_rights
 
 __all__ = [
@@ -691,6 +691,7 @@ class Channel(lifetime.Owned):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while count := unclosed(self._sender):
+            go_on_closing()  # where no thread was to be had
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self.brings_descriptors(left):
                 return left

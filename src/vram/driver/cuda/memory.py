@@ -332,7 +332,7 @@ class MemoryCalls:
         """The least unit of addresses: the largest of the minimums of all GPUs."""
         if not self._least:
             kinds = HandleKind.NONE
-            self._least = max(
+            self._least = self._books.granule = max(
                 self.mem_granularity(Location("cuda", device.ordinal), kinds).minimum for device in self._devices.all
             )
         return self._least
