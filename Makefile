@@ -8,13 +8,14 @@
 .ONESHELL:
 .SHELLFLAGS = -euc
 .DEFAULT_GOAL := help
-.PHONY: help venv weights demo test test-gpu test-all fuzz soak mutants journeys lint format types imports bench clean
+.PHONY: help venv weights demo demo-gpu test test-gpu test-all test-engines fuzz soak mutants journeys lint format types imports bench clean
 
 VENV ?= .venv
 PYTHON ?=
 EXTRA ?=
 PYTEST_ARGS ?=
 STANDIN_ARGS ?=
+DEMO_ARGS ?=
 # Seconds after which a run of tests is ended, with a summary: see tests/watchdog.py. It is there for hangs, so it holds
 # on a machine many times slower; what does not end even then is killed.
 LIMIT ?= 5400
@@ -70,6 +71,12 @@ weights: $(stamp) ## fetch the model weights that the demo uses (91 MB); optiona
 demo: weights ## the whole job in front of your eyes: publish, crash, attach, grow, replace
 	@"$(bin)/vram" demo
 
+# As test-gpu: with the Python of a machine with a GPU, which has torch.
+demo-gpu: ## a model on a GPU that generates tokens: asleep, awake, its process killed, updated in place
+	@export VRAM_MULTICAST=off PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
+	timeout --foreground --kill-after=15 300 $(GPU_PYTHON) -P -c 'import sys; from vram.cli import main; sys.exit(main())' \
+		demo engine --device cuda:0 $(DEMO_ARGS)
+
 # In two processes, file by file: what two cores can do. The stand-in's own tests count contexts and lose devices for
 # good, so they have a process to themselves (and are left out where PYTEST_ARGS selects something).
 test: $(stamp) ## every suite, the slow forms left out
@@ -98,6 +105,16 @@ SOAK_MINUTES ?= 60
 soak: $(stamp) ## ten million hand-overs and a million attaches: what grows from the warm-up on fails (SOAK_MINUTES=60)
 	@"$(bin)/python" tests/soak/run.py --minutes "$(SOAK_MINUTES)"
 
+# A Python that has torch with CUDA, and where torch_memory_saver's own tests are: its wheel has none.
+ENGINE_PYTHON ?= $(bin)/python
+TMS_TESTS ?=
+engines := .cache/engines
+test-engines: $(stamp) ## run engines' own tests against the adapters (TMS_TESTS=torch_memory_saver/test); not part of CI
+	@"$(bin)/python" -m pip install -q --disable-pip-version-check --no-deps --upgrade \
+		--target $(engines)/torch_memory_saver torch_memory_saver==0.0.10
+	"$(ENGINE_PYTHON)" tests/engines/run.py torch_memory_saver --package $(engines)/torch_memory_saver \
+		$(if $(TMS_TESTS),--tests "$(TMS_TESTS)")
+
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
 	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"
@@ -105,6 +122,21 @@ mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must b
 JOURNEYS_ARGS ?=
 journeys: $(stamp) ## count the calls, files and round trips of each operation (JOURNEYS_ARGS=--calls names the calls)
 	@"$(bin)/python" tests/architecture/journeys.py $(JOURNEYS_ARGS)
+
+# Where engines are, for test-adapters: a checkout of kvcached, and the unpacked wheels of vLLM and SGLang. Without their
+# dependencies, which are gigabytes; tests/engines/check.py says what Python they need.
+KVCACHED ?=
+VLLM ?=
+SGLANG ?=
+ADAPTER_PYTHON ?= python3
+.PHONY: test-adapters
+test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own code (KVCACHED=DIR VLLM=DIR SGLANG=DIR)
+	@[ -n "$(KVCACHED)$(VLLM)$(SGLANG)" ] || echo "test-adapters: nothing was run: say where one is, KVCACHED=, VLLM= or SGLANG="
+	[ -z "$(KVCACHED)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py kvcached --package "$(KVCACHED)"
+	[ -z "$(VLLM)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py vllm --package "$(VLLM)"
+	[ -z "$(SGLANG)" ] || "$(ADAPTER_PYTHON)" tests/engines/check.py sglang --package "$(SGLANG)"
+
+test-engines: test-adapters
 
 lint: $(stamp) ## style and format
 	@"$(bin)/ruff" check src tests .ci

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
@@ -53,15 +53,23 @@ class _Lock:
 class _MemPool:
     _numbers = itertools.count(1)
 
-    def __init__(self, allocator: tuple[int, int]) -> None:
+    def __init__(self, allocator: tuple[int, int] | None = None) -> None:
         self.id = (0, next(self._numbers))
-        self.allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(allocator[0])
-        self.release = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
-            allocator[1]
-        )
+        self.blocks: list[object] = []  # torch's own, where there is no allocator
+        self.allocate: Callable[[int, int, object], int] = self._own
+        self.release: Callable[[int, int, int, object], object] = lambda *_: None
+        if allocator is not None:
+            kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+            self.allocate = kind(allocator[0])
+            kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+            self.release = kind(allocator[1])
         self.uses = 1
         self.cached: dict[int, int] = {}  # sizes by address: of what no "tensor" is on
         self.taken: dict[int, int] = {}
+
+    def _own(self, size: int, device: int, stream: object) -> int:
+        self.blocks.append(made := ctypes.create_string_buffer(size))
+        return ctypes.addressof(made)
 
 
 class TorchLike(ModuleType):
@@ -101,6 +109,9 @@ class TorchLike(ModuleType):
             is_current_stream_capturing=lambda: self.capturing,
             empty_cache=self.empty_cache,
             device=self._device,
+            current_device=lambda: 0,
+            mem_get_info=lambda ordinal: (3, 10),
+            graph=self._graph,
             memory=SimpleNamespace(
                 _snapshot=lambda: {"allocator_settings": {"release_lock_on_cudamalloc": self.opens}}
             ),
@@ -115,7 +126,7 @@ class TorchLike(ModuleType):
     def _device(self, ordinal: int) -> Iterator[None]:
         yield
 
-    def _make(self, allocator: tuple[int, int]) -> _MemPool:
+    def _make(self, allocator: tuple[int, int] | None = None) -> _MemPool:
         self.lock.pass_by()
         made = _MemPool(allocator)
         self.pools.append(made)
@@ -135,6 +146,19 @@ class TorchLike(ModuleType):
             self.lock.pass_by()
             self.entered.remove(entry)
             self._release(device, pool.id)
+
+    @contextmanager
+    def _graph(self, graph: object, pool: tuple[int, int], stream: object, capture_error_mode: str) -> Iterator[None]:
+        """Capture: the graph uses the pool as long as it lives."""
+        entry = (threading.get_ident(), next(one for one in self.pools if one.id == pool))
+        entry[1].uses += 1
+        self.entered.append(entry)
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+            self.entered.remove(entry)
 
     def _release(self, device: int, number: tuple[int, int]) -> None:
         self.lock.pass_by()
@@ -177,6 +201,14 @@ class TorchLike(ModuleType):
         pool = next(one for one in self.pools if address in one.taken)
         pool.cached[address] = pool.taken[address]
         del pool.taken[address]
+
+    def give_back(self) -> None:
+        """Have nothing any more, as after the last tensor and the last pool."""
+        self.capturing = False
+        for pool in self.pools:
+            pool.cached.clear()
+            pool.taken.clear()
+        self.frees += 1
 
     def empty_cache(self) -> None:
         """Give back the cached segments of pools that nobody uses any more."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .entries.lease import Lease as Lease
     from .entries.lend import Lending as Lending
     from .entries.lend import lend as lend
+    from .entries.park import park as park
     from .entries.publish import Published as Published
     from .entries.publish import publish as publish
     from .entries.publish_file import publish_file as publish_file
@@ -78,6 +79,7 @@ _HOMES = {
     "entries.borrow": "borrow",
     "entries.lease": "Lease",
     "entries.lend": "Lending lend",
+    "entries.park": "park",
     "entries.publish": "Published publish",
     "entries.publish_file": "publish_file",
     "entries.update": "update",

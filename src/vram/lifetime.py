@@ -60,6 +60,7 @@ __all__ = [
     "live",
     "noted",
     "own",
+    "report",
     "stuck",
     "unclosed",
     "uninterrupted",
@@ -791,6 +792,11 @@ def _settle() -> None:
                 _released.appendleft((due, 0))
             _settle()
             raise
+
+
+def report(message: str) -> None:
+    """Say, as a ReleaseWarning, that something went wrong which nobody can be told by an error. Never raises."""
+    _report(message)
 
 
 def _report(message: str, category: type[Warning] = ReleaseWarning) -> None:

@@ -166,13 +166,15 @@ def close_fds(fds: Sequence[int], sender: str = "") -> None:
         Whom they came from, so that :func:`unclosed` can count what other threads have still to close of it.
     """
     left = fds if isinstance(fds, list) else list(fds)
-    slow = _Slow([], sender)
+    slow: list[int] = []
     try:
-        _close_quick(left, slow.fds)
-        _close_elsewhere(slow)
+        _close_quick(left, slow)
+        if slow:
+            _close_elsewhere(slow, sender)
     except BaseException:  # an interrupt: it is passed on when that is done
-        _close_quick(left, slow.fds)
-        _close_elsewhere(slow)
+        _close_quick(left, slow)
+        if slow:
+            _close_elsewhere(slow, sender)
         raise
 
 
@@ -216,10 +218,9 @@ def is_gpu(fd: int) -> bool:
     return found is not None and stat.S_ISCHR(found.st_mode) and os.major(found.st_rdev) == _NVIDIA_MAJOR
 
 
-def _close_elsewhere(slow: _Slow) -> None:
-    """Have a thread close what there is, if there is anything. It can be called again after an interrupt."""
-    if not slow.fds:
-        return
+def _close_elsewhere(fds: list[int], sender: str) -> None:
+    """Have a thread close what is in a list. It can be called again with that list after an interrupt."""
+    slow = next((one for one in pending.copy() if one.fds is fds), None) or _Slow(fds, sender)
     pending[slow] = None
     go_on_closing()
     if not sys.is_finalizing() and not any(not one.turn.locked() for one in pending.copy() if one is not slow):

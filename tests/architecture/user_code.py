@@ -44,6 +44,7 @@ USES = {
     "resize": "vram.resize({array: 7})",
     "prepare": "ready = vram.prepare('cuda:0', '2GiB', chunk='64MiB')\nassert_type(ready.wait(1.0), bool)",
     "sleep": "assert_type(vram.sleep([array], to='/tmp').freed, int)",
+    "park": "assert_type(vram.park('name', timeout=5.0).freed, int)\nvram.attach('name', wake=True).close()",
     "wake": "assert_type(vram.wake([array]).discarded, int)",
     "TorchPool": "pool = vram.TorchPool('cuda:0')\nassert_type(pool.sleep(['weights']).freed, int)",
     "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",

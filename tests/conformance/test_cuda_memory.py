@@ -10,6 +10,7 @@ pytest.register_assert_rewrite(
     "vram.testing.region",
     "vram.testing.resize",
     "vram.testing.sleep",
+    "vram.testing.zeros",
 )
 
 from vram import driver as drivers  # noqa: E402

@@ -21,13 +21,13 @@ class PlainDriver:
             ):
                 setattr(self, method, getattr(self._host, method))
         del self.mem_map_private, self.mem_map_new, self.mem_map_import
-        del self.mem_seal, self.mem_is_sealed, self.mem_identity
+        del self.mem_seal, self.mem_is_sealed, self.mem_identity, self.address_zero
 
     name = "host"
 
 
 class TestFaultyHostDriver(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
 
     @pytest.fixture
     def driver(self) -> FaultyDriver:

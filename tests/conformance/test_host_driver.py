@@ -10,7 +10,7 @@ from vram.testing.driver import DriverContract
 
 
 class TestHostDriver(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
 
     @pytest.fixture
     def driver(self) -> HostDriver:

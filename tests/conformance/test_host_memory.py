@@ -12,6 +12,7 @@ pytest.register_assert_rewrite(
     "vram.testing.region",
     "vram.testing.resize",
     "vram.testing.sleep",
+    "vram.testing.zeros",
 )
 
 from vram.driver.host import HostDriver  # noqa: E402
@@ -24,7 +25,7 @@ from vram.testing.sleep import SleepContract  # noqa: E402
 
 
 class TestHostMemory(MemoryContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "Sealing", "Identity", "ZeroBacking"})
 
     @pytest.fixture
     def driver(self) -> Driver:

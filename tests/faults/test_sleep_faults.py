@@ -1,7 +1,7 @@
 """Sleep and wake with every driver call failing in turn, and with Ctrl-C at every point: all or nothing (I4, I12, I13).
 
 Whatever happens, either all of it is awake or all of it is asleep, and every byte is there. On the host in a file, and
-on the stand-in in pinned memory as well.
+on the stand-in in pinned memory as well, and in the backups that only whoever makes them gets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import DriverError, OutOfMemoryError
 from vram.memory import Region
+from vram.memory.backups import Backup, NamedFileBackup, PageableBackup, PinnedBackup
 from vram.memory.pinned import trim
 from vram.memory.sleep import sleep_regions, wake_regions
 from vram.spec import HOST, Location
@@ -45,12 +46,19 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 
 
+MakeBackup = Callable[[Sequence[int]], Backup]
+
+
 class Scene:
     """Two regions with bytes in them, and where those go."""
 
-    def __init__(self, driver: Any, where: Location, to: Path | Literal["host"] | None) -> None:
+    def __init__(
+        self, driver: Any, where: Location, to: Path | Literal["host"] | None, make: MakeBackup | None = None
+    ) -> None:
         self.driver = driver
         self.to = to
+        self.make = make
+        self.backups: dict[Region, Backup] = {}
         self.one = Region.create(where, driver=self.driver, capacity=8 * G, chunk=G, nbytes=2 * G)
         self.other = Region.create(where, driver=self.driver, capacity=G, nbytes=10)
         store(self.driver, self.one.address, b"one")
@@ -58,10 +66,17 @@ class Scene:
         store(self.driver, self.other.address, b"other")
 
     def sleep(self) -> object:
-        return sleep_regions(dict.fromkeys([self.one, self.other], self.to))
+        regions = [self.one, self.other]
+        if self.make is None:
+            return sleep_regions(dict.fromkeys(regions, self.to))
+        for region in regions:
+            backup = self.backups.get(region)
+            if backup is None or backup.sizes != region.chunks:
+                self.backups[region] = self.make(region.chunks)
+        return sleep_regions(dict(self.backups))
 
     def wake(self) -> object:
-        return wake_regions([self.one, self.other])
+        return wake_regions([self.one, self.other], keep=self.make is PinnedBackup)
 
     def is_asleep(self) -> bool:
         """Whether both are asleep; that one is and the other is not must never be."""
@@ -91,19 +106,27 @@ class Scene:
 Make = Callable[..., Scene]
 
 
-@pytest.fixture(
-    params=["host", pytest.param("file", marks=pytest.mark.standin), pytest.param("pinned", marks=pytest.mark.standin)]
-)
+OURS = ["file", "pinned", "pageable", "named", "kept"]  # on the stand-in
+
+
+@pytest.fixture(params=["host", *(pytest.param(name, marks=pytest.mark.standin) for name in OURS)])
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
+    makes: dict[str, MakeBackup] = {
+        "pageable": PageableBackup,
+        "named": lambda sizes: NamedFileBackup(sizes, tmp_path),
+        "kept": PinnedBackup,  # and once more after waking
+    }
+
     def make(faulty: bool = False) -> Scene:
         where = HOST if request.param == "host" else GPU
         # An interrupt that comes when the wrapper returns loses what the driver made: it is for faults alone.
         driver = FaultyDriver(drivers.get(where)) if faulty else drivers.get(where)
-        return Scene(driver, where, "host" if request.param == "pinned" else tmp_path)
+        return Scene(driver, where, "host" if request.param == "pinned" else tmp_path, makes.get(request.param))
 
     yield make
     gc.collect()
     trim()
+    assert not list(tmp_path.iterdir())  # no file with a name is left
     assert not lifetime.stuck()  # descriptors and the rest are counted after every test
 
 

@@ -307,3 +307,68 @@ SCRIPT = """
 def test_the_end_of_a_process_is_quiet(how: str) -> None:
     done = run(SCRIPT, how)
     assert (done.returncode, done.stdout, done.stderr) == (0, "said\n", "")
+
+
+def test_the_memory_of_graphs_sleeps_and_is_theirs_alone(pool: vram.TorchPool) -> None:
+    """As an engine captures them: one handle for all graphs, warmed up outside of the capture."""
+    given = torch.ones(1024, device="cuda:0")
+
+    def step() -> Any:
+        return (torch.ones(64 * MIB // 4, device="cuda:0") * given[0] * 2).mean()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    handle, numbers, graphs, found = torch.cuda.graph_pool_handle(), [], [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with pool.capture("graph", handle) as number, torch.cuda.graph(graph, pool=number):
+            found.append(step())
+        numbers.append(number)
+        graphs.append(graph)
+    assert numbers[0] == numbers[1] != handle
+    taken = pool.usage()["graph"].awake
+    assert 128 * MIB <= taken < 300 * MIB  # shared, as graphs that are not replayed at once may
+    assert pool.tag_of(found[0]) == "graph"
+    with pool.use("graph"):
+        other = torch.full((64 * MIB // 4,), 7.0, device="cuda:0")
+    for value in (1.0, 3.0):
+        given.fill_(value)
+        for graph, one in zip(graphs, found, strict=True):
+            graph.replay()
+            assert float(one) == 2 * value
+        assert bool((other == 7).all())
+        pool.sleep(offload=["graph"])
+        assert pool.usage()["graph"].awake == 0
+        pool.wake()
+
+
+def test_in_a_bypass_torch_allocates_as_ever(pool: vram.TorchPool) -> None:
+    with pool.use("weights"):
+        first = torch.ones(32 * MIB, dtype=torch.uint8, device="cuda:0")
+        with pool.bypass():
+            elsewhere = torch.ones(32 * MIB, dtype=torch.uint8, device="cuda:0")
+            with pool.use("weights"):
+                second = torch.ones(32 * MIB, dtype=torch.uint8, device="cuda:0")
+    assert [pool.tag_of(one) for one in (first, second)] == ["weights"] * 2
+    with pytest.raises(UsageError, match="not of"):
+        pool.tag_of(elsewhere)
+    pool.sleep(discard=["weights"])
+    assert int(elsewhere.sum()) == 32 * MIB
+    before = free_bytes()
+    del elsewhere
+    torch.cuda.empty_cache()
+    assert free_bytes() >= before + 30 * MIB
+    pool.wake()
+
+
+def test_a_margin_is_left(pool: vram.TorchPool) -> None:
+    pool.margin = free_bytes()
+    with pytest.raises(torch.OutOfMemoryError) as caught, pool.use("kv"):
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda:0")
+    assert any("margin" in note for note in caught.value.__notes__)
+    pool.margin = 0
+    with pool.use("kv"):
+        assert torch.ones(64 * MIB, dtype=torch.uint8, device="cuda:0").sum() == 64 * MIB

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import vram
 from vram.bench import NAMES
-from vram.cli import demo, main
+from vram.cli import main, story
 from vram.keeper.client import own_label
 from vram.keeper.private import short_directory
 from vram.testing.keeper import SOON
@@ -232,6 +232,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["show", "n"], "n"),
     (["rm", "n"], "n"),
     (["rm", "a b"], "a name"),
+    (["park", "n"], "n"),
+    (["park", "n", "--timeout", "-1"], "seconds"),
     (["revoke", "n"], "n"),
     (["revoke", "n", "--force"], "n"),
     (["revoke", "a b"], "a name"),
@@ -323,11 +325,11 @@ def test_the_demo_waits_for_leases_that_are_on_their_way(kept: vram.Keeper, file
     """A reader may be gone before the keeper has read that its lease came back."""
     vram.publish("n", {"x": np.arange(3)})
     lease = vram.attach("n")
-    assert demo._wait_for_leases(0.0).leases == 1
+    assert story.wait_for_leases(0.0).leases == 1
     timer = threading.Timer(0.2, lease.close)
     timer.start()
     try:
-        assert demo._wait_for_leases(SOON).leases == 0
+        assert story.wait_for_leases(SOON).leases == 0
     finally:
         timer.join()
 
@@ -387,10 +389,10 @@ def test_the_demo_prints_no_colours_where_they_are_not_wanted(
             monkeypatch.delenv("NO_COLOR", raising=False)
         else:
             monkeypatch.setenv("NO_COLOR", "1")
-        story = demo._Story(as_json=False)
-        story.tell("killed", "red")
-        story.measure("kill", "it", 5, 0.25)
-        story.close("proved")
+        told = story.Story(as_json=False)
+        told.tell("killed", "red")
+        told.measure("kill", "it", 5, 0.25)
+        told.close("proved")
         said = capsys.readouterr().out
         assert bool(re.search(r"\x1b\[(?:\d+;)*3\dm", said)) is wanted, said
         assert re.search(r"kill.* it .*5 B.* 250\.0 ms", said)

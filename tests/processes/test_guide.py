@@ -89,6 +89,12 @@ AROUND = {
         "keys, values = (vram.zeros((0, 4), device='host', capacity=100) for _ in range(2))\nrows = 9",
         "assert keys.shape == values.shape == (9, 4)\nkeys.close()\nvalues.close()",
     ),
+    "blocks = vram.zeros((64, 4096)": Around(
+        after="assert not blocks.numpy(full=True)[100_000].any()\nassert len(blocks) == 64\nblocks.close()"
+    ),
+    "vectors = vram.zeros((2, 384)": Around(
+        KEPT, 'assert len(lease["x"]) == 900_000\nlease.close()\nvectors.close()\nkept.close()'
+    ),
     'ready = vram.prepare("host"': Around(
         after="keys = vram.zeros((9, 4), device='host', capacity=100, chunk='64MiB')\nkeys.close()\n"
         "assert vram.trim() > 0\nassert ready.ready == 0",
@@ -96,6 +102,11 @@ AROUND = {
     "vram.sleep([weights, cache]": Around(
         "weights, cache = (vram.asarray([1.0, 2.0], device='host') for _ in range(2))",
         "assert vram.wake(cache).discarded == 16\nassert weights.numpy()[1] == 2.0\nweights.close()\ncache.close()",
+    ),
+    'report = vram.park("qwen"': Around(
+        KEPT + 'vram.publish("qwen", {"a": vram.zeros(4, device="cuda:0")})',
+        "assert report.nbytes == 2 << 20\nassert lease['a'].to_host().sum() == 0\nlease.close()\nkept.close()",
+        gpu=True,
     ),
     'tensor = torch.zeros(1 << 20, device="cuda:0")': Around(FRAMEWORK, gpu=True),
     'with vram.lend({"weights": tensor}': Around(

@@ -19,7 +19,7 @@ from vram.spec import HOST, Access, HandleKind
 from vram.testing.driver import DriverContract
 
 class Mutant(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity"})
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "Identity", "ZeroBacking"})
     kind = HostDriver
 
     @pytest.fixture

@@ -266,3 +266,13 @@ def test_how_much_a_manifest_may_say_goes_by_the_memory_of_its_entry(monkeypatch
     long = Manifest(MANIFEST_VERSION, (few,), {"x" * 100: arrays["2"]})
     with pytest.raises(UsageError, match="at most 96 are read"):
         encode_manifest(long)
+
+
+def test_serials_are_one_for_each_segment_or_none_s7() -> None:
+    growing = msgspec.structs.replace(MANIFEST, serials=(7, 2**61, 9))
+    assert decode_manifest(encode_manifest(growing)) == growing
+    assert "serials" not in raw()  # what cannot grow says nothing of it: older readers and writers see no difference
+    for spoilt in ([1], [1, 2], [1, 2, 3, 4]):
+        refused({**raw(), "serials": spoilt}, "serial numbers")
+    for spoilt in ([1, 2, -1], [1, 2, 2**62], [1, 2, "3"], [0] * 1025, 7):
+        refused({**raw(), "serials": spoilt}, "not a manifest")

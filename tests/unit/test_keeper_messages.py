@@ -19,14 +19,14 @@ ENTRY = m.Entry("a/b", 3, 1000, False, [SEGMENT], ["host"], b"m", False, {"k": "
 GOLDEN = [
     (m.Hello(1, 1, "me", "box"), "95a568656c6c6f0101a26d65a3626f78"),
     (
-        m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, True),
-        "9ca77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007c3",
+        m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, True, 9),
+        "9da77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007c309",
     ),
     (m.Offer(5, "a/b", 100, 2, {}, None, 0), "98a56f6666657205a3612f62640280c000"),
     (m.Part(6, 5, 253), "94a4706172740605ccfd"),
     (
-        m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, 1000),
-        "99a661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3cd03e8",
+        m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, 1000, "wake"),
+        "9aa661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3cd03e8a477616b65",
     ),
     (m.More(8, 9, 253), "94a46d6f72650809ccfd"),
     (m.Release(9, [1, 2]), "93a772656c6561736509920102"),
@@ -45,8 +45,8 @@ GOLDEN = [
     (m.Published(5, 3), "93a97075626c69736865640503"),
     (m.NextPart(5, 253), "93a8636f6e74696e756505ccfd"),
     (
-        m.Attached(7, 4, 1, ENTRY),
-        "95a8617474616368656407040199a3612f6203cd03e8c29193ce00200000010091a4686f7374c4016dc281a16ba176",
+        m.Attached(7, 4, 1, ENTRY, True, True),
+        "97a8617474616368656407040199a3612f6203cd03e8c29193ce00200000010091a4686f7374c4016dc281a16ba176c3c3",
     ),
     (m.Descriptors(8, 253), "93ab64657363726970746f727308ccfd"),
     (m.Claimed(7, 4, 600.0), "94a7636c61696d65640704cb4082c00000000000"),
@@ -118,6 +118,16 @@ def test_s9_a_publication_of_before_there_were_updates() -> None:
     before = "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007"
     asked = m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, False)
     assert m.decode_request(bytes.fromhex(before)) == asked
+
+
+def test_s9_what_was_said_before_entries_could_be_parked() -> None:
+    publish = "9ca77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007c3"
+    asked = m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, True)
+    assert m.decode_request(bytes.fromhex(publish)) == asked
+    attach = "99a661747461636807a3612f6202a2727781a16ba176cb3ff8000000000000c3cd03e8"
+    assert m.decode_request(bytes.fromhex(attach)) == m.Attach(7, "a/b", 2, "rw", {"k": "v"}, 1.5, True, 1000)
+    attached = "95a8617474616368656407040199a3612f6203cd03e8c29193ce00200000010091a4686f7374c4016dc281a16ba176"
+    assert m.decode_reply(bytes.fromhex(attached)) == m.Attached(7, 4, 1, ENTRY)
 
 
 def test_s9_a_successor_of_before_one_could_go_on_with_what_was_begun() -> None:
@@ -209,8 +219,8 @@ def test_s7_who_a_process_is_cannot_be_forged(who: tuple[int | None, int, str, s
 
 
 def test_the_keeper_writes_a_lease_as_the_client_reads_it() -> None:
-    raw = m.AttachedRaw(7, 4, 1, msgspec.Raw(m.encode(ENTRY)))
-    assert m.encode(raw) == m.encode(m.Attached(7, 4, 1, ENTRY))
+    raw = m.AttachedRaw(7, 4, 1, msgspec.Raw(m.encode(ENTRY)), True, True)
+    assert m.encode(raw) == m.encode(m.Attached(7, 4, 1, ENTRY, True, True))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from vram.keeper import messages as m
 from vram.keeper.accounts import Quotas, Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.fields import record_from
-from vram.keeper.records import Claim, Lease, Version, Waiter
+from vram.keeper.records import Claim, Granted, Lease, Version, Waiter
 from vram.keeper.reports import entry_info, holder_info, statistics_info, version_info
 from vram.keeper.snapshot import Books, join_bodies, restore, save, split_bodies
 
@@ -23,6 +23,17 @@ KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 # Frozen: a keeper of last year hands over to one of today, and the other way round. Where a row grows at its end, what
 # was written before stays here as well, to be read.
 GOLDEN = (
+    "9c110482a17702a4676f6e65019192a772656d6f76656401929601cd03e90ba3616e6ea3626f78909602cd03ea0ca3626f62a37475629093"
+    "dc001ea17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102"
+    "c2a3626f7805090000c2c29001c290c0dc001ea4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba3616e6ec3919409"
+    "02a172cb401800000000000090c3a3626f7805090000c2c29001c290c0dc001ea17702c3cd03e9026403c280c401c0cb4008000000000000"
+    "cb4059c000000000000ba3616e6ec291940702a172cb401000000000000090c2a3626f7805090000c2c29001c290c0919e1001a468616c66"
+    "070201c381a178a179cb4022000000000000000607c200929b0d0203a7636c61696d656400a2727781a161a162c3cb404d800000000000cd"
+    "03eaa09b0f0204a17709a172c0c2c0c0a091930b01a7636c61696d656491950bcb4020000000000000cb4083000000000000009192cd03e9"
+    "cb408300000000000091940263a67061737365640290"
+)
+# Of a keeper of before entries could be parked.
+WITHOUT_MOVES = (
     "9c110482a17702a4676f6e65019192a772656d6f76656401929601cd03e90ba3616e6ea3626f78909602cd03ea0ca3626f62a37475629093"
     "dc001aa17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102"
     "c2a3626f7805090000c2c290dc001aa4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba3616e6ec391940902a172cb"
@@ -104,16 +115,19 @@ def test_s9_the_state_of_a_takeover_has_golden_bytes(books: Catalogue) -> None:
 def test_s9_the_state_of_an_older_keeper_is_read(books: Catalogue) -> None:
     tokens = [version.token for version in books.all_versions()]
     for version in books.all_versions():
-        version.words = len(bytes(version.body))
+        version.words, version.publisher = len(bytes(version.body)), 0
     for publication in books.sessions[1].publications.values():
         publication.words = publication.record
     read = msgspec.msgpack.decode(bytes.fromhex(WITHOUT_WORDS), type=Books)
     assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
 
 
-def test_s9_the_state_of_a_keeper_of_before_updates_is_read(books: Catalogue) -> None:
+@pytest.mark.parametrize("written", [WITHOUT_UPDATES, WITHOUT_MOVES], ids=["updates", "moves"])
+def test_s9_the_state_of_a_keeper_of_before_these_is_read(books: Catalogue, written: str) -> None:
     tokens = [version.token for version in books.all_versions()]
-    read = msgspec.msgpack.decode(bytes.fromhex(WITHOUT_UPDATES), type=Books)
+    for version in books.all_versions():
+        version.publisher = 0
+    read = msgspec.msgpack.decode(bytes.fromhex(written), type=Books)
     assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
 
 
@@ -156,6 +170,36 @@ def test_updates_and_pages_are_there_after_a_takeover(books: Catalogue) -> None:
     }  # fmt: skip
     successor.at_once(successor.disconnect(successor.sessions[2], 3.0), 3.0)
     assert dataclasses.astuple(successor.accounts.of(BOB)) == dataclasses.astuple(Usage())
+
+
+def test_what_is_parked_and_moves_is_there_after_a_takeover(books: Catalogue) -> None:
+    ann = books.sessions[1]
+    for name in ("parking", "parked", "waking"):
+        half = books.begin(ann, name, nbytes=100, handles=2, body=b"\xc0")
+        books.commit(half, name, 1.0)
+        lease = books.attach(ann, name, 2.0, purpose="park")
+        assert isinstance(lease, Lease)
+        if name == "parking":
+            books.begin(ann, name, nbytes=90, handles=2, lease=lease.id)
+            continue
+        books.commit(books.begin(ann, name, nbytes=90, handles=2, body=b"\xc0", lease=lease.id), f"{name} host", 3.0)
+        books.release(ann, lease.id)
+    waker = books.attach(ann, "waking", 4.0, purpose="wake")
+    assert isinstance(waker, Lease)
+    assert isinstance(books.attach(ann, "waking", 5.0, call=9, purpose="wake", wait=None), Waiter)
+    _, successor = moved(books)
+    assert shown(successor) == shown(books)
+    used = [dataclasses.astuple(one) for one in (books.accounts.of(ANN), books.accounts.total)]
+    assert [dataclasses.astuple(one) for one in (successor.accounts.of(ANN), successor.accounts.total)] == used
+    ann = successor.sessions[1]
+    (half,) = [one for one in ann.publications.values() if one.lease]
+    version, _ = successor.commit(half, "parking host", 6.0)
+    assert version.parked
+    # The claim to wake is the predecessor's, and so is its end.
+    effects = successor.at_once(successor.expire(4.0 + successor.claim_timeout - 0.1), 600.0)
+    assert not [one for one in effects if isinstance(one, Granted)]
+    effects = successor.at_once(successor.expire(4.0 + successor.claim_timeout), 604.0)
+    assert [one.lease.purpose for one in effects if isinstance(one, Granted)] == ["wake"]
 
 
 def test_every_field_of_a_record_is_there_after_a_takeover(books: Catalogue) -> None:
@@ -249,8 +293,8 @@ def word(value: object) -> object:
     return value
 
 
-ENTRY = m.EntryRow("w", 7, 5, 90, 3, True, 4, 2, 1.5, 2.5, {"k": "v"}, 6, 80, 70)
-VERSION = m.VersionRow(7, 5, True, True, 90, [60, 30], ["host"], 4, 1.5, 2.5, 11, "ann", {"k": "v"}, True, "box")
+ENTRY = m.EntryRow("w", 7, 5, 90, 3, True, 4, 2, 1.5, 2.5, {"k": "v"}, 6, 80, 70, True)
+VERSION = m.VersionRow(7, 5, True, True, 90, [60, 30], ["host"], 4, 1.5, 2.5, 11, "ann", {"k": "v"}, True, "box", True)
 HOLDER = m.HolderRow(3, 7, 11, 5, "ann", "rw", 1.5, 90, "w", "box")
 STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12)
 

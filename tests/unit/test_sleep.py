@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,11 @@ import pytest
 import vram
 from vram.driver.books import Reservation
 from vram.errors import AsleepError, BusyError, UsageError
-from vram.memory.sleep import Remapped
+from vram.memory import Region
+from vram.memory.backups import Backup, FileBackup, NamedFileBackup, PageableBackup, PinnedBackup
+from vram.memory.sleep import Remapped, sleep_regions, wake_regions
 from vram.testing.keeper import SOON
+from vram.testing.region import load, store
 
 
 def test_arrays_sleep_with_all_that_lies_on_their_region(tmp_path: Path) -> None:
@@ -228,3 +234,80 @@ def test_chunks_are_mapped_one_behind_another_without_a_look_at_all_the_others(d
         assert len(array.region.chunks) == 40
         assert len(looked) <= 4, looked
         assert not array.to_host().any()
+
+
+# -- backups that the caller makes --------------------------------------------------------------------------------
+G = 2 << 20
+
+
+def test_a_backup_is_for_one_region_as_it_is(tmp_path: Path) -> None:
+    with Region.create("host", capacity=4 * G, chunk=G, nbytes=G) as region:
+        backup = NamedFileBackup(region.chunks, tmp_path)
+        region.grow(2 * G)
+        with pytest.raises(UsageError, match=rf"made for chunks of \({G},\) bytes"):
+            sleep_regions({region: backup})
+        for wrong in (PageableBackup(region.chunks), PinnedBackup(region.chunks)):
+            with pytest.raises(UsageError, match="no better off"):
+                sleep_regions({region: wrong})
+        assert region.asleep is None
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_file_with_a_name_is_there_while_its_region_sleeps(tmp_path: Path) -> None:
+    with Region.create("host", capacity=2 * G, chunk=G, nbytes=2 * G) as region:
+        with region.driver.buffer(region.address, 2 * G, readonly=False) as view:  # type: ignore[attr-defined]
+            view[G - 2 : G + 2] = b"text"
+        backup: Backup = NamedFileBackup(region.chunks, tmp_path, piece=1 << 19)
+        for keep in (False, True):  # a file is not kept
+            assert sleep_regions({region: backup}).nbytes == 2 * G
+            (file,) = tmp_path.iterdir()
+            assert (file.stat().st_size, file.stat().st_mode & 0o777) == (2 * G, 0o600)
+            wake_regions([region], keep=keep)
+            assert not list(tmp_path.iterdir())
+            with region.driver.buffer(region.address, 2 * G, readonly=True) as view:  # type: ignore[attr-defined]
+                assert bytes(view[G - 2 : G + 2]) == b"text"
+        sleep_regions({region: backup})
+        assert isinstance(backup, FileBackup)
+    assert not list(tmp_path.iterdir())  # it went with the region
+
+
+def test_a_file_with_a_name_goes_at_the_end_of_the_process(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        from vram.memory import Region
+        from vram.memory.backups import NamedFileBackup
+        from vram.memory.sleep import sleep_regions
+        region = Region.create("host", capacity=1 << 21, nbytes=1 << 21, managed=True)
+        sleep_regions({region: NamedFileBackup(region.chunks, Path(sys.argv[1]))})
+        assert len(list(Path(sys.argv[1]).iterdir())) == 1
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=SOON, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("make", [PageableBackup, PinnedBackup])
+def test_a_kept_backup_is_made_anew_for_more_bytes(make: type[PageableBackup | PinnedBackup]) -> None:
+    with Region.create("cuda:0", capacity=2 * G, chunk=2 * G, nbytes=5) as region:
+        backup = make(region.chunks)
+        sleep_regions({region: backup})
+        assert [size for _, size in backup.spans(0, 5)] == [5]
+        wake_regions([region], keep=True)
+        assert backup.is_there
+        region.grow(2 * G)
+        store(region.driver, region.address + G, b"late")
+        sleep_regions({region: backup})
+        assert sum(size for _, size in backup.spans(0, 2 * G)) == 2 * G
+        wake_regions([region])
+        assert (load(region.driver, region.address + G, 4), backup.is_there, backup.spans(0, 2 * G)) == (
+            b"late",
+            False,
+            [],
+        )
+    vram.trim()

@@ -19,7 +19,7 @@ from vram.spec import HOST
 from vram.testing import DriverContract
 
 class TestMine(DriverContract):
-    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing"})  # and Identity
+    offers = frozenset({"HostAddressable", "CopyOnWrite", "DirectMapping", "Sealing", "ZeroBacking"})  # and Identity
 
     @pytest.fixture
     def driver(self):

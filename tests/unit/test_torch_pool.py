@@ -44,11 +44,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
     monkeypatch.setattr(torch_pool, "_serving", {})
     monkeypatch.setattr(torch_pool, "_looked", {})
     yield made
-    made.capturing = False
-    for pool in made.pools:
-        pool.cached.clear()
-        pool.taken.clear()
-    made.frees += 1
+    made.give_back()
     for segment in list(torch_pool._segments.copy().values()):
         segment.is_known = True
         segment.pool.trim()

@@ -6,7 +6,7 @@ import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..driver.protocol import Driver
 from ..errors import BusyError, CapacityError, ClosedError, RangeError, UsageError
@@ -149,6 +149,7 @@ class Array(Viewable):
         capacity: int | Sequence[int] | None = None,
         chunk: int | str | None = None,
         populate: bool = False,
+        backing: Literal["zero"] | None = None,
     ) -> Self:
         """Make an array of zeros on memory of its own.
 
@@ -167,6 +168,8 @@ class Array(Viewable):
             Bytes by which memory is taken and given back; see :meth:`vram.memory.Region.create`.
         populate : bool
             Touch the pages at once rather than at first use.
+        backing : "zero", optional
+            What rows without memory read as; see :func:`vram.empty`.
 
         Raises
         ------
@@ -186,6 +189,7 @@ class Array(Viewable):
             nbytes=nbytes,
             chunk=chunk,
             populate=populate,
+            backing=backing,
             managed=True,
         )
         try:
@@ -255,8 +259,9 @@ class Array(Viewable):
         rows : int
             The new length.
         after : optional
-            Only to shrink an array on a GPU: an event, as a number or an object of torch or CuPy. The work that used
-            what goes is done when it is. By default all work on the devices that may use the memory is waited for.
+            Only to shrink an array on a GPU, or to grow one with ``backing="zero"``: an event, as a number or an object
+            of torch or CuPy. The work that used what goes, zeros included, is done when it is. By default all work on
+            the devices that may use the memory is waited for.
 
         Raises
         ------

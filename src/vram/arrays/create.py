@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .. import driver as drivers
 from ..driver import visible
@@ -30,6 +30,7 @@ def empty(
     capacity: int | Sequence[int] | None = None,
     chunk: int | str | None = None,
     populate: bool = False,
+    backing: Literal["zero"] | None = None,
 ) -> Array:
     """Make an array whose first dimension can be resized in place, up to its capacity.
 
@@ -48,6 +49,11 @@ def empty(
         Bytes by which memory is added and given back; see :meth:`vram.Region.create`.
     populate : bool
         Touch the pages now rather than at first use.
+    backing : "zero", optional
+        Rows up to the capacity that have no memory read as zeros, so that a kernel that reads a row too far gets zeros
+        and does not end the context; writing there faults all the same. For kernels and C code, which go by
+        :attr:`~vram.Array.address`: views show the rows that there are, or with ``full=True`` all. On the host it costs
+        nothing; on a GPU growing waits for its work, as shrinking does. See :meth:`vram.Region.create`.
 
     Returns
     -------
@@ -72,8 +78,9 @@ def empty(
     if location != HOST:
         location = visible(location)
     return Array.create(
-        drivers.get(location), location, shape, dtype, capacity=capacity, chunk=chunk, populate=populate
-    )
+        drivers.get(location), location, shape, dtype, capacity=capacity, chunk=chunk, populate=populate,
+        backing=backing,
+    )  # fmt: skip
 
 
 def zeros(
@@ -84,12 +91,13 @@ def zeros(
     capacity: int | Sequence[int] | None = None,
     chunk: int | str | None = None,
     populate: bool = False,
+    backing: Literal["zero"] | None = None,
 ) -> Array:
     """Make an array of zeros. New memory is zero anyway: this says in the code that it is relied on.
 
     Parameters and errors are those of :func:`empty`.
     """
-    return empty(shape, dtype, device=device, capacity=capacity, chunk=chunk, populate=populate)
+    return empty(shape, dtype, device=device, capacity=capacity, chunk=chunk, populate=populate, backing=backing)
 
 
 def asarray(
@@ -100,6 +108,7 @@ def asarray(
     capacity: int | Sequence[int] | None = None,
     chunk: int | str | None = None,
     populate: bool = False,
+    backing: Literal["zero"] | None = None,
 ) -> Array:
     """Return an array with the contents of `source`: the same object if it is a vram array that fits, else a copy.
 
@@ -109,7 +118,7 @@ def asarray(
         What to take the contents from.
     dtype : optional
         Convert to this element type; by default that of `source`.
-    device, capacity, chunk, populate
+    device, capacity, chunk, populate, backing
         As of :func:`empty`. What is copied touches the pages of the rows anyway; `populate` is about the rest of the
         last chunk, and about an array that is returned as it is.
 
@@ -126,13 +135,16 @@ def asarray(
         and (kind is None or kind == source.dtype)
         and capacity is None
         and chunk is None
+        and backing is None
     ):
         if checks.flag(populate, "populate"):
             source.region.populate()
         return source
     given = _given(source, kind)
     wanted = given.dtype if kind is None else kind
-    array = empty(given.shape, wanted, device=location, capacity=capacity, chunk=chunk, populate=populate)
+    array = empty(
+        given.shape, wanted, device=location, capacity=capacity, chunk=chunk, populate=populate, backing=backing
+    )
     try:
         _copy(given, array)
     except BaseException as error:

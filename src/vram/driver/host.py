@@ -33,6 +33,7 @@ from .addresses import (
     populate,
     protect,
     put_back,
+    read_zeros,
     reserve,
     unmap,
 )
@@ -70,9 +71,9 @@ class HostDriver:
     """The :class:`~vram.driver.protocol.Driver` of host memory on Linux.
 
     Also :class:`~vram.driver.protocol.HostAddressable`, :class:`~vram.driver.protocol.CopyOnWrite`,
-    :class:`~vram.driver.protocol.DirectMapping`, :class:`~vram.driver.protocol.Sealing` and
-    :class:`~vram.driver.protocol.Identity`. After a fork the child's handles are inert (invariant I7), but shared
-    mappings are inherited: views stay readable, and nothing is undone.
+    :class:`~vram.driver.protocol.DirectMapping`, :class:`~vram.driver.protocol.Sealing`,
+    :class:`~vram.driver.protocol.ZeroBacking` and :class:`~vram.driver.protocol.Identity`. After a fork the child's
+    handles are inert (invariant I7), but shared mappings are inherited: views stay readable, and nothing is undone.
     """
 
     name = "host"
@@ -156,6 +157,15 @@ class HostDriver:
             raise UsageError(
                 f"address_free({address:#x}, {nbytes}): another thread freed it, or mapped something in it"
             )
+
+    def address_zero(self, address: int, nbytes: int) -> None:
+        reservation = self._books.reservations.at.get(address)
+        if reservation is None or reservation.nbytes != nbytes:
+            raise UsageError(f"address_zero({address:#x}, {nbytes}): name exactly what was reserved")
+        if reservation.mappings.at:
+            raise UsageError(f"address_zero({address:#x}, {nbytes}): something is mapped in it already")
+        if not read_zeros(reservation):
+            raise libc.failure(f"mprotect({address:#x}, {nbytes}) to READ")
 
     # -- physical memory ----------------------------------------------------------------------------------------
     def mem_create(
@@ -395,7 +405,7 @@ class HostDriver:
             if not mapping.is_gone:
                 # Refused, where kernels before 6.12 can leave a hole behind a mapping that failed late, or interrupted
                 # before or after: whatever is there now, the range is as it was before.
-                put_back(address, nbytes, self._ballast)
+                put_back(address, nbytes, self._ballast, reservation)
                 self._books.withdraw(mapping)
             raise
         finally:

@@ -54,6 +54,7 @@ __all__ = [
     "Sealing",
     "StreamOrdered",
     "Support",
+    "ZeroBacking",
 ]
 
 # Seconds within which the kernel has granted a seal or not, where nobody goes on asking: it waits 0.15 s for pages that
@@ -294,6 +295,18 @@ class CopyOnWrite(Protocol):
 
     def mem_map_private(self, address: int, nbytes: int, offset: int, handle: int) -> None:
         """Like :meth:`Driver.mem_map`, but private: may be made writable even if the memory is sealed."""
+
+
+@runtime_checkable
+class ZeroBacking(Protocol):
+    """A driver of which reserved addresses can read as zeros where no memory is mapped, without any memory for it."""
+
+    def address_zero(self, address: int, nbytes: int) -> None:
+        """Have a reservation read as zeros wherever nothing is mapped, from now on and until it is freed.
+
+        Named exactly as it was reserved, before anything is mapped in it. What is mapped takes the place of zeros, and
+        what is unmapped gives way to them, in one step: nobody who reads meanwhile faults. Writing faults as ever.
+        """
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING
 
-from ..errors import NotFoundError, ProtocolError, QuotaError, UsageError
+from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_version
 from ..sharing.channel import check_timeout, close_fds
@@ -58,7 +58,7 @@ def entry(name: str, *, keeper: Keeper | str | os.PathLike[str] | None = None) -
     """Describe one entry: its versions with their sizes, its `meta`, owner, holders, and the arrays in it.
 
     The keeper does not know the arrays: for those the current version is leased for a moment, which maps nothing of
-    its memory.
+    its memory. Of one that is parked (:func:`vram.park`) they are not read.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
             client.release([lease.lease_id])
             if lease.answer is not None:
                 lease.answer.owner = None
-    except (NotFoundError, ProtocolError, QuotaError):  # of many leases of ours, in the last case
+    except (AsleepError, NotFoundError, ProtocolError, QuotaError):  # of many leases of ours, in the last case
         return None
     return tuple(ArrayInfo(called, entry.dtype, entry.shape, entry.nbytes) for called, entry in manifest.arrays.items())
 

@@ -17,7 +17,7 @@ from ..lifetime import uninterrupted
 from ..sharing.channel import check_timeout
 from ..sharing.mapping import ACCESS
 from ..spec import HOST, Location
-from .keepers import as_notes, check_flags, check_owner, wait_for_keeper
+from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def attach(
     timeout: float | None = 0.0,
     device: str | Location | None = None,
     owner: int | str | None = None,
+    follow: bool = False,
+    wake: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach a published entry: map its memory into this process, without a copy.
@@ -66,6 +68,14 @@ def attach(
         The user whom it must belong to, by uid or by name: who published it, as the kernel vouches for them. Where
         several users may connect, any of them may publish under any name that is free, but for names under ``~user/``,
         which are that user's alone.
+    follow : bool
+        Set aside the addresses that its arrays may grow to, as their maker did, so that :meth:`Lease.refresh` can map
+        what is added behind the same addresses. It costs addresses only.
+    wake : bool
+        Bring the bytes back if the entry is parked (:func:`vram.park`): to the GPU where they were, or to `device`, and
+        all readers find them there. Of many that do this at the same time one copies, the next in line if that one
+        fails or dies, and the others wait, as long as `timeout` says. Only the user who published it can do that;
+        another can wait while it is being done.
     keeper : Keeper, str or PathLike, optional
         Whom to ask: a :class:`Keeper`, or the path of its socket. By default ``$VRAM_KEEPER`` or the user's own.
 
@@ -84,12 +94,18 @@ def attach(
         If the entry's `meta` differs from `expect`, or it belongs to another user than `owner`: also while it was
         waited for, since nobody else can publish it as long as that user keeps the name.
     AccessDeniedError
-        If it asks to write to what was published read-only.
+        If it asks to write to what was published read-only; with `wake`, if it is parked and another user published it.
     QuotaError
         If this user has come past its ceilings at the keeper by leases on versions that are not current any more; it
-        says which.
+        says which. With `wake`, also if there is no room for its bytes.
+    AsleepError
+        If it is parked, without `wake`.
+    BusyError
+        With `wake` and without a `timeout`, if another process is bringing it back.
+    OutOfMemoryError
+        With `wake`, if there is no room for it on the GPU: it is still parked, and whole, and the next in line tries.
     WaitTimeoutError
-        If nothing was published within `timeout`, or whoever listens there did not greet.
+        If nothing was published, or woken, within `timeout`, or whoever listens there did not greet.
     PeerGoneError
         If there is no keeper, or none came within `timeout`. If it went away while this waited for the name, at once:
         what was to be published there is not, and the next keeper knows nothing of it. Attach again to wait for that.
@@ -97,16 +113,30 @@ def attach(
         If the memory is on a GPU that this process does not see, or that `device` cannot access; the reason is given.
     """
     check_access(access)
+    if follow is not False:
+        follow = check_flag(follow, "follow")
     user = None if device is None else user_of(device)
     if version is not None:
         check_version(version)
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
+    purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
     attachment = client.lease(
-        name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid
-    )
-    return Lease(client, attachment, access, user=user, timeout=left)
+        name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid,
+        purpose=purpose,
+    )  # fmt: skip
+    if attachment.moves:
+        from .park import wake_and_lease  # few entries are parked
+
+        def ask() -> Attachment:
+            return client.lease(
+                name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid,
+                purpose=purpose,
+            )  # fmt: skip
+
+        attachment = wake_and_lease(client, attachment, user, ask)
+    return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 
 def attach_or_publish(

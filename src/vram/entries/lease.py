@@ -113,8 +113,11 @@ class Lease(Owned, Mapping[str, Array]):
     __slots__ = (
         "_arrays",
         "_attachment",
+        "_callbacks",
         "_client",
+        "_follows",
         "_manifest",
+        "_moving",
         "_page",
         "_regions",
         "_return",
@@ -135,14 +138,18 @@ class Lease(Owned, Mapping[str, Array]):
         user: Location | None = None,
         stream: int | None = None,
         timeout: float | None = None,
+        follow: bool = False,
     ) -> None:
         self.access = access
+        self._follows = follow
         self._user = user
         self._client = client
         self._attachment = attachment
         self._arrays: dict[str, Array] = {}
         self._signal: Signal | None = None
         self._subscriptions: list[Subscription] = []
+        self._callbacks: list[tuple[Callable[[Lease], object], bool]] = []  # of the subscriptions, to move them
+        self._moving = threading.RLock()  # had by who goes on to a newer version; no finalizer takes it
         self._revoked = False
         self._words: memoryview | None = None  # its publisher's, if that updates it in place
         self._page: Page | None = None
@@ -182,6 +189,7 @@ class Lease(Owned, Mapping[str, Array]):
                             some,
                             access=access,
                             depends=depends,
+                            follow=follow,
                             user=user,
                             sealed=sealed,
                             until=until,
@@ -221,7 +229,7 @@ class Lease(Owned, Mapping[str, Array]):
 
     @property
     def version(self) -> int:
-        """The version that is attached; it never changes."""
+        """The version that is attached; only :meth:`refresh` changes it."""
         return self._attachment.version
 
     @property
@@ -244,13 +252,17 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018  (closed leases say so)
         array = self._arrays.get(name)
         if array is None:
-            entry, leased = self._manifest.arrays.get(name), self._attachment
+            manifest = self._manifest
+            entry, leased = manifest.arrays.get(name), self._attachment
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
             whose = self._client.path, leased.name, leased.version
-            made = array_on(self._regions[entry.memory], self._manifest, *whose, name, self.access)
+            made = array_on(self._regions[entry.memory], manifest, *whose, name, self.access)
             array = self._arrays.setdefault(name, made)
+            if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
+                self._arrays.pop(name, None)
+                return self[name]
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -383,7 +395,66 @@ class Lease(Owned, Mapping[str, Array]):
             self.access,
             user=self._user,
             timeout=left,
+            follow=self._follows,
         )
+
+    def _newest(self) -> tuple[KeeperClient, Attachment] | None:
+        """Lease the newest version of the same user, and return it with its connection; None if it is this one."""
+        self.handle  # noqa: B018
+        client = self._client
+        try:
+            if not client.is_stale(self._return.lease_id):
+                return None
+        except PeerGoneError:
+            client, _ = self._reconnect()
+        return client, client.lease(self.name, access=wire_access(self.access), owner=self.owner)
+
+    def refresh(self) -> tuple[str, ...]:
+        """Go on to the newest version of the entry, if that is this one with more behind it.
+
+        For arrays that were made with a `capacity`, published with ``writable=True``, grown, and published again. What
+        was added is mapped behind the addresses that there are; nothing moves. Arrays and views from before stay valid
+        and show the rows that they had: ask this lease for its arrays again to see all rows. The version before is
+        given back. Nobody needs to attach anew, as :meth:`upgrade` does.
+
+        Returns
+        -------
+        tuple of str
+            The names of the arrays that have more rows now. Empty if there is no newer version, or none of its arrays
+            is longer.
+
+        Raises
+        ------
+        MismatchError
+            If the newest version is something else than this one with more behind it, such as other or fewer rows, a
+            copy, or another user's: :meth:`upgrade` attaches it.
+        CapacityError
+            If it does not fit behind the addresses that there are: attach with ``follow=True``.
+        NotFoundError
+            If the entry was removed.
+        AsleepError
+            If memory of this lease is asleep.
+        PeerGoneError
+            If the keeper is gone, and no other serves at its path.
+        BusyError
+            In a signal handler that interrupted this very method.
+
+        Whatever it raises, nothing has changed.
+
+        Examples
+        --------
+        >>> vectors = vram.zeros((2, 4), device="host", capacity=1_000_000)
+        >>> receipt = vram.publish("vectors", {"x": vectors}, writable=True)
+        >>> lease = vram.attach("vectors", follow=True)
+        >>> vectors.resize(900_000)
+        >>> receipt = vram.publish("vectors", {"x": vectors}, writable=True)
+        >>> lease.refresh(), len(lease["x"])
+        (('x',), 900000)
+        """
+        self.handle  # noqa: B018
+        from .following import refresh  # few leases are on what grows
+
+        return refresh(self)
 
     # -- updates in place -----------------------------------------------------------------------------------------
     @property
@@ -541,9 +612,36 @@ class Lease(Owned, Mapping[str, Array]):
         self.handle  # noqa: B018
         if not callable(callback):
             raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
-        self._subscriptions.append(
-            self._client.listen(self._return.lease_id, self, functools.partial(_tell_of_revoke, callback))
-        )
+        self._listen(functools.partial(_tell_of_revoke, callback))
+
+    def on_grow(self, callback: Callable[[Lease], object]) -> None:
+        """Have ``callback(lease)`` called when there is a newer version that is this one with more behind it.
+
+        It is called once for the version that this lease is on, and again after each :meth:`refresh`, which it may call
+        itself. Called at once if there is such a version already, and not at all for what :meth:`refresh` would refuse,
+        or when the entry is removed. Whatever else :meth:`on_revoke` says of its callbacks holds here, too.
+
+        Parameters
+        ----------
+        callback : callable
+            Takes this lease; what it returns is ignored.
+
+        Raises
+        ------
+        UsageError, PeerGoneError, QuotaError
+            As :meth:`on_revoke`.
+        """
+        self.handle  # noqa: B018
+        if not callable(callback):
+            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
+        from .following import tell_of_growth  # few leases are on what grows
+
+        self._listen(functools.partial(tell_of_growth, callback), of_all=True)
+
+    def _listen(self, tell: Callable[[Lease], object], *, of_all: bool = False) -> None:
+        with self._moving:  # a callback that comes meanwhile is for the version that this lease goes on to
+            self._subscriptions.append(self._client.listen(self._return.lease_id, self, tell, of_all=of_all))
+            self._callbacks.append((tell, of_all))
         if self.is_closed:  # meanwhile, by another thread or by the callback
             self._stop_listening()
 

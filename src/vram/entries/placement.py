@@ -290,6 +290,7 @@ class Placement:
         self._taken: dict[str, Array] = {}
         self._pins: list[Pin] = []
         self.pools: PoolDescriptors | None = None
+        self.held: list[tuple[Handle | None, int]] = []  # memory of GPUs that was published where it is, and its bytes
         self._lends = lends
         known: dict[Region, str] = {}
         finder = Finder() if lends else None
@@ -402,9 +403,16 @@ class Placement:
         ]
         pools = [] if self.pools is None else self.pools.fds
         pieces += [Segment(1, int(HandleKind.POOL), memories[0].device) for _ in pools]
+        serials: list[int] = []
+        # What is read-only for good cannot grow, nor what was copied, and what is lent has no second version.
+        if self._writable and not self._lends and not self._copies:
+            for span in self.spans.values():
+                for allocation in span.allocations:
+                    serials += (allocation.serial,)
         manifest = Manifest(
-            MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable
-        )
+            MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable,
+            serials=tuple(serials),
+        )  # fmt: skip
         return manifest, pieces
 
     def copy(self) -> None:
@@ -490,6 +498,9 @@ class Placement:
         access = "rw" if self._writable else "r"
         for span in self.spans.values():
             region, layout = span.region, span.region.layout
+            if region.location is not HOST:  # of what another library made nobody here knows when it goes
+                is_foreign = isinstance(region, ForeignRegion)
+                self.held += [(None if is_foreign else one.handle, one.nbytes) for one in span.allocations]
             for item in span.items:
                 array = item.value
                 if isinstance(array, Array) and not array.is_closed and array.region is region:

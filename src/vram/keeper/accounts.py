@@ -111,15 +111,24 @@ class Accounts:
         return self._by_user.get(uid) or Usage()
 
     def admit(
-        self, uid: int, nbytes: int, entries: int, handles: int, replaced: Version | None, words: int = 0
+        self,
+        uid: int,
+        nbytes: int,
+        entries: int,
+        handles: int,
+        replaced: Version | None,
+        words: int = 0,
+        *,
+        goes: bool = False,
     ) -> None:
-        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free.
+        """Raise QuotaError unless this much more fits. What a commit would free at once counts as free: with `goes`,
+        when the bytes of a version move, what they were in, whoever leases it.
 
         Of descriptors only a few do: until the new version is there, which its publisher may never complete, those of
         both are open, and a keeper has no more of them than it says.
         """
         freed_bytes = freed_handles = 0
-        if replaced is not None and not replaced.leases:
+        if replaced is not None and (goes or not replaced.leases):
             freed_bytes, freed_handles = replaced.charge, min(replaced.handles, REPLACED)
         quotas, used = self.quotas, self.total
         limits = [
@@ -130,7 +139,7 @@ class Accounts:
         if uid != self.keeper_uid:
             used = self.of(uid)
             # What is replaced counts against those who go on holding it: its owner may be one of them.
-            moves = replaced is not None and replaced.owner == uid and uid not in replaced.holders
+            moves = replaced is not None and replaced.owner == uid and (goes or uid not in replaced.holders)
             freed_bytes = replaced.charge if moves and replaced else 0
             freed_handles = min(replaced.handles, REPLACED) if moves and replaced else 0
             freed_words = replaced.words if moves and replaced else 0

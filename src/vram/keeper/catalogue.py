@@ -25,6 +25,12 @@ The states of a version
   the user who runs the keeper may remove it (who could end the keeper as well): so nobody can fill it for good.
 * An unmapped user (the overflow uid) owns nothing: it reads.
 
+* The bytes of the current version may move: to memory of the host (it is parked), and back (it is woken). Its number,
+  notes and owner stay. Only its owner may move them, and nobody gets at it while it is parked. A move begins with a
+  lease that is for it, ends with that lease at the latest, and comes about in one step, in :meth:`commit`, or not at
+  all. Whoever attaches what is being parked has it, and it is not parked; who waits for what is being woken gets it
+  then, and the next in line wakes it if the lease ends before, or :attr:`Catalogue.claim_timeout` does.
+
 * A name under ``~user/`` belongs to the user of that name, or of that uid: nobody else may publish or claim it.
 
 Waiters are served first come, first served by name. A claim makes one of them the one who publishes; it passes to the
@@ -46,6 +52,7 @@ from typing import Any
 
 from ..errors import (
     AccessDeniedError,
+    AsleepError,
     BusyError,
     MismatchError,
     NotFoundError,
@@ -54,6 +61,7 @@ from ..errors import (
     VramError,
     WaitTimeoutError,
 )
+from ..spec import format_count, format_size
 from .accounts import Accounts, Quotas
 from .ordered import Ordered
 from .records import (
@@ -65,6 +73,7 @@ from .records import (
     Granted,
     Lease,
     Line,
+    Move,
     Name,
     Notify,
     Publication,
@@ -94,6 +103,7 @@ MAX_REMEMBERED = 16_384  # names without an entry whose last number is known
 CLAIM_TIMEOUT = 600.0  # seconds
 
 ACCESS = ("r", "rw", "cow")
+PURPOSES = ("", "park", "wake")
 
 
 class Catalogue:
@@ -147,7 +157,7 @@ class Catalogue:
         self._rivals: dict[str, dict[int, int]] = {}  # by name and uid, how many wait who would publish it themselves
         self._rounds: dict[str, Round] = {}  # by name; of each some effect that was returned will go on with it
         self._claim_of: dict[str, Claim] = {}
-        self._deadlines: list[tuple[float, int, Waiter | Version | Claim]] = []
+        self._deadlines: list[tuple[float, int, Waiter | Version | Claim | Move]] = []
         self._stale_deadlines = 0
         self._ids = itertools.count(1)
 
@@ -205,6 +215,7 @@ class Catalogue:
         record: int = 0,
         words: int = 0,
         updatable: bool = False,
+        lease: int = 0,
     ) -> Publication:
         """Reserve room for a version.
 
@@ -224,13 +235,18 @@ class Catalogue:
             Bytes that its publisher says of it, of which each user has :data:`.accounts.MOST_WORDS`.
         updatable : bool
             Whether its publisher, and nobody else, goes on writing to it.
+        lease : int
+            The lease by which this moves the bytes of the version that there is, and makes no new one.
 
         Raises
         ------
         UsageError
             For a name, meta or ttl that cannot be, or a claim that is not this session's on this name.
         BusyError
-            If the claim passed on, and somebody published since.
+            If the claim passed on, and somebody published since. Of a move, if somebody attached what was to be parked,
+            or woke what was to be woken, since it began.
+        NotFoundError
+            Of a move, if the version was replaced or removed since it began.
         AccessDeniedError
             If the name is somebody else's or under the name of another user, or this user may own nothing.
         QuotaError
@@ -251,14 +267,19 @@ class Catalogue:
         if claim:
             self._check_claim(session, name, claim)
         self._may_publish(session, name)
+        if lease:
+            self._movable(session, name, lease)
+            if writable or updatable:
+                raise UsageError("what moves is read-only: neither writable nor updatable")
         known = self._names.get(name)
         current = known.current if known is not None else None
         entries = int(current is None)
-        self.accounts.admit(session.uid, nbytes + record, entries, handles, current, words)
+        self.accounts.admit(session.uid, nbytes + record, entries, handles, current, words, goes=bool(lease))
         number, notes = next(self._ids), packed(meta)
         publication = Publication(
-            number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words, updatable
-        )
+            number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words,
+            updatable, lease,
+        )  # fmt: skip
         session.publications[publication.id] = publication
         self.accounts.add(session.uid, publication.charge, entries, handles, words)
         return publication
@@ -273,15 +294,15 @@ class Catalogue:
         """
         more = check_size(nbytes) - publication.nbytes
         if more > 0:
-            uid = publication.session.uid
-            self.accounts.admit(uid, more, 0, 0, self._current(publication.name))
+            uid, goes = publication.session.uid, bool(publication.lease)
+            self.accounts.admit(uid, more, 0, 0, self._current(publication.name), goes=goes)
             self.accounts.add(uid, more, 0, 0)
             publication.nbytes = nbytes
 
     def commit(
         self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
     ) -> tuple[Version, list[Effect]]:
-        """Make a version the current one of its name, and serve those who wait for it.
+        """Make a version the current one of its name, or move the bytes of that; serve those who wait for it.
 
         The publication is over in any case. If this raises, the token is still the caller's to free.
 
@@ -306,6 +327,8 @@ class Catalogue:
         known = self._names.get(name)
         previous = known.current if known is not None else None
         charge, words = nbytes + publication.record, publication.words
+        if publication.lease:
+            return self._move(publication, token, now, nbytes)
         self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous, words)
         if known is None:
             known = self._names[name] = Name(name)
@@ -328,6 +351,7 @@ class Catalogue:
             publisher_host=session.host,
             record=publication.record,
             words=words,
+            publisher=session.id,
         )
         if publication.updatable:
             version.writer, version.updates = session, 1
@@ -376,8 +400,11 @@ class Catalogue:
         wait: float | None = 0.0,
         claim: bool = False,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Lease | Claim | Waiter:
         """Lease a version, or wait for it, or with `claim` become the one who publishes it.
+
+        With a `purpose` the lease may be one to move its bytes by: its own `purpose` says so then.
 
         Parameters
         ----------
@@ -393,11 +420,18 @@ class Catalogue:
         owner : int, optional
             The uid that it has to belong to. What belongs to another is an error at once, also for who waits: nobody
             else can publish there as long as that user likes.
+        purpose : str
+            ``"park"``: to move its bytes into memory of the host. ``"wake"``: where they are there, to move them back,
+            or wait for who does.
 
         Raises
         ------
         NotFoundError
             If there is nothing under that name, now or (for a number that has gone by) ever again.
+        AsleepError
+            If it is parked, unless it is to be woken.
+        BusyError
+            To park it, if anybody has a lease on it.
         MismatchError
             If the version differs from `expect`, or belongs to another than `owner`.
         AccessDeniedError
@@ -409,11 +443,13 @@ class Catalogue:
             raise UsageError(f"access {access!r} is not one of {', '.join(map(repr, ACCESS))}")
         if wait is not None and not wait >= 0:
             raise UsageError(f"timeout {wait!r} is not a number of seconds")
+        if purpose not in PURPOSES:
+            raise UsageError(f"purpose {purpose!r:.40} is not one of {', '.join(map(repr, PURPOSES))}")
         if name not in self._names:
             check_name(name)
         if claim and session.uid == self.nobody:
             raise AccessDeniedError(f"an unmapped user (uid {self.nobody}) may attach, not publish {name!r}")
-        waiter = Waiter(0, session, call, name, version, access, None, claim, None, owner)
+        waiter = Waiter(0, session, call, name, version, access, None, claim, None, owner, purpose=purpose)
         if expect is not None:
             waiter.expected = packed(check_meta(expect, what="expect"))
         result = self._try(waiter, now, Round())
@@ -558,6 +594,13 @@ class Catalogue:
                     due.until = None  # whoever is next in line takes it, now or when somebody comes
                     due.run[due.session.uid] = min(now, due.run[due.session.uid])
                     effects += self._serve(due.name, now)
+                else:
+                    self._stale_deadlines -= 1
+            elif isinstance(due, Move):
+                version = due.lease.version
+                if version.move is due:
+                    due.until = None  # as of a claim
+                    effects += self._serve(version.name, now, every=True)
                 else:
                     self._stale_deadlines -= 1
             elif due.expires is not None:
@@ -824,6 +867,8 @@ class Catalogue:
                     f"as was expected: take another name, one under ~{waiter.owner}/ is that user's alone"
                 )
             if self._is_expected(waiter, version, among):
+                if version.parked or waiter.purpose == "park":
+                    return self._begin_move(waiter, version, now)
                 return self._lease(waiter.session, version, waiter.access, now)
             if not waiter.claims or version.owner != waiter.session.uid:
                 raise _mismatch(waiter, version, among)
@@ -890,10 +935,91 @@ class Catalogue:
             raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
         self.accounts.check(session, "leases")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
+        if version.move is not None and not version.parked:
+            self._end_move(version)  # of who is parking it: readers come first
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
         self.book(lease)
         return lease
+
+    def _begin_move(self, waiter: Waiter, version: Version, now: float) -> Lease | Waiter:
+        """Serve who would park a version, and everybody who comes to one that is parked."""
+        name, session, move = version.name, waiter.session, version.move
+        what = f"{name!r} version {version.number}"
+        if version.parked and waiter.purpose != "wake":
+            raise AsleepError(
+                f"{what} is parked{' already' * bool(waiter.purpose)}: its bytes are in memory of the host. "
+                f"vram.attach({name!r}, wake=True) brings them back"
+            )
+        if session.uid != version.owner:
+            if move is not None and version.parked:
+                return waiter  # somebody who may is about to
+            raise AccessDeniedError(
+                f"{what} belongs to uid {version.owner}, who alone may {waiter.purpose} it: not uid {session.uid}"
+            )
+        if not self.is_current(version):
+            raise NotFoundError(f"{what} was replaced or removed: only the current version moves")
+        if version.parked:
+            if move is not None and move.until is not None:
+                return waiter
+        elif version.writable or version.updates:
+            how = "writable=True" if version.writable else "updatable=True"
+            raise UsageError(
+                f"{what} was published with {how}, and what was written to it while it is parked would be lost: "
+                f"publish it read-only, or remove it"
+            )
+        elif version.leases:
+            size = format_size(version.nbytes)
+            holders = tuple(f"{lease.session}, {size}" for lease in itertools.islice(version.leases.values(), 20))
+            count = format_count(len(version.leases), "lease")
+            raise BusyError(f"{what} cannot be parked as long as somebody holds it: {count} of {size}", holders)
+        lease = self._lease(session, version, waiter.access, now)
+        lease.purpose = waiter.purpose
+        version.move = Move(lease, now)
+        if version.parked:
+            version.move.until = now + self.claim_timeout
+            self._schedule(version.move.until, version.move)
+        return lease
+
+    def _movable(self, session: Session, name: str, number: int) -> tuple[Version, Lease]:
+        """Return the version whose bytes a session may move by a lease, and that lease."""
+        lease = session.leases.get(number)
+        if lease is None or lease.version.name != name or not lease.purpose:
+            raise UsageError(f"lease {number} gives no right to move the bytes of {name!r}")
+        version = lease.version
+        what = f"{name!r} version {version.number}"
+        if not self.is_current(version):
+            raise NotFoundError(f"{what} was replaced or removed while its bytes were moved")
+        if lease.purpose == "over":
+            raise BusyError(f"{what} was attached, or woken, while its bytes were moved: they stay where they are")
+        return version, lease
+
+    def _move(self, publication: Publication, token: Any, now: float, nbytes: int) -> tuple[Version, list[Effect]]:
+        """Have other memory hold the bytes of a version: what they were in is freed, and counts no more."""
+        session, name = publication.session, publication.name
+        version, lease = self._movable(session, name, publication.lease)
+        charge, handles, words = nbytes + publication.record, publication.handles, publication.words
+        self.accounts.admit(session.uid, charge, 0, handles, version, words, goes=True)
+        freed = Free(version.token, version.owner)
+        self.accounts.add(version.owner, charge - version.charge, 0, handles - version.handles, words - version.words)
+        self._names[name].held += nbytes - version.nbytes  # by the lease of this move, at least
+        version.token, version.nbytes, version.handles = token, nbytes, handles
+        version.record, version.words, version.body = publication.record, words, publication.body
+        version.parked = lease.purpose == "park"
+        self._end_move(version)
+        for other in version.leases.values():  # of those whose time to wake it was over
+            other.purpose = other.purpose and "over"
+        del self._versions[version.serial]  # what readers get of it has changed, and goes to a successor anew
+        self.enter(version)
+        return version, [freed, *self._serve(name, now, every=True)]
+
+    def _end_move(self, version: Version) -> None:
+        move, version.move = version.move, None
+        if move is not None:
+            if not version.parked:
+                move.lease.purpose = "over"
+            if move.until is not None:
+                self._compact()
 
     def _serve(self, name: str, now: float, before: Claim | None = None, *, every: bool = False) -> list[Effect]:
         """Go through those who wait for a name, in the order they came; where they are many, through the first of
@@ -1057,6 +1183,10 @@ class Catalogue:
 
     def _end_rest(self, lease: Lease) -> list[Effect]:
         version, uid = lease.version, lease.session.uid
+        if version.move is not None and version.move.lease is lease:
+            self._end_move(version)
+            woken = self._begin_round(version.name, 0.0, None, every=True)  # by the next in line
+            return [*woken, *self._end_rest(lease)]
         known = self._names[version.name]
         known.leases -= 1
         if not known.leases:
@@ -1141,7 +1271,7 @@ class Catalogue:
         return [Notify(session, version.name, version.number, reason, current) for session in version.watchers.values()]
 
     # -- inside: deadlines ----------------------------------------------------------------------------------------
-    def _schedule(self, when: float, due: Waiter | Version | Claim) -> None:
+    def _schedule(self, when: float, due: Waiter | Version | Claim | Move) -> None:
         heapq.heappush(self._deadlines, (when, next(self._ids), due))
 
     def line_up(self, waiter: Waiter) -> None:
@@ -1190,7 +1320,9 @@ class Catalogue:
             heapq.heapify(self._deadlines)
             self._stale_deadlines = 0
 
-    def _is_awaited(self, due: Waiter | Version | Claim) -> bool:
+    def _is_awaited(self, due: Waiter | Version | Claim | Move) -> bool:
+        if isinstance(due, Move):
+            return due.lease.version.move is due and due.until is not None
         if isinstance(due, Waiter):
             return due.session.waiters.get(due.call) is due
         return self.claims.get(due.id) is due if isinstance(due, Claim) else due.expires is not None
@@ -1216,12 +1348,21 @@ class Catalogue:
             return BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
         if waiter.claims and waiter.name in self._rounds:
             return BusyError(f"those who waited for {waiter.name!r} before are being served; try again, or wait")
+        current = self._current(waiter.name)
+        if waiter.purpose and current is not None and current.move is not None:
+            woken = f"{waiter.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
+            return BusyError(woken, (str(current.move.session),))
         if waiter.wants and waiter.name in self._names:
             return self._gone(waiter.name, waiter.wants)
         return self._unknown(waiter.name)
 
     def _too_late(self, waiter: Waiter, now: float) -> WaitTimeoutError:
-        claim = self._claim_of.get(waiter.name)
+        claim, current = self._claim_of.get(waiter.name), self._current(waiter.name)
+        if waiter.purpose and current is not None and current.move is not None:
+            move = current.move
+            return WaitTimeoutError(
+                f"{waiter.name!r} was not woken in time; {move.session} has been at it for {now - move.since:.0f} s"
+            )
         who = ""
         if claim is not None:
             who = f"; {claim.session} has had the claim to publish it for {now - claim.since:.0f} s"

@@ -35,6 +35,7 @@ from .rpc_connection import CONNECT_SECONDS, Answer
 from .rules import MAX_MANIFEST, MAX_SEGMENTS, check_meta, check_name, check_size, check_ttl, check_version, clip_label
 
 if TYPE_CHECKING:
+    from ..lifetime import Handle
     from .reports import RevokeInfo
 
 __all__ = [
@@ -72,9 +73,14 @@ class KeeperClient(Queries):
     writers : dict of str to object, or None
         By name, what it takes to update what was published over this connection; see
         :class:`vram.entries.update.Writer`. None until there is one.
+    placed : dict of str to (int, list of (Handle or None, int)), or None
+        By name, the version that was published last over this connection, and what of it was shared where it was on a
+        GPU: handles of the memory (None: another library's), and its bytes. So :func:`vram.park` knows what this
+        process still holds.
     """
 
     writers: dict[str, Any] | None = None
+    placed: dict[str, tuple[int, list[tuple[Handle | None, int]]]] | None = None
 
     # -- publishing -----------------------------------------------------------------------------------------------
     def publish(
@@ -90,6 +96,7 @@ class KeeperClient(Queries):
         ttl: float | None = None,
         claim: PublishClaim | int | None = None,
         updatable: bool = False,
+        lease: int = 0,
     ) -> int:
         """Publish a new version of `name`, all at once, and return its number.
 
@@ -112,11 +119,15 @@ class KeeperClient(Queries):
             The claim that this publication fulfils.
         updatable : bool
             Whether this process goes on writing to it; see :mod:`.updates`.
+        lease : int
+            One that was granted to move the bytes of a version (see :meth:`lease`): this memory holds them, then.
 
         Raises
         ------
         UsageError
             For a name, meta or ttl that cannot be.
+        BusyError, NotFoundError
+            With `lease`, if somebody attached or woke that version meanwhile, or it was replaced or removed.
         AccessDeniedError
             If the name belongs to another user, or a lender is at the path.
         QuotaError
@@ -152,6 +163,7 @@ class KeeperClient(Queries):
             None if ttl is None else check_ttl(ttl),
             0 if claim is None else _number(claim),
             updatable,
+            lease,
         )
         reply: m.Reply | None = None
         parcels = Sender(len(everything), _PART)
@@ -258,12 +270,16 @@ class KeeperClient(Queries):
         expect: Mapping[str, str] | None = None,
         timeout: float | None = 0.0,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment:
         """Lease a version as :meth:`attach` does. It is given back, descriptors and all, when its `answer` is dropped.
 
         So an interrupt costs no lease, wherever it comes (I12). Whoever takes it over says so: see :class:`Attachment`.
+
+        With `purpose` ``"park"``, or ``"wake"`` where it is parked, the lease is one to move its bytes by, and says so;
+        from a keeper that knows none of this it is not.
         """
-        found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner)
+        found = self._attach(name, version, access, expect, timeout, claim=False, owner=owner, purpose=purpose)
         if not isinstance(found, Attachment):
             reply = found.reply
             found.give_back()
@@ -342,13 +358,17 @@ class KeeperClient(Queries):
                 return row.version == version and bool(row.is_revoked)
         return False
 
-    def listen(self, lease_id: int, owner: object, tell: Callable[[Any], object]) -> Subscription:
+    def listen(
+        self, lease_id: int, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
+    ) -> Subscription:
         """Have ``tell(owner)`` called, once and in this process's listening thread, when the version is revoked.
 
         Parameters
         ----------
         owner : object
             Held weakly: with it the listening ends.
+        of_all : bool
+            Call also for a newer version, a removal, and the end of the keeper.
 
         Raises
         ------
@@ -359,7 +379,7 @@ class KeeperClient(Queries):
         QuotaError
             If the keeper has no room for another watch.
         """
-        return listen(self, self._watchable(lease_id), owner, tell)
+        return listen(self, self._watchable(lease_id), owner, tell, of_all=of_all)
 
     def signal(self, lease_id: int) -> Signal:
         """Return a descriptor that becomes readable with the first news of the leased version, or the keeper's end.
@@ -399,8 +419,9 @@ class KeeperClient(Queries):
         check_name(name)
         call = next(self._calls)
         self._expect(m.Done, self._ask(m.Remove(call, name, version or 0, revoke), call))
-        if self.writers and not version:
-            self.writers.pop(name, None)
+        for known in (self.writers, self.placed):
+            if known and not version:
+                known.pop(name, None)
 
     def revoke(
         self, name: str, version: int | None = None, *, timeout: float | None = 10.0, force: bool = False
@@ -496,6 +517,7 @@ class KeeperClient(Queries):
         timeout: float | None,
         claim: bool,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment | Answer:
         check_name(name)
         if version is not None:
@@ -509,7 +531,7 @@ class KeeperClient(Queries):
         if pending and not self.lends:  # who borrows counts what came from each lender
             self._await_closed(None if timeout is None else began + timeout + self.grace)
         call = next(self._calls)
-        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner)
+        request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
         answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
         try:
             reply = answer.reply

@@ -12,6 +12,7 @@ _KINDS: dict[str, type[errors.VramError]] = {
     for kind in (
         errors.UsageError,
         errors.RangeError,
+        errors.AsleepError,
         errors.BusyError,
         errors.PeerGoneError,
         errors.ProtocolError,

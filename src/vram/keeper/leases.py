@@ -36,6 +36,10 @@ class Attachment:
         ``fds[0]`` where the manifest is memory of its own, else None and `manifest` holds it.
     owner : int
         The uid of its publisher, as the keeper verified it.
+    moves : bool
+        Whether it gives the right to move the bytes, by a publication that names it.
+    has_publisher : bool
+        With `moves`, whether the connection that published the version is there still, and is another one.
     answer : Answer or None
         The reply, which gives lease and descriptors back when it is dropped, until its `owner` is set to None. It is
         None where only the caller does that.
@@ -51,6 +55,8 @@ class Attachment:
     manifest_fd: int | None
     meta: dict[str, str]
     writable: bool
+    moves: bool = False
+    has_publisher: bool = False
     answer: Answer | None = field(default=None, repr=False, compare=False)
 
 
@@ -98,5 +104,7 @@ def attachment(reply: m.Attached, answer: Answer) -> Attachment:
         manifest_fd=fds[0] if entry.manifest_fd else None,
         meta=entry.meta,
         writable=entry.writable,
+        moves=reply.moves,
+        has_publisher=reply.has_publisher,
         answer=answer,
     )

@@ -45,6 +45,7 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
             leases=leases,
             held_bytes=m.saturated(held),
             left_out=left_out,
+            parked=version.parked,
         )
         room -= _add(rows, row, room)
         if room < 0:
@@ -98,6 +99,7 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
         meta=_packed(version),
         is_revoked=version.revoked,
         publisher_host=version.publisher_host,
+        parked=version.parked,
     )
 
 

@@ -102,6 +102,9 @@ class Publish(Struct, frozen=True, array_like=True, tag="publish"):
 
     An `updatable` one is sealed against new writable mappings only: its publisher goes on writing. Its last segment is
     the page of the publisher's words (:mod:`.updates`). An older keeper ignores the word and refuses that memory.
+
+    With `lease`, which was granted to park or to wake a version, this is no new version but the memory that holds the
+    bytes of that one from now on; meta, ttl and claim say nothing then.
     """
 
     call: Number
@@ -115,6 +118,7 @@ class Publish(Struct, frozen=True, array_like=True, tag="publish"):
     ttl: Seconds | None = None
     claim: Number = 0
     updatable: bool = False
+    lease: Number = 0
 
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer"):
@@ -142,6 +146,9 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
 
     With `claim`: where there is none, or none as expected, be the one who makes it. With `owner` it has to belong to
     that uid; an older keeper does not check this, so the client has to.
+
+    `purpose` is "park" for who is about to move its bytes into memory of the host, and "wake" for who would bring them
+    back, or wait for somebody who does. An older keeper ignores it, and grants a lease that moves nothing.
     """
 
     call: Number
@@ -152,6 +159,7 @@ class Attach(Struct, frozen=True, array_like=True, tag="attach"):
     wait: Seconds | None = 0.0
     claim: bool = False
     owner: Uid | None = None
+    purpose: Word = ""
 
 
 class More(Struct, frozen=True, array_like=True, tag="more"):
@@ -368,12 +376,18 @@ class NextPart(Struct, frozen=True, array_like=True, tag="continue"):
 
 
 class Attached(Struct, frozen=True, array_like=True, tag="attached"):
-    """A lease, with the first of its `total` descriptors; ``More`` fetches the rest."""
+    """A lease, with the first of its `total` descriptors; ``More`` fetches the rest.
+
+    `moves`: it was granted to move the bytes of the version, by a ``Publish`` with this lease. `has_publisher`, then:
+    another connection published it and is there still, whose process may have mapped the memory that they move from.
+    """
 
     call: Number
     lease: Number
     total: Number
     entry: Entry
+    moves: bool = False
+    has_publisher: bool = False
 
 
 class AttachedRaw(Struct, frozen=True, array_like=True, tag="attached"):
@@ -383,6 +397,8 @@ class AttachedRaw(Struct, frozen=True, array_like=True, tag="attached"):
     lease: Number
     total: Number
     entry: msgspec.Raw
+    moves: bool = False
+    has_publisher: bool = False
 
 
 class Descriptors(Struct, frozen=True, array_like=True, tag="descriptors"):
@@ -448,6 +464,7 @@ class EntryRow(Struct, frozen=True, array_like=True):
     leases: Number = 0
     held_bytes: Size = 0
     left_out: Size = 0
+    parked: bool = False
 
 
 class VersionRow(Struct, frozen=True, array_like=True):
@@ -468,6 +485,7 @@ class VersionRow(Struct, frozen=True, array_like=True):
     meta: Notes
     is_revoked: bool | None = None
     publisher_host: Label = ""
+    parked: bool = False
 
 
 class HolderRow(Struct, frozen=True, array_like=True):

@@ -365,7 +365,9 @@ def _pass_on(line: _Line) -> None:
             subscription.call()
 
 
-def listen(connection: RpcConnection, key: Key, owner: object, tell: Callable[[Any], object]) -> Subscription:
+def listen(
+    connection: RpcConnection, key: Key, owner: object, tell: Callable[[Any], object], *, of_all: bool = False
+) -> Subscription:
     """Have ``tell(owner)`` called once, in this process's listening thread, when a version is revoked.
 
     That has happened already: it is called at once, in that thread too.
@@ -378,6 +380,8 @@ def listen(connection: RpcConnection, key: Key, owner: object, tell: Callable[[A
         Name and version. There must be a lease on it: a version that nobody holds any more is only gone.
     owner : object
         Held weakly.
+    of_all : bool
+        Call also for a newer version, a removal, and the end of the keeper.
 
     Raises
     ------
@@ -386,7 +390,7 @@ def listen(connection: RpcConnection, key: Key, owner: object, tell: Callable[[A
     BusyError
         In a signal handler that interrupted this very function.
     """
-    return _join(connection, Subscription(key, owner, tell))
+    return _join(connection, Subscription(key, owner, tell, of_all=of_all))
 
 
 def signal(connection: RpcConnection, key: Key) -> Signal:

@@ -30,6 +30,7 @@ __all__ = [
     "Immediate",
     "Lease",
     "Line",
+    "Move",
     "Name",
     "Notify",
     "Publication",
@@ -143,6 +144,9 @@ class Version:
     updates: int = 0  # 1 from the beginning, and 1 more for each that was whole; 0: not to be updated
     updating: bool = False
     torn: bool = False  # the last update was begun and not finished
+    publisher: int = 0  # the session that published it, which may be gone
+    parked: bool = False  # its bytes are in memory of the host, until somebody wakes it
+    move: Move | None = None  # by whom they are being moved
 
     @property
     def charge(self) -> int:
@@ -194,6 +198,10 @@ class VersionRow(Struct, array_like=True):
     updating: bool = False
     torn: bool = False
     pages: list[tuple[int, int]] = []  # leases, and the numbers of their pages
+    publisher: int = 0
+    parked: bool = False
+    purposes: list[tuple[int, str]] = []  # leases that were granted to move its bytes
+    moving: tuple[int, float, float | None] | None = None  # the lease of the move, since when, and until when
 
 
 @dataclass(slots=True, eq=False)
@@ -206,6 +214,30 @@ class Lease:
     access: str
     since: float
     page: Any = None  # the words in which its holder says that it reads what may be updated
+    purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once that is not to be
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """The bytes of a version on their way into memory of the host, or back; it ends with its lease at the latest.
+
+    Attributes
+    ----------
+    since : float
+        When it began.
+    until : float or None
+        Of a wake: when somebody else may begin one. None if that was before, and of a version that is being parked,
+        which is given up for anybody who attaches it.
+    """
+
+    lease: Lease
+    since: float
+    until: float | None = None
+
+    @property
+    def session(self) -> Session:
+        """The connection of who moves them."""
+        return self.lease.session
 
 
 @dataclass(slots=True, eq=False)
@@ -226,6 +258,7 @@ class Publication:
     record: int = 0
     words: int = 0
     updatable: bool = False
+    lease: int = 0  # by which it moves the bytes of a version, and makes no new one
 
     @property
     def charge(self) -> int:
@@ -254,6 +287,7 @@ class PublicationRow(Struct, array_like=True):
     record: int = 0
     words: int | None = None
     updatable: bool = False
+    lease: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -310,6 +344,7 @@ class Waiter:
     owner: int | None = None  # the uid that the version has to belong to
     differs: int = 0
     may_make: bool = False  # whether it was found that its user may have the claim
+    purpose: str = ""  # "wake" of who would bring back what is parked, "park" of who would park it
 
     @property
     def words(self) -> int:
@@ -383,6 +418,7 @@ class WaiterRow(Struct, array_like=True):
     claims: bool
     deadline: float | None
     owner: int | None = None
+    purpose: str = ""
 
 
 @dataclass(slots=True, eq=False)

@@ -128,7 +128,8 @@ class RevokeInfo:
 class VersionInfo:
     """One version of an entry; `age` and `ttl_left` in seconds, `nbytes` what it occupies.
 
-    `is_revoked` says whether its readers were asked to release it; they are the `holders`.
+    `is_revoked` says whether its readers were asked to release it; they are the `holders`. `parked` says whether its
+    bytes are in memory of the host until it is attached with ``wake=True``; then that is what `devices` names.
     """
 
     version: int
@@ -147,6 +148,7 @@ class VersionInfo:
     holders: tuple[HolderInfo, ...] = ()
     is_revoked: bool = False
     publisher_host: str = ""
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,8 @@ class EntryInfo:
         Bytes of the versions that somebody holds, each once, since readers share them.
     left_out : int
         Bytes of `meta` where that was longer than the request allowed, and is empty here.
+    parked : bool
+        Whether the bytes of the current version are in memory of the host, until it is attached with ``wake=True``.
     """
 
     name: str
@@ -198,6 +202,7 @@ class EntryInfo:
     leases: int = 0
     held_bytes: int = 0
     left_out: int = 0
+    parked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

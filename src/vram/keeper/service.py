@@ -378,6 +378,7 @@ class Service:
             record=_record(request),
             words=len(m.encode(request)) + _DEVICE * len(request.devices),
             updatable=request.updatable,
+            lease=request.lease,
         )
         partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
         self._take(connection, partial, request.call, 0, fds)
@@ -489,6 +490,7 @@ class Service:
             wait=request.wait,
             claim=request.claim,
             owner=request.owner,
+            purpose=request.purpose,
         )
         if type(result) is Lease:
             self._send_lease(connection, request.call, result)
@@ -505,13 +507,19 @@ class Service:
     def _send_lease(self, connection: Connection, call: int, lease: Lease) -> None:
         version = lease.version
         held: Held = version.token
-        payload = m.encode(m.AttachedRaw(call, lease.id, len(held.fds), version.body))
+        said = m.AttachedRaw(call, lease.id, len(held.fds), version.body)
+        if lease.purpose:
+            there = version.publisher != lease.session.id and version.publisher in self.catalogue.sessions
+            said = m.AttachedRaw(call, lease.id, len(held.fds), version.body, True, there)
+        payload = m.encode(said)
         self._send_part(connection, payload, held, 0)
 
     def _more(self, connection: Connection, session: Session, request: m.More, fds: list[int]) -> None:
         lease = session.leases.get(request.lease)
         if lease is None:
             raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
+        if lease.purpose == "over":  # what its first descriptors are of may be gone
+            raise errors.NotFoundError(f"lease {request.lease} was to move what was attached or moved since")
         payload = m.encode(m.Descriptors(request.call, request.offset))
         self._send_part(connection, payload, lease.version.token, request.offset)
 

@@ -3,8 +3,9 @@
 Written by one version of this library and read by another: fields are only ever added at the end, with defaults. The
 rows stand in :mod:`.records`, each behind the record that it is of; what both have by the same name moves by itself.
 
-What readers get of a version, its body, is most of all that moves, and never changes. So bodies go ahead, in parts,
-while the other keeper serves (:class:`BodyRow`), to a successor that can take them so.
+What readers get of a version, its body, is most of all that moves, and changes only where it is parked or woken, from
+when on it counts as one that came anew. So bodies go ahead, in parts, while the other keeper serves (:class:`BodyRow`),
+to a successor that can take them so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .ordered import Ordered
 from .records import (
     Claim,
     Lease,
+    Move,
     Name,
     Publication,
     PublicationRow,
@@ -202,6 +204,8 @@ def save(
                 watchers=list(one.watchers),
                 writing=0 if one.writer is None else one.writer.id,
                 pages=[(lease.id, number(lease.page)) for lease in one.leases.values() if lease.page is not None],
+                purposes=[(lease.id, lease.purpose) for lease in one.leases.values() if lease.purpose],
+                moving=None if one.move is None else (one.move.lease.id, one.move.since, one.move.until),
                 **(
                     {"body": b"", "meta": _NO_NOTES}
                     if one in ahead
@@ -355,6 +359,13 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Callable[[int], An
         lease = version.leases[number]
         lease.page = token(index)
         made.accounts.add(lease.session.uid, lease.page.nbytes, 0, 1)
+    for number, purpose in row.purposes:
+        version.leases[number].purpose = purpose
+    if row.moving is not None:
+        number, since, until = row.moving
+        version.move = Move(version.leases[number], since, until)
+        if until is not None:
+            made._schedule(until, version.move)
     for watcher in row.watchers:
         session = made.sessions[watcher]
         version.watchers[watcher] = session

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ class Memory:
         "lock",
         "nbytes",
         "sealed",
+        "serial",
     )
 
     def __init__(
@@ -99,6 +101,7 @@ class Memory:
         self.fabric = b""  # the 64 bytes, once somebody asked for them
         self.is_lent = False  # the driver's own handle: whoever has that can export it, too
         self.sealed = False  # by this process, through this object; is_sealed() asks the driver
+        self.serial = 0  # once somebody asked for it
         # Reentrant: a signal handler may export what the interrupted code is just exporting. Never reached from a
         # finalizer.
         self.lock = threading.RLock()
@@ -360,6 +363,18 @@ class PhysicalAllocation(Owned):
             return driver.mem_identity(fd)
         with _exported(memory, HandleKind.POSIX_FD) as passing:
             return driver.mem_identity(passing)
+
+    @property
+    def serial(self) -> int:
+        """A number for this memory that no other has, on any machine: chosen at random when first asked for.
+
+        It tells who was told of this memory before that it is the same. It is no identity that a driver vouches for.
+        """
+        self.handle  # noqa: B018  (the check)
+        memory = self._memory
+        with memory.lock:
+            memory.serial = memory.serial or int.from_bytes(os.urandom(7), "little") + 1
+            return memory.serial
 
     # -- read-only for good -------------------------------------------------------------------------------------
     def seal(self) -> None:

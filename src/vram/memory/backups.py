@@ -1,7 +1,9 @@
-"""Where the bytes of a region are while it sleeps: in pinned memory, in a file, in shared memory, or nowhere.
+"""Where the bytes of a region are while it sleeps: in memory of the host, in a file, in shared memory, or nowhere.
 
-What a backup holds is a dependency of the region's handle, so it goes with the region at the latest. Internal to this
-room: :mod:`.sleep` says when which of these runs.
+What a backup holds is a dependency of the region's handle, so it goes with the region at the latest. :mod:`.sleep` says
+when which of these runs, and chooses one itself. Who wants a certain kind, or to look at the bytes, makes one for each
+region and passes it as the place; its methods are :mod:`.sleep`'s to call, but for :attr:`HostBackup.is_there`,
+:meth:`HostBackup.spans` and :meth:`HostBackup.claim`.
 """
 
 from __future__ import annotations
@@ -11,25 +13,27 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from secrets import token_hex
+from typing import Any, cast
 
 from ..driver.protocol import HostAddressable, StreamOrdered
 from ..errors import BackupError, UsageError
 from ..lifetime import Claim, Handle, close_all, noted, own, uninterrupted, unwinding
-from ..spec import Access, Location, format_size
+from ..spec import HOST, Access, Location, format_size, round_up
 from .allocation import Memory, PhysicalAllocation
 from .chunks import destroy_streams
 from .pinned import Span, store_of
+from .region import Region
 
-if TYPE_CHECKING:
-    from .region import Region
-
-__all__ = ["Backup", "Copies", "FileBackup", "KeptBackup", "PinnedBackup", "open_file"]
+__all__ = ["Backup", "Copies", "FileBackup", "HostBackup", "KeptBackup", "NamedFileBackup", "PageableBackup",
+           "PinnedBackup", "open_file"]  # fmt: skip
 
 _INTERRUPTS = 5  # in a row, after which nobody waits any more
 _PIECE = 32 << 20  # bytes of a file that are read or written, and checked, at once
+_PAGE = 2 << 20  # bytes; pageable memory comes in multiples of it
 
 
 class Copies:
@@ -106,34 +110,52 @@ class Backup:
             region._chunks.handle.drop_dependency(self._held.pop())
 
 
-class PinnedBackup(Backup):
-    """In pinned memory of the host, at the speed of the bus."""
+class HostBackup(Backup):
+    """In memory of the host, which can be looked at. It may outlast the waking, and be written again the next time."""
 
     __slots__ = ("_spans",)
 
     discards = False
-    where = "in pinned memory of the host"
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(sizes)
         self._spans: list[Span] = []
 
+    @property
+    def is_there(self) -> bool:
+        """Whether bytes are in it: of memory that sleeps, or of when it last slept where they were kept."""
+        return bool(self._held)
+
+    def spans(self, start: int, stop: int) -> list[Span]:
+        """Return the addresses, and the bytes at each, of what was put aside from `start` up to `stop`."""
+        return [(address, size) for address, _, size in self._parts(start, stop)] if self._held else []
+
+    def claim(self, holder: str) -> Claim:
+        """Keep the memory, also when the backup is let go of. Not the bytes: they are written again with the next."""
+        return self._held[-1].claim(holder)
+
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Put the first `nbytes` aside; see the base class, here and below."""
-        store = store_of(region.driver)
-        spans = self._spans
-        self._held.append(region._chunks.handle.keep("pinned backup", partial(store.give_back, spans)))
-        store.lend(nbytes, region.users[0], spans)
-        for pinned, start, size in self._parts(0, nbytes):
-            copies.start(region, pinned, region.address + start, size)
+        if self._held and sum(size for _, size in self._spans) < nbytes:
+            self.drop(region)  # of when the region was smaller
+        if not self._held:
+            self._spans = []
+            if nbytes:
+                self._take(region, nbytes)
+        for host, start, size in self._parts(0, nbytes):
+            copies.start(region, host, region.address + start, size)
 
     def restore(self, region: Region, start: int, stop: int, copies: Copies) -> None:
         """Bring back the bytes from `start` up to `stop`."""
-        for pinned, first, size in self._parts(start, stop):
-            copies.start(region, region.address + first, pinned, size)
+        for host, first, size in self._parts(start, stop):
+            copies.start(region, region.address + first, host, size)
+
+    def _take(self, region: Region, nbytes: int) -> None:
+        """Put memory into `_spans` and what holds it into `_held`, which has it first."""
+        raise NotImplementedError
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Return what of the pinned spans holds a part of the region: an address, an offset in the region, a size."""
+        """Return what of the spans holds a part of the region: an address, an offset in the region, a size."""
         offset = 0
         for address, nbytes in self._spans:
             first, last = max(start, offset), min(stop, offset + nbytes)
@@ -142,26 +164,68 @@ class PinnedBackup(Backup):
             offset += nbytes
 
 
+class PinnedBackup(HostBackup):
+    """In pinned memory of the host, at the speed of the bus.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        The region's chunks.
+    whole : bool
+        In one piece, as far as that can be had, for who wants to look at it. It may take more pinned memory.
+    """
+
+    __slots__ = ("_whole",)
+
+    where = "in pinned memory of the host"
+
+    def __init__(self, sizes: Sequence[int], whole: bool = False) -> None:
+        super().__init__(sizes)
+        self._whole = whole
+
+    def _take(self, region: Region, nbytes: int) -> None:
+        store = store_of(region.driver)
+        self._held.append(region._chunks.handle.keep("pinned backup", partial(store.give_back, self._spans)))
+        store.lend(nbytes, region.users[0], self._spans, whole=self._whole)
+
+
+class PageableBackup(HostBackup):
+    """In memory of the host that is not pinned: slower, and the host has it back as soon as it is let go of."""
+
+    __slots__ = ()
+
+    where = "in memory of the host"
+
+    def _take(self, region: Region, nbytes: int) -> None:
+        size = round_up(nbytes, _PAGE)
+        with Region.create(HOST, capacity=size, nbytes=size, managed=True) as memory:
+            region._chunks.handle.depend(memory.handle)
+            self._held.append(memory.handle)
+            self._spans.append((memory.address, nbytes))
+
+
 class FileBackup(Backup):
     """In a file that has no name, each piece with its checksum."""
 
-    __slots__ = ("_at", "_fd", "_file", "_sums", "_whole")
+    __slots__ = ("_at", "_fd", "_file", "_piece", "_sums", "_whole")
 
     discards = False
     where = "in a file"
 
-    def __init__(self, sizes: Sequence[int], file: Handle, fd: int, at: int) -> None:
+    def __init__(self, sizes: Sequence[int], file: Handle | None, fd: int, at: int, piece: int = _PIECE) -> None:
         super().__init__(sizes)
         self._file = file  # which goes with the last region in it
         self._fd = fd
         self._at = at  # where in the file the region begins
+        self._piece = piece
         self._whole = 0  # bytes of the region that are there
         self._sums: dict[int, int] = {}
 
     def store(self, region: Region, nbytes: int, copies: Copies) -> None:
         """Write the first `nbytes`, piece by piece, with their checksums."""
-        region._chunks.handle.depend(self._file)
-        self._held.append(self._file)
+        file = cast("Handle", self._file)
+        region._chunks.handle.depend(file)
+        self._held.append(file)
         self._whole = nbytes
         for offset, size in self._pieces(0, nbytes):
             with _Window(region, offset, size, write=False) as view:
@@ -184,9 +248,38 @@ class FileBackup(Backup):
         """Return the pieces that lie in a span, which begins where a chunk does: none reaches over two chunks."""
         first = 0
         for size in self.sizes:
-            for offset in range(max(first, start), min(first + size, stop), _PIECE):
-                yield offset, min(_PIECE, first + size - offset, stop - offset)
+            for offset in range(max(first, start), min(first + size, stop), self._piece):
+                yield offset, min(self._piece, first + size - offset, stop - offset)
             first += size
+
+
+class NamedFileBackup(FileBackup):
+    """In a file of its own that others can find: its name goes with the bytes, or at the end of the process.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        The region's chunks.
+    directory : Path
+        Where the file is made.
+    piece : int
+        Bytes that are read or written, and checked, at once.
+    """
+
+    __slots__ = ("_directory",)
+
+    def __init__(self, sizes: Sequence[int], directory: Path, piece: int = _PIECE) -> None:
+        super().__init__(sizes, None, -1, 0, piece)
+        self._directory = directory
+
+    def store(self, region: Region, nbytes: int, copies: Copies) -> None:
+        """Make the file, and write the first `nbytes`."""
+        claim, self._fd = open_file(self._directory, nbytes, named=True)
+        try:
+            self._file = claim.handle
+            super().store(region, nbytes, copies)
+        finally:
+            claim.release()
 
 
 class KeptBackup(Backup):
@@ -240,8 +333,8 @@ class _Window:
         view.release()
 
 
-def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
-    """Make a file without a name that has room for `nbytes`; return the first claim on it and its descriptor.
+def open_file(directory: Path, nbytes: int, *, named: bool = False) -> tuple[Claim, int]:
+    """Make a file that has room for `nbytes`, with a name or without; return the first claim on it and its descriptor.
 
     Raises
     ------
@@ -255,10 +348,15 @@ def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
             f"to={str(directory)!r:.200} is no directory: memory sleeps in one, in 'host' memory, or in None"
         )
     fds: list[int] = []
-    claim = own(f"file of {format_size(nbytes)} for sleeping memory", partial(close_all, fds))
+    name = directory / f"vram-asleep-{os.getpid()}-{token_hex(8)}"
+    undo = partial(_remove, name, fds) if named else partial(close_all, fds)
+    claim = own(f"file of {format_size(nbytes)} for sleeping memory", undo, at_exit=named)
     try:
         try:
-            _open_unnamed(directory, fds)
+            if named:
+                fds.append(uninterrupted(os.open, name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            else:
+                _open_unnamed(directory, fds)
             if nbytes:
                 os.posix_fallocate(fds[0], 0, nbytes)
         except OSError as error:
@@ -268,6 +366,12 @@ def open_file(directory: Path, nbytes: int) -> tuple[Claim, int]:
             claim.release()
         raise
     return claim, fds[0]
+
+
+def _remove(name: Path, fds: list[int]) -> None:
+    with suppress(OSError):  # somebody removed it, or its directory
+        name.unlink()
+    close_all(fds)
 
 
 def _open_unnamed(directory: Path, into: list[int]) -> None:

@@ -20,6 +20,7 @@ from .reservation import AddressRange, Unmap, put_memory
 __all__ = [
     "Chunk",
     "Chunks",
+    "Covered",
     "Kind",
     "Made",
     "Ready",
@@ -96,6 +97,19 @@ class Supply(Protocol):
 supplies: dict[Kind, Supply] = {}  # filled by :mod:`.ahead`, which is loaded where somebody wants that
 
 
+class Covered(Protocol):
+    """What is mapped where a region has no memory: see :class:`~vram.memory.zeros.Zeros`."""
+
+    def uncover(self, start: int, stop: int) -> None:
+        """Make room from `start` up to `stop`, in bytes."""
+
+    def cover(self) -> None:
+        """Map zeros wherever nothing is mapped."""
+
+    def mend(self) -> None:
+        """Do that after what cannot be taken back."""
+
+
 class Made(NamedTuple):
     """Chunks that are mapped and in no row yet, and what of their memory was kept ready."""
 
@@ -117,7 +131,7 @@ class Chunks:
     `row` is replaced, never changed, so that it can be read without a lock.
     """
 
-    __slots__ = ("depends", "handle", "location", "populate", "private", "row", "users", "where")
+    __slots__ = ("depends", "handle", "location", "populate", "private", "row", "users", "where", "zeros")
 
     def __init__(
         self,
@@ -141,6 +155,7 @@ class Chunks:
         self.populate = populate
         self.depends = depends
         self.row: tuple[Chunk, ...] = ()
+        self.zeros: Covered | None = None  # what is mapped behind the row, if anything is
 
     @property
     def mapped(self) -> int:
@@ -177,7 +192,7 @@ class Chunks:
         """
         driver, place = self.where.driver, self.location
         put = None
-        if _is_direct(type(driver)):
+        if self.zeros is None and _is_direct(type(driver)):  # else memory comes first: it may be that there is none
             direct: Any = driver
             right = Access.NONE if self.where.workers else access  # on a device it is given to all users in one call
             put = partial(direct.mem_map_new, location=place, handle_kinds=kinds, access=right, flags=flags)
@@ -268,6 +283,8 @@ class Chunks:
         needs = (*self.depends, where.handle)
         is_accessible = not where.workers
         try:
+            if self.zeros is not None:
+                self.zeros.uncover(start, start + sum([piece.nbytes for piece in pieces]))
             for nbytes, put, memory in pieces:
                 # The order in which they are given up is the opposite one: a lease after the memory.
                 undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)

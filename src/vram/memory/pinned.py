@@ -10,9 +10,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Final
 
-from ..errors import CapacityError, UsageError
+from ..errors import CapacityError, OutOfMemoryError, UsageError
 from ..lifetime import Claim, own, unwinding
 from ..spec import HOST, Location, format_size, parse_size, round_up
 from .chunks import supplies
@@ -113,8 +114,10 @@ class PinnedStore:
         """Bytes that are pinned, lent or not."""
         return sum(slab.nbytes for slab in self._slabs)
 
-    def lend(self, nbytes: int, location: Location, into: list[Span]) -> None:
+    def lend(self, nbytes: int, location: Location, into: list[Span], *, whole: bool = False) -> None:
         """Put spans of pinned memory, `nbytes` in all, into a list that the caller will :meth:`give_back`.
+
+        `whole` asks for one span, for which more is pinned where what is free lies apart, as far as that can be had.
 
         Raises
         ------
@@ -126,6 +129,13 @@ class PinnedStore:
         needed = round_up(nbytes, _GRANULE)
         with self._lock:
             self._enter_returned()
+            if whole and needed:
+                if self._take_whole(needed, into):
+                    return
+                with suppress(CapacityError, OutOfMemoryError):
+                    self._pin(max(needed, _LEAST_SLAB), location)
+                if self._take_whole(needed, into):
+                    return
             missing = needed - sum(size for slab in self._slabs for _, size in slab.free)
             if missing > 0:
                 self._pin(max(missing, _LEAST_SLAB), location)
@@ -140,6 +150,18 @@ class PinnedStore:
                     needed -= part
                     slab.free = left  # nothing is called before the next line: it is in one list, or in the other
                     into.append((address, part))
+
+    def _take_whole(self, needed: int, into: list[Span]) -> bool:
+        for slab in self._slabs:
+            for number, (address, size) in enumerate(slab.free):
+                if size < needed:
+                    continue
+                rest = [(address + needed, size - needed)] if size > needed else []
+                left = [*slab.free[:number], *rest, *slab.free[number + 1 :]]
+                slab.free = left  # as in lend()
+                into.append((address, needed))
+                return True
+        return False
 
     def give_back(self, spans: Iterable[Span]) -> None:
         """Take back what was lent. Never waits."""

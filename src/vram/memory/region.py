@@ -281,6 +281,7 @@ class Region(Owned):
         flags: AllocationFlags = AllocationFlags.NONE,
         populate: bool = False,
         users: Iterable[Location | str] = (),
+        backing: Literal["zero"] | None = None,
         managed: bool = False,
         driver: Driver | None = None,
     ) -> Self:
@@ -311,6 +312,9 @@ class Region(Owned):
         users : iterable of Location or str
             Who may access the memory, now and as it grows, such as several GPUs. Arrays on it are shown to the first.
             By default `location` alone.
+        backing : "zero", optional
+            Addresses without memory, up to the capacity, read as zeros; writing to them faults. On a GPU that is one
+            chunk for all regions, mapped again and again, and growing waits for the work of the devices.
         managed : bool
             Something else closes it, such as an array: no LeakWarning when it is garbage-collected.
         driver : Driver, optional
@@ -350,9 +354,16 @@ class Region(Owned):
         region = cls(
             claim, mapped, right, granularity, kinds=kinds, flags=meant, least=least, exact=exact, managed=silent
         )
-        if first:
+        if first or backing is not None:
             try:
-                mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
+                if backing is not None:
+                    from .zeros import back_with_zeros  # few want it
+
+                    back_with_zeros(mapped, backing)
+                if first:
+                    mapped.make(chunks.plan(first, 0, ceiling, granularity, least, exact), kinds, right, meant)
+                if mapped.zeros is not None:
+                    mapped.zeros.cover()
             except BaseException as error:
                 with unwinding(error):
                     region.close()

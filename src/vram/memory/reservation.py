@@ -197,6 +197,7 @@ class Unmap:
                 self.is_mapped = False
             if self.is_booked:
                 where.spans.pop(self.offset, None)
+                self.is_booked = False  # it may be called again, when something else is mapped there
         except BaseException as error:
             if not isinstance(error, Exception):
                 is_over = self.is_sure = False  # it is called again, and may find nothing left to do

@@ -110,9 +110,11 @@ class _Change:
             self.sizes = region._growth(self.nbytes)
 
     def make(self) -> None:
-        """Map memory behind its end. Nobody sees it before :meth:`show`."""
+        """Map memory behind its end, in the place of zeros if such are there. Nobody sees it before :meth:`show`."""
         region = self.region
         region._chunks.make(self.sizes, region._kinds, region._access, region._flags, self.made)
+        if region._chunks.zeros is not None:
+            region._chunks.zeros.cover()
 
     def show(self) -> None:
         """Let everybody at what was made. It can be called again."""
@@ -124,20 +126,25 @@ class _Change:
 
     def unmap(self) -> None:
         """Give back what goes, on which no device works any more. It can be called again."""
+        mapped = self.region._chunks
         if self.dropped:
-            region = self.region
             for chunk in self.dropped:
                 chunk.undo.is_idle = True
-            region._chunks.unmap(self.dropped)
-            region._reached = min(region._reached, region._chunks.mapped)
+            mapped.unmap(self.dropped)
+            self.region._reached = min(self.region._reached, mapped.mapped)
+        if mapped.zeros is not None:
+            mapped.zeros.mend()
 
     def take_back(self) -> None:
         """Let go of what was made, which no device has ever worked on; what was kept ready is ready again."""
         for chunk in self.made.chunks:
             chunk.undo.is_idle = True
-        self.region._chunks.give_back(self.made.chunks)
+        mapped = self.region._chunks
+        mapped.give_back(self.made.chunks)
         for supply, ready in self.made.taken:
             supply._put(ready)
+        if mapped.zeros is not None and self.sizes:
+            mapped.zeros.mend()
 
 
 def resize_regions(
@@ -185,6 +192,7 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
             growing = list(filter(_is_made_for, changes))
             if growing:
                 _refuse_pinned(changes)
+                _wait_for_zeros(growing, after)
             for change in growing:
                 change.make()
             _make_smaller(changes)
@@ -253,6 +261,18 @@ def _wait(changes: Sequence[_Change], after: int | None) -> None:
         return
     going = [change.region for change in changes if change.dropped]
     for driver, place in dict.fromkeys((region.driver, place) for region in going for place in region._chunks.workers):
+        with suppress(DeviceLostError):  # it runs nothing any more
+            driver.synchronize(place)
+
+
+def _wait_for_zeros(growing: Sequence[_Change], after: int | None) -> None:
+    """Wait for the work of the devices on what grows over zeros, which they may be reading."""
+    regions = [change.region for change in growing if change.region._chunks.zeros is not None]
+    if after is not None:
+        for driver in {region.driver: None for region in regions}:
+            chunks.wait_for(driver, after)
+        return
+    for driver, place in {(region.driver, place): None for region in regions for place in region._chunks.workers}:
         with suppress(DeviceLostError):  # it runs nothing any more
             driver.synchronize(place)
 

@@ -21,13 +21,13 @@ from ..lifetime import Claim, unwinding
 from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
-from .backups import Backup, Copies, FileBackup, KeptBackup, PinnedBackup, open_file
+from .backups import Backup, Copies, FileBackup, HostBackup, KeptBackup, PinnedBackup, open_file
 from .foreign import ForeignRegion
 from .region import Region
 
 __all__ = ["Asleep", "Place", "Remapped", "SleepReport", "WakeReport", "on_remap", "sleep_regions", "wake_regions"]
 
-Place: TypeAlias = Path | Literal["host"] | None
+Place: TypeAlias = Path | Literal["host"] | Backup | None
 
 
 class Asleep:
@@ -166,8 +166,9 @@ def sleep_regions(
 
     Parameters
     ----------
-    places : dict of Region to Path, "host" or None
-        Where the bytes of each go: to a file in a directory, to pinned memory of the host, or nowhere.
+    places : dict of Region to Path, "host", Backup or None
+        Where the bytes of each go: to a file in a directory, to pinned memory of the host, where the caller says (a
+        backup made for this region), or nowhere.
     after : int, optional
         An event of a device; by default all work of the devices is waited for.
     unmap_shared : bool
@@ -255,17 +256,19 @@ def _choose(marks: dict[Region, Asleep], places: Mapping[Region, Place], files: 
         if isinstance(mark.backup, KeptBackup):
             continue
         to, sizes = places[region], region.chunks
-        if to is None:
-            mark.backup = Backup(sizes)
-        elif isinstance(to, Path):
+        if isinstance(to, Backup) and to.sizes != sizes:
+            raise UsageError(f"the backup was made for chunks of {to.sizes} bytes, and {region!r} has {sizes}")
+        if isinstance(to, Path):
             into.setdefault(to, {})[region] = mark
-        elif isinstance(region.driver, StreamOrdered):
-            mark.backup = PinnedBackup(sizes)
-        else:
+        elif (to == "host" or isinstance(to, HostBackup)) and not isinstance(region.driver, StreamOrdered):
             raise UsageError(
                 f"memory on {region.location} is no better off in 'host' memory: give a directory, or None to let its "
                 f"bytes go"
             )
+        elif isinstance(to, Backup):
+            mark.backup = to
+        else:
+            mark.backup = Backup(sizes) if to is None else PinnedBackup(sizes)
     for directory, due in into.items():
         claim, fd = open_file(directory, sum(mark.nbytes for mark in due.values()))
         files.append(claim)
@@ -309,8 +312,19 @@ def _take_back(marks: dict[Region, Asleep], error: BaseException, is_told: bool)
 
 
 # -- wake -------------------------------------------------------------------------------------------------------
-def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeReport:
-    """Wake those of some regions that are asleep, all or none; see :func:`vram.wake`."""
+def wake_regions(regions: Iterable[Region], *, discard: bool = False, keep: bool = False) -> WakeReport:
+    """Wake those of some regions that are asleep, all or none; see :func:`vram.wake`.
+
+    Parameters
+    ----------
+    regions : iterable of Region
+        Which.
+    discard : bool
+        Without their bytes.
+    keep : bool
+        Leave what is aside in memory of the host there, for whoever passed the backup to :func:`sleep_regions`: it is
+        let go of when it is waked without this, or with the region.
+    """
     started = time.perf_counter()
     marks: dict[Region, Asleep] = {}
     using = []
@@ -328,10 +342,10 @@ def wake_regions(regions: Iterable[Region], *, discard: bool = False) -> WakeRep
             _tell("wake", "before", marks, False)
             _fill(marks, copies, discard)
             is_whole = True  # from here on it is awake, whatever comes
-            _show(marks)
+            _show(marks, keep)
         except BaseException as error:
             if is_whole:
-                _show(marks)  # an interrupt: what was begun is finished
+                _show(marks, keep)  # an interrupt: what was begun is finished
             else:
                 copies.settle(error)  # what is under way writes to what goes now
                 _sleep_on(marks, error, is_told)
@@ -390,12 +404,13 @@ def _fill(marks: dict[Region, Asleep], copies: Copies, discard: bool) -> None:
             region._chunks.protect(region.access)
 
 
-def _show(marks: dict[Region, Asleep]) -> None:
+def _show(marks: dict[Region, Asleep], keep: bool) -> None:
     """Everything is there again: let everybody at it, and go of what was put aside. It can be called again."""
     for region, mark in marks.items():
         if region.asleep is mark:
             region.asleep = None
-        mark.backup.drop(region)
+        if not (keep and isinstance(mark.backup, HostBackup)):
+            mark.backup.drop(region)
 
 
 def _sleep_on(marks: dict[Region, Asleep], error: BaseException, is_told: bool) -> None:

@@ -127,7 +127,8 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     """What a published version holds: memories, and arrays on them by name. Unknown fields are ignored (S9).
 
     `handles`, `pools` and `events` are for what is lent directly: memory that no keeper could keep. What is `updatable`
-    has one descriptor more, the last: the page of its publisher's words.
+    has one descriptor more, the last: the page of its publisher's words. What may grow has `serials`, one for each
+    segment of all memories: by them a reader knows a newer version that begins with what it has mapped.
     """
 
     version: int
@@ -137,6 +138,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     pools: Annotated[int, Meta(ge=0, le=MAX_SEGMENTS)] = 0
     events: Annotated[tuple[EventEntry, ...], Meta(max_length=MAX_EVENTS)] = ()
     updatable: bool = False
+    serials: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**62)], ...], Meta(max_length=MAX_SEGMENTS)] = ()
 
     @property
     def descriptors(self) -> int:
@@ -271,7 +273,10 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
         raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error!s:.200}") from None
     if manifest.version != MANIFEST_VERSION:
         raise ProtocolError(f"manifest version {manifest.version}; this library reads {MANIFEST_VERSION}")
-    _check_segments(sum([len(memory.segments) for memory in manifest.memories]))
+    segments = sum([len(memory.segments) for memory in manifest.memories])
+    _check_segments(segments)
+    if len(manifest.serials) not in (0, segments):
+        raise ProtocolError(f"{len(manifest.serials)} serial numbers are given for {segments} segments")
     for memory in manifest.memories:
         memory.check()
     _check_handles(manifest)

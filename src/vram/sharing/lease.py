@@ -28,13 +28,18 @@ class LeaseReturn:
     # The undo runs in whatever thread drops the last view, also while another one is about to wait for the grantor's
     # answer. `_due` holds the id from the undo on; whoever takes it out, an atomic step, gives the lease back.
 
-    __slots__ = ("_due", "_later", "_wait", "lease_id")
+    __slots__ = ("_due", "_wait", "granted")
 
     def __init__(self, lease_id: int, later: Callable[[int], None]) -> None:
-        self.lease_id = lease_id
-        self._later = later
+        # One value, so that a lease on a newer version that holds the same memory takes its place in one step.
+        self.granted = lease_id, later
         self._wait = False
         self._due: list[int] = []
+
+    @property
+    def lease_id(self) -> int:
+        """The grantor's number for it."""
+        return self.granted[0]
 
     def own(self, label: str) -> Claim:
         """Make the counted handle whose undo this is."""
@@ -61,9 +66,11 @@ class LeaseReturn:
         """Undo :meth:`keep_back`: if something is still mapped, the last view to go gives the lease back."""
         self._wait = False
         if self.take():  # it went in between, or whoever wanted to give it back could not
-            self._later(self.lease_id)
+            lease_id, later = self.granted
+            later(lease_id)
 
     def __call__(self) -> None:
-        self._due.append(self.lease_id)
+        self._due.append(self.granted[0])
         if not self._wait and self.take():
-            self._later(self.lease_id)
+            lease_id, later = self.granted
+            later(lease_id)

@@ -32,6 +32,7 @@ from ..driver.protocol import (
     NativeHandles,
     Sealing,
     StreamOrdered,
+    ZeroBacking,
 )
 from ..errors import DriverError, UsageError
 
@@ -54,6 +55,7 @@ def _methods(protocol: type) -> frozenset[str]:
 
 _CAPABILITIES: tuple[type, ...] = (
     *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, Fabric, NativeHandles, StreamOrdered, Multicast),
+    ZeroBacking,
     *(Foreign, LegacyIpc, InterprocessEvents, Pools),
 )
 _ALL = _methods(Driver).union(*(_methods(capability) for capability in _CAPABILITIES))

@@ -45,6 +45,7 @@ from ..memory import AddressReservation, MemoryMapping, PhysicalAllocation, Regi
 from ..spec import Access, HandleKind, Location
 from .memory_kinds import MemoryKindsContract
 from .region import load, store
+from .zeros import ZeroContract
 
 __all__ = ["MemoryContract"]
 
@@ -52,7 +53,7 @@ FD = HandleKind.POSIX_FD
 RW, READ = Access.READ_WRITE, Access.READ
 
 
-class MemoryContract(MemoryKindsContract):
+class MemoryContract(MemoryKindsContract, ZeroContract):
     """Physical allocations, address reservations and mappings, and all that is said of regions in the other parts."""
 
     # -- physical allocations -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ..driver.protocol import (
     NativeHandles,
     Sealing,
     StreamOrdered,
+    ZeroBacking,
 )
 from ..errors import UnsupportedError, UsageError
 from ..spec import Access, HandleKind, Location
@@ -36,6 +37,7 @@ __all__ = ["CAPABILITIES", "FD", "DriverSuite", "Scene", "is_open", "lent", "rem
 
 _CAPABILITIES: tuple[type, ...] = (
     *(HostAddressable, CopyOnWrite, DirectMapping, Sealing, Identity, Fabric, NativeHandles, StreamOrdered, Multicast),
+    ZeroBacking,
     *(Foreign, LegacyIpc, InterprocessEvents, Pools),  # tested by ForeignContract
 )
 CAPABILITIES = {capability.__name__: capability for capability in _CAPABILITIES}

@@ -1,0 +1,123 @@
+"""The ``vmm_fd`` transport of SGLang's weight cache: descriptors of memory, handed over by the keeper.
+
+SGLang ships a placeholder under this name. Here the daemon publishes its model's tensors under one name, and its answer
+to an engine says which; the engine attaches them. The memory outlives the daemon, so that engines need not watch it,
+and are not killed with it.
+
+The daemon's tensors are copied once, unless they lie in a :class:`vram.TorchPool`: with ``torch_ipc`` they are not. An
+engine gets parameters read-only, and buffers as copies of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.weight_cache.protocol import send_msg
+from sglang.srt.weight_cache.transport import VMM_FD_BACKEND, WeightCacheTransportBackend
+
+import vram
+
+from ..entries.lease import Lease
+from ..errors import ProtocolError, VramError
+from .strides import flat
+
+__all__ = ["VramTransportBackend"]
+
+
+class VramTransportBackend(WeightCacheTransportBackend):  # type: ignore[misc]
+    """Both sides of it: the daemon's makes entries, the engine's gets tensors. Both ask the user's default keeper."""
+
+    name = VMM_FD_BACKEND
+
+    def __init__(self) -> None:
+        self._lease: Lease | None = None
+        self._tensors: dict[str, Any] = {}
+
+    @classmethod
+    def can_export_state(cls, state_tensors: Mapping[str, tuple[Any, bool]]) -> bool:
+        """Whether there is a keeper; without one the daemon goes on with ``torch_ipc``."""
+        try:
+            vram.statistics()
+        except VramError:
+            return False
+        return bool(state_tensors)
+
+    # -- the daemon -----------------------------------------------------------------------------------------------
+    def prepare_export(self, state_tensors: Mapping[str, tuple[Any, bool]]) -> dict[str, dict[str, Any]]:
+        """Publish the tensors, each once, and return what an engine has to know of each name."""
+        arrays: dict[str, Any] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        known: dict[tuple[object, ...], str] = {}
+        for name, (tensor, is_param) in state_tensors.items():
+            same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+            array = known.setdefault(same, name) if tensor.numel() else name
+            shown = flat(tensor.data)
+            if array == name:
+                arrays[name] = shown[0]
+            entries[name] = {
+                "array": array,
+                "strides": shown[1],
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "is_param": is_param,
+            }
+        # A daemon that is started again replaces what the one before it published.
+        where = sorted({str(tensor.device) for tensor, _ in state_tensors.values()})
+        digest = hashlib.sha256(json.dumps([where, entries], sort_keys=True).encode()).hexdigest()
+        published = vram.publish(f"sglang/{digest[:32]}", arrays)
+        self._hold(vram.attach(published.name, version=published.version))
+        return entries
+
+    def send_fetch_state_response(
+        self,
+        conn: Any,
+        *,
+        config: dict[str, Any],
+        entries: dict[str, dict[str, Any]],
+        pid: int,
+        preloaded_weights_bytes: int = 0,
+    ) -> None:
+        """Tell an engine what to attach."""
+        lease = self._lease
+        if lease is None:
+            raise ProtocolError("nothing was exported yet")
+        send_msg(
+            conn,
+            {
+                "status": "ok",
+                "config": config,
+                "entries": entries,
+                "pid": pid,
+                "transport_backend": self.name,
+                "preloaded_weights_bytes": preloaded_weights_bytes,
+                "vram": {"name": lease.name, "version": lease.version},
+            },
+        )
+
+    # -- the engine -----------------------------------------------------------------------------------------------
+    def recv_fetch_state_response(self, sock: Any, result: dict[str, Any]) -> dict[str, Any]:
+        """Attach what the daemon has published; only what this user has."""
+        said = result.get("vram")
+        if not isinstance(said, dict):
+            raise ProtocolError("the daemon's answer does not say what to attach: does it run another release of vram?")
+        self._hold(vram.attach(said["name"], version=said["version"], owner=os.getuid()))
+        return {**result, "pid": None}  # nothing dangles when the daemon ends: nobody needs to watch it
+
+    def import_tensor(self, entry: dict[str, Any]) -> Any:
+        """Return one tensor: shared, and a copy of its own of what is no parameter."""
+        if not self._tensors and self._lease is not None:
+            self._tensors = self._lease.torch()
+        tensor = self._tensors[entry["array"]]
+        if entry["strides"] is not None:
+            tensor = tensor.as_strided(*entry["strides"])
+        return tensor if entry["is_param"] else tensor.clone()
+
+    def _hold(self, lease: Lease) -> None:
+        """Keep the lease as long as this; SGLang keeps this with the model."""
+        self._lease = lease
+        weakref.finalize(self, lease.close).atexit = False

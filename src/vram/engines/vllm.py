@@ -1,0 +1,49 @@
+"""vLLM on vram: a model loader, a sleep backend with the worker that allocates for it, and a weight transfer engine.
+
+vLLM finds this by its entry point ``vllm.general_plugins`` and calls :func:`register` in each of its processes. That
+says names; the classes are in modules beside this one, which vLLM imports when it is told to use one of them:
+
+- ``--load-format vram``: :mod:`.vllm_loader`
+- ``--enable-sleep-mode --sleep-mode-backend vram --worker-cls vram.engines.vllm_sleep.VramWorker``: :mod:`.vllm_sleep`
+- ``WeightTransferConfig(backend="vram")``: :mod:`.vllm_transfer`
+
+Written against vLLM 0.33.0.
+"""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["register"]
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Tell vLLM the names. May be called again.
+
+    vLLM calls this wherever vram is installed, wanted or not: a vLLM that lacks what this needs runs on without it.
+    """
+    try:
+        _register()
+    except (ImportError, AttributeError) as error:
+        _log.warning("vram registered nothing: its adapter was written for vLLM 0.33.0, and not for this: %s", error)
+
+
+def _register() -> None:
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.model_executor import model_loader
+
+    if "vram" not in SleepModeBackendFactory._registry:
+        SleepModeBackendFactory.register_backend("vram", "vram.engines.vllm_sleep", "VramSleepModeBackend")
+    for factory, name in (
+        (WeightTransferEngineFactory, "VramWeightTransferEngine"),
+        (WeightTransferTrainerFactory, "VramTrainerWeightTransferEngine"),
+    ):
+        if "vram" not in factory._registry:
+            factory.register_engine("vram", "vram.engines.vllm_transfer", name)
+    if "vram" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        from .vllm_loader import VramModelLoader  # vLLM has no way to name a loader by a string
+
+        model_loader.register_model_loader("vram")(VramModelLoader)

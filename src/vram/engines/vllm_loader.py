@@ -1,0 +1,240 @@
+"""``--load-format vram``: a model whose parameters are shared with every other engine that serves the same weights.
+
+The first engine loads as vLLM would have, and publishes what it has after loading and processing; those after it attach
+that. While one loads, the others wait. vLLM's own loader for shared weights does the rest: it builds the model without
+memory and registers what is attached.
+
+Only parameters are shared, and nobody can write to them. Buffers are copied into memory of each engine, since vLLM
+writes to some of them later (scales of the KV cache, tables of rotary embeddings).
+
+The entry is named after a digest of vLLM's ``WeightCacheKey``, which says all that the bytes depend on, and of the GPU.
+vLLM computes it before the model is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
+from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState, check_ipc_quant_support
+from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
+
+import vram
+
+from ..entries.lease import Lease
+from ..errors import MismatchError, NotFoundError, PeerGoneError, VramError
+from .strides import flat
+from .vllm_pools import pool
+
+__all__ = ["VramModelLoader"]
+
+logger = init_logger(__name__)
+
+_LAYOUT = "vram.layout"  # the array that says what the others are
+_OTHERS = ("socket_path", "socket_dir")  # what the class below takes, and there is no use for here
+
+
+class _Entry:
+    """One tensor, as vLLM's loader takes it."""
+
+    def __init__(self, tensor: Any, kind: str) -> None:
+        self.kind = kind
+        self._tensor = tensor
+
+    def rebuild(self, device_index: int) -> Any:
+        """Return it; what is written to later, in memory of this process."""
+        return self._tensor if self.kind == "param" else self._tensor.clone()
+
+
+class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
+    """Attach the weights of a model, or load and publish them.
+
+    Keys of ``--model-loader-extra-config``: ``keeper`` (the path of a keeper's socket), ``name`` (what the entries'
+    names begin with, by default "vllm"), ``timeout`` (seconds to wait for another engine to load; by default as long
+    as that takes), and two of vLLM's: ``mode`` ("zero_copy", or "copy" into memory of this engine, which can be updated
+    and put to sleep) and ``fallback`` (load without sharing where there is no keeper; by default true).
+
+    The model has the lease in ``vram_lease``, as long as it lives.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        extra = dict(load_config.model_loader_extra_config or {})
+        self._keeper = extra.pop("keeper", None)
+        self._prefix = str(extra.pop("name", "vllm"))
+        self._timeout: float | None = extra.pop("timeout", None)
+        if unused := sorted(set(extra).intersection(_OTHERS)):
+            raise ValueError(f"load format 'vram' takes no {unused}: a keeper serves all GPUs, at one path (keeper)")
+        super().__init__(dataclasses.replace(load_config, model_loader_extra_config=extra))
+        self._device = "cpu"
+        self._lease: Lease | None = None
+        # What is done with the key, once the class above has computed it.
+        self._then: Callable[[dict[str, str], str], Any] = self._attach
+
+    # -- what vLLM calls ------------------------------------------------------------------------------------------
+    def get_external_weight_memory(self, vllm_config: Any) -> int:
+        """Return the bytes that are published already, and that this engine will not need."""
+        if self.mode != "zero_copy":
+            return 0
+        self._then = self._published_bytes
+        return int(self._with_key(vllm_config, vllm_config.model_config))
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """Return the model, with its parameters shared."""
+        if vllm_config.parallel_config.enable_eplb:
+            raise ValueError("load format 'vram' shares parameters, and EPLB moves them between ranks: leave one out")
+        speculative = vllm_config.speculative_config
+        self.is_draft = speculative is not None and model_config is speculative.draft_model_config
+        loaded: list[Any] = []
+
+        def load() -> dict[str, Any]:
+            loaded.append(self._fallback_load(vllm_config, model_config, prefix))
+            check_ipc_quant_support(loaded[0])
+            return _contents(loaded[0])
+
+        self._then = partial(self._attach_or_publish, load)
+        try:
+            state = self._with_key(vllm_config, model_config)
+        except VramError as error:
+            if not self.fallback:
+                raise
+            logger.warning("The weights are not shared: %s", error)
+            return loaded[0] if loaded else self._fallback_load(vllm_config, model_config, prefix)
+        lease = self._lease
+        try:
+            with self._memory(vllm_config.model_config) as sleeps:
+                if loaded:
+                    model = self._rebind(loaded[0], state, sleeps)
+                else:
+                    model = self._build_model(vllm_config, model_config, prefix, state)
+        except BaseException:
+            self._send_release()
+            raise
+        if lease is not None and not lease.is_closed:
+            model.vram_lease = lease
+            weakref.finalize(model, lease.close).atexit = False
+        self._lease = None
+        return model
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """Load again, in place. What is shared is what it was: of such a model, only buffers are set."""
+        lease = getattr(model, "vram_lease", None)
+        if lease is None:
+            DefaultModelLoader(self._fallback_load_config()).load_weights(model, model_config)
+            return
+        buffers = dict(model.named_buffers())
+        for name, entry in _state(lease).entries.items():
+            if entry.kind == "buffer" and name in buffers:
+                buffers[name].copy_(entry.rebuild(0))
+
+    # -- what the class above calls -------------------------------------------------------------------------------
+    def _state_for_key(self, cache_key: Any, *, is_reload: bool = False) -> Any:
+        fields = {**dataclasses.asdict(cache_key), "gpu": self._device}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+        return self._then({"weights": digest}, f"{self._prefix}/{digest[:32]}")
+
+    def _watch_daemon(self) -> None:
+        """Nothing is to be watched: the memory stays mapped whatever becomes of the keeper."""
+
+    def _send_release(self) -> None:
+        """Let go of what was copied."""
+        if self._lease is not None:
+            self._lease.close()
+
+    # -- what is done with a key ----------------------------------------------------------------------------------
+    def _with_key(self, vllm_config: Any, model_config: Any) -> Any:
+        named = torch.device(self.load_config.device or vllm_config.device_config.device)
+        if named.type == "cuda":
+            index = torch.cuda.current_device() if named.index is None else named.index
+            self._device = str(torch.cuda.get_device_properties(index).uuid)
+        return self._fetch_entries(
+            model_config, vllm_config.cache_config, vllm_config.parallel_config, vllm_config.kernel_config
+        )
+
+    def _published_bytes(self, expect: dict[str, str], name: str) -> int:
+        try:
+            with vram.attach(name, expect=expect, keeper=self._keeper) as lease:
+                return lease.nbytes
+        except (NotFoundError, MismatchError, PeerGoneError):
+            return 0
+
+    def _attach(self, expect: dict[str, str], name: str) -> Any:
+        self._lease = vram.attach(name, expect=expect, keeper=self._keeper)
+        return _state(self._lease)
+
+    def _attach_or_publish(self, load: Callable[[], dict[str, Any]], expect: dict[str, str], name: str) -> Any:
+        vram.statistics(keeper=self._keeper)  # or there is no keeper: this does not wait for one
+        self._lease = vram.attach_or_publish(name, load, expect=expect, timeout=self._timeout, keeper=self._keeper)
+        logger.info("The weights are %r version %d", name, self._lease.version)
+        return _state(self._lease)
+
+    @contextlib.contextmanager
+    def _memory(self, config: Any) -> Iterator[bool]:
+        """Have a block's copies in the pool that sleeps, if there is one; tell whether there is.
+
+        What is published comes from elsewhere (see :class:`~.vllm_sleep.VramWorker`): it is read-only from then on, and
+        torch would give out what is free around it.
+        """
+        if self.mode != "copy" or not config.enable_sleep_mode or config.sleep_mode_backend != "vram":
+            yield False
+            return
+        with pool(None).use("weights"):
+            yield True
+
+    def _rebind(self, model: Any, state: Any, sleeps: bool) -> Any:
+        """Put the parameters of the model that was published where the others have theirs; its own memory goes."""
+        if self.mode != "copy" or sleeps:
+            for name, parameter in model.named_parameters():
+                found = state.entries[name].rebuild(0)
+                parameter.data = found.clone() if sleeps else found
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        if self.mode == "copy":
+            self._send_release()
+        return model
+
+
+def _contents(model: Any) -> dict[str, Any]:
+    """Return what is published of a model: each tensor once, and what they are."""
+    arrays: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    strides: dict[str, tuple[list[int], list[int]]] = {}
+    known: dict[int, str] = {}
+    for kind, named in (
+        ("param", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            if name in kinds or name in aliases:
+                continue
+            if id(tensor) in known:
+                aliases[name] = known[id(tensor)]
+                continue
+            known[id(tensor)], kinds[name] = name, kind
+            arrays[name], shown = flat(tensor.data)
+            if shown is not None:
+                strides[name] = shown
+    layout = {"kinds": kinds, "aliases": aliases, "strides": strides, "attrs": export_model_attrs(model)}
+    arrays[_LAYOUT] = np.frombuffer(json.dumps(layout).encode(), np.uint8)
+    return arrays
+
+
+def _state(lease: Lease) -> Any:
+    """Return what was published as vLLM's loader takes it."""
+    layout = json.loads(bytes(lease[_LAYOUT].numpy()))
+    tensors = lease.torch()
+    for name, (shape, steps) in layout["strides"].items():
+        tensors[name] = tensors[name].as_strided(shape, steps)
+    entries = {name: _Entry(tensors[name], kind) for name, kind in layout["kinds"].items()}
+    return WeightCacheState(entries=entries, aliases=layout["aliases"], attrs=layout["attrs"])

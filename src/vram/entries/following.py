@@ -1,0 +1,314 @@
+"""A lease goes on to a newer version that is the one it has, with more behind it: nothing moves, nothing is copied.
+
+What a version extends is told by the serial numbers of its segments, which their maker chose at random when it first
+published them (:attr:`~vram.memory.PhysicalAllocation.serial`): a version whose segments begin with those that are
+mapped here holds the same memory. They are the publisher's word. So only a version of the same user is looked at, as
+the keeper verified it: the user whose memory is mapped anyway, and who could write anything there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from ..driver.protocol import UNDECIDED
+from ..errors import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    MismatchError,
+    NotFoundError,
+    PeerGoneError,
+    ProtocolError,
+    VramError,
+)
+from ..keeper.client import Attachment, KeeperClient
+from ..lifetime import unwinding
+from ..memory import Region
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import ArrayEntry, Manifest, SegmentEntry
+from ..sharing.mapping import extend_memory
+from .manifests import read_manifest
+
+if TYPE_CHECKING:
+    from threading import RLock
+
+    from ..arrays import Array
+    from ..keeper.client import Signal, Subscription
+    from ..lifetime import Handle
+    from ..sharing.lease import LeaseReturn
+
+__all__ = ["refresh", "tell_of_growth"]
+
+
+class Movable(Protocol):
+    """What is known here of a lease, which imports this module."""
+
+    _arrays: dict[str, Array]
+    _attachment: Attachment
+    _callbacks: list[tuple[Callable[[Any], object], bool]]
+    _client: KeeperClient
+    _manifest: Manifest
+    _moving: RLock
+    _regions: tuple[Region, ...]
+    _return: LeaseReturn
+    _revoked: bool
+    _signal: Signal | None
+    _subscriptions: list[Subscription]
+
+    @property
+    def name(self) -> str:
+        """The entry's name."""
+
+    @property
+    def version(self) -> int:
+        """The version that it is on."""
+
+    @property
+    def handle(self) -> Handle:
+        """What keeps it, while it is open."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+
+    def _newest(self) -> tuple[KeeperClient, Attachment] | None: ...
+    def _stop_listening(self) -> None: ...
+
+
+_L = TypeVar("_L", bound=Movable)
+
+
+class _Added(NamedTuple):
+    """What comes behind one memory of a lease."""
+
+    region: Region
+    segments: Sequence[SegmentEntry]
+    fds: Sequence[int]
+
+
+def refresh(lease: Movable) -> tuple[str, ...]:
+    """Go on to the newest version; see :meth:`Lease.refresh <vram.entries.lease.Lease.refresh>`."""
+    if lease._moving._is_owned():  # type: ignore[attr-defined]  # threading.Condition asks the same
+        raise BusyError(f"{lease!r} is being refreshed by the very code that this call interrupted")
+    with lease._moving:
+        # Another thread may close it meanwhile: it is given back when this is over.
+        with lease.handle.claim("refresh"):
+            found = lease._newest()
+            if found is None:
+                return ()
+            client, attachment = found
+            try:
+                return _go_on(lease, client, attachment)
+            except BaseException:
+                if attachment.answer is not None:
+                    attachment.answer.give_back()  # now, and not once the traceback is gone
+                raise
+            finally:
+                close_fds(attachment.fds, client.path)  # what is mapped holds descriptors of its own
+                attachment.fds.clear()
+
+
+def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
+    """Call back if a lease can go on to a newer version. In the listening thread, when anything happened to its own."""
+    try:
+        found = lease._newest()
+        if found is None:
+            return
+        client, attachment = found
+        try:
+            _plan(lease, read_manifest(attachment), attachment)
+        finally:
+            if attachment.answer is not None:
+                attachment.answer.give_back()
+            close_fds(attachment.fds, client.path)
+            attachment.fds.clear()
+    except (ClosedError, MismatchError, NotFoundError, PeerGoneError, ProtocolError):
+        return
+    except VramError:
+        pass  # it cannot be seen now, as for a quota: whoever refreshes will hear why
+    if not lease.is_closed:
+        callback(lease)
+
+
+def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tuple[str, ...]:
+    before = lease._manifest
+    manifest, added = _plan(lease, read_manifest(attachment), attachment)
+    _check_room(lease, attachment, added)
+    sizes = [(one.region, one.region.nbytes) for one in added]
+    listening: list[Subscription] = []
+    due: list[tuple[int, Callable[[int], None]]] = []
+    is_decided = False
+    until = time.monotonic() + UNDECIDED
+    try:
+        for one in added:
+            extend_memory(one.region, one.segments, one.fds, until=until)
+        for tell, of_all in lease._callbacks:
+            listening.append(client.listen(attachment.lease_id, lease, tell, of_all=of_all))
+        lease.handle  # noqa: B018  (which says that it was closed)
+        is_decided = True  # from here on it is on the newer version, whatever comes
+        _move(lease, client, attachment, manifest, listening, due)
+    except BaseException as error:
+        if is_decided:
+            _move(lease, client, attachment, manifest, listening, due)  # an interrupt: what was begun is finished
+        else:
+            with unwinding(error):
+                for subscription in listening:
+                    subscription.stop()
+                for region, nbytes in reversed(sizes):
+                    if region.nbytes == nbytes:
+                        continue
+                    region.shrink(nbytes)
+        raise
+    return tuple([name for name, entry in before.arrays.items() if manifest.arrays[name].nbytes > entry.nbytes])
+
+
+def _move(
+    lease: Movable,
+    client: KeeperClient,
+    attachment: Attachment,
+    manifest: Manifest,
+    listening: list[Subscription],
+    due: list[tuple[int, Callable[[int], None]]],
+) -> None:
+    """Have a lease be one on the newer version, and give back what is `due`: the older. It can be called again."""
+    if not due:
+        due.append(lease._return.granted)
+    if attachment.answer is not None:
+        attachment.answer.owner = None
+    lease._return.granted = attachment.lease_id, client.release_later
+    lease._client, lease._attachment, lease._manifest = client, attachment, manifest
+    lease._revoked = False
+    for name, array in list(lease._arrays.items()):
+        if array.nbytes < manifest.arrays[name].nbytes:
+            lease._arrays.pop(name, None)  # not closed: whoever has it keeps it
+    for subscription in lease._subscriptions:
+        if subscription not in listening:
+            subscription.stop()
+    lease._subscriptions = listening
+    signal, lease._signal = lease._signal, None
+    if signal is not None:
+        signal.close()  # it has told of this version, and tells nothing of the next
+    if lease.is_closed:
+        lease._stop_listening()
+    old, later = due[0]
+    later(old)  # the memory stays: the newer version has it, too
+
+
+def _check_room(lease: Movable, attachment: Attachment, added: Sequence[_Added]) -> None:
+    """Refuse what does not fit behind the addresses that there are, and what is asleep, before anything is mapped."""
+    for one in added:
+        if one.region.asleep is not None:
+            raise one.region.sleeps()
+        total = one.region.mapped + sum([segment.nbytes for segment in one.segments])
+        if total > one.region.capacity:
+            raise CapacityError(
+                f"{lease.name!r} version {attachment.version} has {total} bytes, and there are addresses for "
+                f"{one.region.capacity} behind those of version {lease.version}: attach it with follow=True, which "
+                f"sets all aside that it may grow to"
+            )
+
+
+def _plan(lease: Movable, newer: Manifest, attachment: Attachment) -> tuple[Manifest, list[_Added]]:
+    """Compare a newer version with the one that a lease is on.
+
+    Returns
+    -------
+    manifest : Manifest
+        Of the newer one, its memories in the order in which they are mapped.
+    added : list of _Added
+        What is to be mapped.
+
+    Raises
+    ------
+    MismatchError
+        If it is not the same with more behind it.
+    """
+    older = lease._manifest
+    at = len(attachment.fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
+    if at + newer.descriptors != len(attachment.fds):
+        raise ProtocolError(
+            f"{len(attachment.fds)} file descriptors came, and the manifest names {at + newer.descriptors}"
+        )
+    try:
+        numbers = _match(older, newer)
+    except LookupError as error:
+        raise MismatchError(
+            f"{lease.name!r} version {attachment.version} is not version {lease.version} with more behind it: "
+            f"{error.args[0]}. Attach it anew (upgrade the lease)"
+        ) from None
+    starts = _starts(newer)
+    added = []
+    for number, theirs in enumerate(numbers):
+        segments = newer.memories[theirs].segments
+        count = len(older.memories[number].segments)
+        first = at + starts[theirs]
+        if count < len(segments):
+            fds = attachment.fds[first + count : first + len(segments)]
+            added.append(_Added(lease._regions[number], segments[count:], fds))
+    ours = {theirs: number for number, theirs in enumerate(numbers)}
+    serials = [serial for theirs in numbers for serial in _serials(newer, starts, theirs)]
+    arrays = {name: replace(entry, memory=ours[entry.memory]) for name, entry in newer.arrays.items()}
+    memories = tuple([newer.memories[theirs] for theirs in numbers])
+    return Manifest(newer.version, memories, arrays, serials=tuple(serials)), added
+
+
+def _starts(manifest: Manifest) -> list[int]:
+    """Return where the segments of each memory begin among those of all."""
+    found = [0]
+    for memory in manifest.memories:
+        found.append(found[-1] + len(memory.segments))
+    return found
+
+
+def _serials(manifest: Manifest, starts: Sequence[int], number: int) -> tuple[int, ...]:
+    return manifest.serials[starts[number] : starts[number + 1]]
+
+
+def _match(older: Manifest, newer: Manifest) -> list[int]:
+    """Return which memory of the newer manifest each of the older one is; LookupError, with the reason, if none."""
+    if not older.serials or not newer.serials:
+        which = "this one" if not older.serials else "that one"
+        raise LookupError(f"{which} was not published with writable=True, or was copied, so that it cannot grow")
+    if len(older.memories) != len(newer.memories):
+        raise LookupError(f"it lies in {len(newer.memories)} memories, and this one in {len(older.memories)}")
+    found: dict[int, int] = {}
+    for name, entry in older.arrays.items():
+        longer = newer.arrays.get(name)
+        if longer is None:
+            raise LookupError(f"it has no array {name!r:.80}")
+        if reason := _why_not(entry, longer):
+            raise LookupError(f"array {name!r:.80} {reason}")
+        start = older.memories[entry.memory].offset + entry.offset
+        if (
+            found.setdefault(entry.memory, longer.memory) != longer.memory
+            or start != newer.memories[longer.memory].offset + longer.offset
+        ):
+            raise LookupError(f"array {name!r:.80} lies elsewhere")
+    ours, theirs = _starts(older), _starts(newer)
+    numbers = [found.get(number, -1) for number in range(len(older.memories))]
+    if sorted(numbers) != list(range(len(numbers))):
+        raise LookupError("its arrays are in other memories")
+    for number, other in enumerate(numbers):
+        mine = older.memories[number]
+        count = len(mine.segments)
+        more = newer.memories[other]
+        if (
+            mine.device != more.device
+            or mine.segments != more.segments[:count]
+            or _serials(older, ours, number) != _serials(newer, theirs, other)[:count]
+        ):
+            raise LookupError("its memory is not the same")
+    return numbers
+
+
+def _why_not(entry: ArrayEntry, longer: ArrayEntry) -> str:
+    """Return why an array is not another one with more rows; empty if it is."""
+    if entry.dtype != longer.dtype or entry.shape[1:] != longer.shape[1:] or len(entry.shape) != len(longer.shape):
+        return f"is of {longer.dtype} {longer.shape} there, and of {entry.dtype} {entry.shape} here"
+    if longer.shape < entry.shape or longer.nbytes < entry.nbytes:
+        return f"has {longer.shape[0]} rows there, and {entry.shape[0]} here"
+    return ""

@@ -1,0 +1,280 @@
+"""Park an entry: its bytes move from a GPU into memory of the host, and back once somebody attaches it to wake it.
+
+The keeper holds descriptors and maps nothing, so the bytes are moved by the processes that can map them: by whoever
+parks, and by the one of those who wake that the keeper lets (:class:`.keeper.records.Move`). Either makes a copy that
+nobody sees yet, and hands it over as the memory of the same version in one step. Until then the bytes are where they
+were; from then on they are in the copy: whoever dies in between has changed nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .. import driver as drivers
+from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, UsageError
+from ..keeper.client import Attachment, KeeperClient, Segment
+from ..keeper.rules import MAX_MANIFEST
+from ..memory import PhysicalAllocation, Region
+from ..sharing.channel import check_timeout, close_fds
+from ..sharing.descriptor import Manifest, MemoryDescriptor, encode_manifest
+from ..sharing.mapping import device_name, location_of, map_memory
+from ..spec import HOST, Access, Location, format_size
+from .keepers import TIMEOUT, connect
+from .manifests import read_manifest, sealed_copy
+
+if TYPE_CHECKING:
+    from ..keeper.session import Keeper
+
+__all__ = ["ParkReport", "park", "wake_and_lease"]
+
+_FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked
+_PIECE = 64 << 20  # bytes that are copied at once: an interrupt waits for no more
+
+
+@dataclass(frozen=True, slots=True)
+class ParkReport:
+    """What parking an entry did.
+
+    Attributes
+    ----------
+    name, version : str, int
+        What is parked.
+    nbytes : int
+        Bytes that were moved to memory of the host.
+    freed : int
+        Bytes that the device has back: those that nobody is known to hold any more.
+    holders : tuple of str
+        Who may keep the rest from being freed: arrays of this process, or the process that published it, as long as it
+        is connected. They hold the old memory, and it is freed when they close it or end.
+    seconds : float
+        How long it took, the wait for leases included.
+    """
+
+    name: str
+    version: int
+    nbytes: int
+    freed: int
+    holders: tuple[str, ...]
+    seconds: float
+
+
+def park(
+    name: str, *, timeout: float | None = TIMEOUT, keeper: Keeper | str | os.PathLike[str] | None = None
+) -> ParkReport:
+    """Move the memory of a published entry from its GPU to the host, where the keeper holds it until it is woken.
+
+    The entry keeps its name, version, `meta` and owner. Attaching it raises AsleepError, but for
+    ``vram.attach(name, wake=True)``, which moves the bytes back. Either all of it is parked or nothing has changed,
+    also if this process is killed meanwhile.
+
+    Parameters
+    ----------
+    name : str
+        The entry, whose current version is parked. This user has to have published it.
+    timeout : float or None
+        Seconds to wait until nobody has a lease on it; 0 does not wait, None waits for ever. Who attaches it while it
+        is copied has it: it is not parked then, and tried again within that time.
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
+
+    Returns
+    -------
+    ParkReport
+        The bytes that were moved, how many of them the device has back, and who may hold the rest.
+
+    Raises
+    ------
+    BusyError
+        If somebody still has a lease on it, this process included: it names them, with uid, pid and bytes.
+    AccessDeniedError
+        If another user published it.
+    NotFoundError
+        If there is no such entry, or it was replaced or removed meanwhile.
+    AsleepError
+        If it is parked already.
+    UsageError
+        If all of it is memory of the host, where there is nothing to gain, or it was published with ``writable=True``
+        or ``updatable=True``: what others write while it is parked would be lost.
+    OutOfMemoryError, QuotaError
+        If the host, or the keeper, has no room for it.
+    UnsupportedError
+        If this process does not see the GPU that it is on, or the keeper is older than this.
+    PeerGoneError
+        If there is no keeper.
+    """
+    began = time.monotonic()
+    seconds = check_timeout(timeout)
+    client = connect(keeper)
+    pause = _FIRST_LOOK
+    while True:
+        try:
+            return _park(client, name, began)
+        except BusyError:
+            left = None if seconds is None else began + seconds - time.monotonic()
+            if left is not None and left <= 0:
+                raise
+        # Nobody tells when a lease is over; as of a revocation, most are soon or not for long.
+        time.sleep(pause if left is None else min(pause, left))
+        pause = min(pause * 1.5, _LAST_LOOK)
+
+
+def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
+    lease = client.lease(name, purpose="park")
+    with _given_back(client, lease):
+        if not lease.moves:
+            raise UnsupportedError(
+                f"parking {name!r}", "a keeper that can", f"an older one at {client.path}",
+                "`vram keep --takeover` replaces it, and nobody notices",
+            )  # fmt: skip
+        manifest = _manifest_of(lease)
+        moved, places = _on_gpus(manifest)
+        if not moved:
+            raise UsageError(
+                f"{name!r} version {lease.version} is in memory of the host already: to park it would free nothing. "
+                f"Remove it (vram.remove) once it is saved elsewhere, such as in a file"
+            )
+        _move(client, lease, manifest, dict.fromkeys(places, HOST), manifest)
+    return _report(client, lease, moved, began)
+
+
+def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -> ParkReport:
+    version, placed = (client.placed or {}).get(lease.name, (0, []))
+    held = placed if version == lease.version else []
+    here = sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
+    holders = []
+    if here:
+        holders.append(f"arrays of this process, pid {os.getpid()} ({format_size(here)})")
+    if lease.has_publisher:
+        holders.append(f"the process that published it, which is still there ({format_size(moved)} at most)")
+    freed = 0 if lease.has_publisher else max(0, moved - here)
+    return ParkReport(lease.name, lease.version, moved, freed, tuple(holders), time.monotonic() - began)
+
+
+def wake_and_lease(
+    client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]
+) -> Attachment:
+    """Move the bytes of what is parked back, by a lease that was granted for it; then lease what there is, by `ask`.
+
+    If somebody was faster, or it was replaced or removed meanwhile, that is asked for all the same.
+    """
+    while lease.moves:  # again, if it was parked again since
+        lease = _wake(client, lease, user, ask)
+    return lease
+
+
+def _wake(client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]) -> Attachment:
+    with _given_back(client, lease):
+        manifest = _manifest_of(lease)
+        _, devices = _on_gpus(manifest)
+        places = _places(devices, user)
+        with contextlib.suppress(BusyError, NotFoundError):
+            _move(client, lease, manifest, places, _moved_to(manifest, places))
+        return ask()  # before this lease goes: nobody parks it in between
+
+
+@contextlib.contextmanager
+def _given_back(client: KeeperClient, lease: Attachment) -> Iterator[None]:
+    """Give a lease and its descriptors back at the end of a block; if that is not reached, its answer does."""
+    try:
+        yield
+    finally:
+        close_fds(lease.fds, client.path)
+        lease.fds.clear()
+        client.release([lease.lease_id])
+        if lease.answer is not None:
+            lease.answer.owner = None
+
+
+def _manifest_of(lease: Attachment) -> Manifest:
+    """Read what is in a version that moves. While it is parked, too, that says where it was published."""
+    manifest = read_manifest(lease)
+    if manifest.descriptors != len(lease.segments) or manifest.handles or manifest.pools or manifest.updatable:
+        raise ProtocolError(f"{lease.name!r} version {lease.version} is described as memory that no keeper moves")
+    return manifest
+
+
+# These loops stand outside of the blocks that give back what is held: see tests/unit/test_loops.py.
+def _on_gpus(manifest: Manifest) -> tuple[int, dict[int, str]]:
+    """Return the bytes of the memories that are, or were published, on GPUs; and by their numbers, on which."""
+    found = {number: one for number, one in enumerate(manifest.memories) if one.device != "host"}
+    nbytes = sum(segment.nbytes for one in found.values() for segment in one.segments)
+    return nbytes, {number: one.device for number, one in found.items()}
+
+
+def _places(devices: dict[int, str], user: Location | None) -> dict[int, Location]:
+    return {number: user or location_of(device) for number, device in devices.items()}
+
+
+def _moved_to(manifest: Manifest, places: dict[int, Location]) -> Manifest:
+    """Return what describes the same memories in other places."""
+    memories = list(manifest.memories)
+    for number, place in places.items():
+        memories[number] = msgspec.structs.replace(memories[number], device=device_name(place))
+    return msgspec.structs.replace(manifest, memories=tuple(memories))
+
+
+def _move(
+    client: KeeperClient, lease: Attachment, manifest: Manifest, places: dict[int, Location], after: Manifest
+) -> None:
+    """Copy the memories of some numbers to other places, all of them, and have the keeper hold the copies instead.
+
+    What readers are told of the entry is `after`, then.
+    """
+    rows = [(segment, number, memory) for number, memory in enumerate(manifest.memories) for segment in memory.segments]
+    fds = lease.fds[len(lease.fds) - len(rows) :]  # behind the manifest's, if it has a descriptor of its own
+    segments = [Segment(segment.nbytes) for segment, _, _ in rows]
+    due = [index for index, (_, number, _) in enumerate(rows) if number in places]
+    with contextlib.ExitStack() as made:
+        copies: dict[int, PhysicalAllocation] = {}
+        for index in due:  # all memory before any bytes: where there is not enough, that is known at once
+            segment, number, _ = rows[index]
+            place = places[number]
+            copies[index] = PhysicalAllocation.create(drivers.get(place), segment.nbytes, place)
+            made.enter_context(copies[index])
+        for index, allocation in copies.items():
+            segment, number, memory = rows[index]
+            place = places[number]
+            device = memory.device if place == HOST else "host"
+            source = MemoryDescriptor(device, (segment,), 0, segment.nbytes, segment.nbytes)
+            _copy(source, fds[index], allocation, place)
+            if place == HOST:
+                allocation.seal()
+            fds[index] = allocation.export()
+            segments[index] = Segment(segment.nbytes, device=device_name(place))
+        inline = encode_manifest(after)
+        extra = inline if len(inline) > MAX_MANIFEST else b""
+        manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
+        client.publish(
+            lease.name,
+            segments,
+            fds,
+            manifest=b"" if extra else inline,
+            manifest_fd=manifest_fd,
+            lease=lease.lease_id,
+        )
+
+
+def _copy(source: MemoryDescriptor, fd: int, target: PhysicalAllocation, place: Location) -> None:
+    """Copy one segment to an allocation, between a GPU and the host."""
+    driver = drivers.get(place)
+    with (
+        map_memory(source, [fd], access="r", sealed=place != HOST) as old,
+        Region.from_allocations(driver, [target], access=Access.READ_WRITE, location=place, managed=True) as new,
+    ):
+        host: Any = new.driver if place == HOST else old.driver
+        for start in range(0, old.nbytes, _PIECE):
+            size = min(_PIECE, old.nbytes - start)
+            if place == HOST:
+                with host.buffer(new.address + start, size, readonly=False) as view:
+                    old.driver.copy_out(view, old.address + start)
+            else:
+                with host.buffer(old.address + start, size, readonly=True) as view:
+                    new.driver.copy_in(new.address + start, view)
+        new.synchronize()

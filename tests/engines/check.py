@@ -1,0 +1,73 @@
+"""Run what can run of an engine, with its adapter in it, on this machine's CPU.
+
+    python tests/engines/check.py kvcached --package CHECKOUT
+    python tests/engines/check.py vllm --package DIR
+    python tests/engines/check.py sglang --package DIR
+
+`package` is a checkout of kvcached's repository, or where the wheel of vLLM or SGLang was unpacked, without its
+dependencies. This Python needs torch, pytest, and what those of the engine's modules import that are run: for kvcached
+pytest-asyncio, posix_ipc, wrapt and PyYAML, for SGLang nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+SECONDS = 900
+
+
+def main() -> int:
+    """Return 0 if all that ran passed, and something did."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=["kvcached", "sglang", "vllm"])
+    parser.add_argument("--package", type=Path, required=True)
+    given = parser.parse_args()
+    package = given.package.resolve()
+    if given.engine == "kvcached":
+        return kvcached(package)
+    return pytest([HERE / f"check_{given.engine}.py"], HERE, [package], ["-c", os.devnull])[0]
+
+
+def kvcached(checkout: Path) -> int:
+    """Run kvcached's CPU tests unchanged, with our ``vmm_ops`` where its compiled one would be."""
+    files = (checkout / "tests/manifests/cpu.txt").read_text().split()
+    passed = 0
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory, "kvcached")
+        left_out = shutil.ignore_patterns(".git", "assets", "docs", "build")
+        shutil.copytree(checkout, copy, ignore=left_out, symlinks=True)
+        (copy / "kvcached/vmm_ops.py").write_text("from vram.engines.kvcached import *  # noqa: F403\n")
+        for file in files:  # each alone: some put another module in the place of this one, and leave it there
+            status, output = pytest([copy / file], copy, [copy], [])
+            found = re.search(r"(\d+) passed", output[-200:])
+            passed += int(found[1]) if found else 0
+            if status:
+                failed.append(file)
+    print(f"kvcached's CPU tests: {passed} passed, in {len(files) - len(failed)} of {len(files)} files")
+    print("\n".join(f"failed: {file}" for file in failed))
+    return 1 if failed or not passed else 0
+
+
+def pytest(files: list[Path], root: Path, paths: list[Path], options: list[str]) -> tuple[int, str]:
+    """Run pytest on files in a process of its own, and return its status and output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={root}", *options, *files],
+        cwd=root, env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT / "src"]))},
+        capture_output=True, text=True, check=False, timeout=SECONDS,
+    )  # fmt: skip
+    print(done.stdout + done.stderr if done.returncode else done.stdout.strip()[-300:], flush=True)
+    return done.returncode, done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""SGLang's weight cache with our transport in it, on the CPU: ``make test-engines``, where SGLang is (0.5.23 was).
+
+Not a test of CI, which has no SGLang. Of SGLang are the transport's base class and choice, the protocol of its
+sockets, and the registry of hooks. What these import of the rest of SGLang, which needs its kernels, is left empty; so
+the daemon and the loader around them did not run, but their calls of the transport are looked for in their source.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import vram
+
+SRT = Path(importlib.util.find_spec("sglang").submodule_search_locations[0], "srt")
+
+
+def package(name: str, path: Path) -> ModuleType:
+    """A package that is not run, whose modules can be imported."""
+    made = ModuleType(name)
+    made.__path__ = [str(path)]
+    sys.modules[name] = made
+    return made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def transport() -> Any:
+    package("sglang", SRT.parent)
+    package("sglang.srt", SRT)
+    package("sglang.srt.plugins", SRT / "plugins")
+    package("sglang.srt.weight_cache", SRT / "weight_cache")
+    utils = package("sglang.srt.utils", SRT / "utils")
+    utils.MultiprocessingSerializer = None
+    common = sys.modules["sglang.srt.utils.common"] = ModuleType("sglang.srt.utils.common")
+    common.safe_pickle_loads = pickle.loads
+    environ = sys.modules["sglang.srt.environ"] = ModuleType("sglang.srt.environ")
+    environ.envs = SimpleNamespace()
+    import sglang.srt.weight_cache.transport as found
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from vram.engines.sglang import register
+
+    register()
+    register()
+    HookRegistry.apply_hooks()
+    return found
+
+
+@pytest.fixture
+def keeper() -> Iterator[None]:
+    with vram.private_keeper():
+        yield
+
+
+def state() -> dict[str, tuple[torch.Tensor, bool]]:
+    weight = torch.arange(24.0).reshape(4, 6)
+    return {
+        "first.weight": (weight, True),
+        "tied.weight": (weight.data, True),
+        "turned.weight": (torch.arange(6.0).reshape(2, 3).t(), True),
+        "scale": (torch.ones(3), False),
+    }
+
+
+def fetch(transport: Any, daemon: Any, entries: Any) -> tuple[Any, dict[str, Any]]:
+    """Hand the answer over as the daemon and the loader do."""
+    from sglang.srt.weight_cache.protocol import recv_msg
+
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        answer = threading.Thread(
+            target=daemon.send_fetch_state_response,
+            args=(theirs,),
+            kwargs={"config": {}, "entries": entries, "pid": os.getpid(), "preloaded_weights_bytes": 5},
+        )
+        answer.start()
+        result = recv_msg(ours)
+        answer.join()
+        client = transport.get_client_transport_backend(result["transport_backend"])
+        return client, client.recv_fetch_state_response(ours, result)
+
+
+def test_without_a_keeper_the_daemon_goes_on_with_torch_ipc(
+    transport: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VRAM_KEEPER", str(tmp_path / "nobody"))
+    assert type(transport.choose_daemon_transport_backend(state())).__name__ == "TorchIpcTransportBackend"
+
+
+def test_an_engine_gets_what_the_daemon_has(transport: Any, keeper: None) -> None:
+    daemon = transport.choose_daemon_transport_backend(state())
+    assert type(daemon).__name__ == "VramTransportBackend"
+    entries = daemon.prepare_export(state())
+    client, result = fetch(transport, daemon, entries)
+    assert result["pid"] is None
+    assert result["preloaded_weights_bytes"] == 5
+    got = {name: client.import_tensor(entry) for name, entry in result["entries"].items()}
+    for name, (tensor, is_param) in state().items():
+        assert torch.equal(got[name], tensor), name
+        assert got[name].stride() == tensor.stride(), name
+        assert got[name].dtype == tensor.dtype
+        assert result["entries"][name]["is_param"] == is_param
+    assert got["tied.weight"].data_ptr() == got["first.weight"].data_ptr()
+    got["scale"] += 1
+    assert client.import_tensor(result["entries"]["scale"]).tolist() == [1, 1, 1]
+    del daemon
+    gc.collect()  # the daemon is gone, and its memory is not
+    assert torch.equal(got["first.weight"], state()["first.weight"][0])
+    del client, got
+    gc.collect()
+    assert vram.holders() == []
+
+
+def test_a_daemon_that_starts_again_replaces_what_was_published(transport: Any, keeper: None) -> None:
+    for _ in range(3):
+        daemon = transport.choose_daemon_transport_backend(state())
+        daemon.prepare_export(state())
+        del daemon
+        gc.collect()
+    (entry,) = vram.list_entries()
+    assert entry.name.startswith("sglang/")
+
+
+def test_an_answer_that_says_nothing_is_refused(transport: Any, keeper: None) -> None:
+    client = transport.get_client_transport_backend("vmm_fd")
+    with pytest.raises(vram.errors.ProtocolError):
+        client.recv_fetch_state_response(None, {})
+
+
+def test_the_calls_are_those_of_the_daemon_and_the_loader() -> None:
+    loader, daemon = (SRT / "weight_cache" / name for name in ("ipc_loader.py", "daemon.py"))
+    for source, calls in (
+        (loader, ("_transport_backend.import_tensor(entry)", "recv_fetch_state_response(sock, result)",
+                  'cache_data.get("pid")', "if not daemon_pid or daemon_pid <= 0")),
+        (daemon, ("transport_backend.prepare_export(state_tensors)", "choose_daemon_transport_backend(state_tensors)",
+                  "preloaded_weights_bytes=self.preloaded_weights_bytes")),
+        (SRT / "model_executor/model_runner_components/weight_updater.py",
+         ("custom_loader = dynamic_import(load_format)", "custom_loader(self.get_model(), named_tensors)")),
+    ):  # fmt: skip
+        text = source.read_text()
+        for call in calls:
+            assert call in text, (source.name, call)

@@ -1,0 +1,351 @@
+"""vLLM's own classes with ours in them, on the CPU: ``make test-engines``, where vLLM is installed (0.33.0 was).
+
+Not a test of CI, which has no vLLM. Of vLLM are the factories, the loader that ours derives from, the key of its weight
+cache, the processing after loading, the reload layer by layer, and the sleep backend's and the worker's base classes.
+Not of vLLM, since they need its kernels or a GPU: the model (two linear layers), the reading of a checkpoint, and the
+process groups (of one process).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from torch import nn
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.weight_cache import ipc_loader
+
+import vram
+from vram.engines.vllm import register
+
+SOON = 60.0
+
+
+class Tiny(nn.Module):
+    """A model with all that loading has to keep: a tied weight, strides of its own, a buffer, and one not stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.up = nn.Linear(16, 64, bias=False)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("table", torch.zeros(8), persistent=False)
+
+
+def tiny_from_disk() -> Tiny:
+    with torch.device("cpu"):
+        torch.manual_seed(7)
+        model = Tiny()
+    model.up.weight = nn.Parameter(model.up.weight.data.t().contiguous().t(), requires_grad=False)
+    model.table.copy_(torch.arange(8.0))
+    return model
+
+
+def model_config() -> Any:
+    text = SimpleNamespace(rope_parameters=None, max_position_embeddings=16)
+    return SimpleNamespace(
+        model="tiny", dtype=torch.float32, quantization=None, quantization_config=None, revision=None,
+        word_embeddings_untied_by_checkpoint=False, enable_sleep_mode=False, sleep_mode_backend="cumem",
+        hf_config=SimpleNamespace(architectures=["Tiny"]), hf_text_config=text,
+    )  # fmt: skip
+
+
+def vllm_config() -> Any:
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=()),
+        parallel_config=SimpleNamespace(
+            enable_eplb=False, enable_expert_parallel=False, expert_placement_strategy="linear"
+        ),
+        kernel_config=None,
+        device_config=SimpleNamespace(device="cpu:0"),
+        model_config=model_config(),
+        speculative_config=None,
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registered() -> None:
+    register()
+    register()
+
+
+@pytest.fixture
+def keeper() -> Iterator[str]:
+    with vram.private_keeper() as found:
+        yield found.path
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what was loaded."""
+    return stand_in(monkeypatch)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand in for the disk, the process groups and the construction of a model; return what was loaded."""
+    from vram.engines.vllm_loader import VramModelLoader
+
+    done: list[str] = []
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+    for name, value in (
+        ("get_dp_group", lambda: group),
+        ("get_pp_group", lambda: group),
+        ("get_tensor_model_parallel_world_size", lambda: 1),
+        ("get_tensor_model_parallel_rank", lambda: 0),
+        ("initialize_model", lambda **_: Tiny()),
+    ):
+        assert hasattr(ipc_loader, name)
+        monkeypatch.setattr(ipc_loader, name, value)
+
+    def from_disk(self: Any, vllm_config: Any, model_config: Any, prefix: str) -> Tiny:
+        done.append(model_config.model)
+        return tiny_from_disk()
+
+    monkeypatch.setattr(VramModelLoader, "_fallback_load", from_disk)
+    return done
+
+
+def load(keeper: str, **extra: Any) -> Any:
+    loader = get_model_loader(
+        LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper, "timeout": SOON, **extra})
+    )
+    return loader.load_model(vllm_config(), model_config())
+
+
+def same(model: Any, other: Any) -> None:
+    theirs = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+        assert tensor.stride() == theirs[name].stride(), name
+        assert isinstance(tensor, nn.Parameter) == isinstance(theirs[name], nn.Parameter), name
+
+
+def test_the_version_is_the_one_that_was_read() -> None:
+    assert vllm.__version__.startswith("0.33."), vllm.__version__
+
+
+def test_the_first_engine_loads_and_the_others_attach(keeper: str, loads: list[str]) -> None:
+    first, second = load(keeper), load(keeper)
+    assert loads == ["tiny"]
+    for model in (first, second):
+        same(model, tiny_from_disk())
+        assert model.head.weight is model.embedding.weight
+        assert model.vram_lease.version == 1
+    assert first.scale.data_ptr() != second.scale.data_ptr()
+    second.scale += 1
+    assert first.scale.tolist() == [1, 1, 1]
+    (entry,) = vram.list_entries(keeper=keeper)
+    assert entry.name.startswith("vllm/")
+    del first, second, model
+    gc.collect()
+    assert vram.holders(keeper=keeper) == []
+
+
+def test_many_engines_at_once_load_once(keeper: str, loads: list[str]) -> None:
+    models: list[Any] = []
+    threads = [threading.Thread(target=lambda: models.append(load(keeper))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert len(models) == 4
+    assert loads == ["tiny"]
+
+
+def test_parameters_are_read_only_and_shared_after_the_first_engine_was_killed(keeper: str, loads: list[str]) -> None:
+    here = str(__file__)
+    script = textwrap.dedent(f"""
+        import importlib.util, os, signal, pytest
+        spec = importlib.util.spec_from_file_location("check_vllm", {here!r})
+        check = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(check)
+        check.register()
+        patch = pytest.MonkeyPatch()
+        check.stand_in(patch)
+        check.load({keeper!r})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SOON * 2)
+    assert killed.returncode == -9, killed.stderr
+    model = load(keeper)
+    assert loads == []
+    same(model, tiny_from_disk())
+    address = model.up.weight.data_ptr()
+    with open("/proc/self/maps") as maps:
+        rights = [line.split()[1] for line in maps if _holds(line, address)]
+    assert rights == ["r--s"]
+
+
+def _holds(line: str, address: int) -> bool:
+    first, last = (int(part, 16) for part in line.split()[0].split("-"))
+    return first <= address < last
+
+
+def test_a_copy_is_of_this_engine_and_may_be_written_to(keeper: str, loads: list[str]) -> None:
+    load(keeper, mode="copy")
+    model = load(keeper, mode="copy")
+    assert loads == ["tiny"]
+    same(model, tiny_from_disk())
+    model.up.weight.data.zero_()
+    assert not hasattr(model, "vram_lease")
+    assert vram.holders(keeper=keeper) == []
+
+
+def test_without_a_keeper_it_loads_or_says_so(tmp_path: Any, loads: list[str]) -> None:
+    nobody = str(tmp_path / "keeper")
+    same(load(nobody), tiny_from_disk())
+    assert loads == ["tiny"]
+    with pytest.raises(vram.errors.PeerGoneError):
+        load(nobody, fallback=False)
+
+
+def test_what_is_published_is_not_counted_again(keeper: str, loads: list[str]) -> None:
+    loader = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper}))
+    config = vllm_config()
+    config.model_config = model_config()
+    assert loader.get_external_weight_memory(config) == 0
+    model = load(keeper)
+    assert loader.get_external_weight_memory(config) >= sum(one.nbytes for one in model.parameters())
+    assert loads == ["tiny"]
+
+
+def test_loading_again_in_place_sets_buffers(keeper: str, loads: list[str]) -> None:
+    model = load(keeper)
+    model.scale.zero_()
+    loader = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper}))
+    loader.load_weights(model, model_config())
+    same(model, tiny_from_disk())
+
+
+def test_what_the_loader_does_not_know_is_refused(keeper: str) -> None:
+    with pytest.raises(ValueError, match="socket_path"):
+        load(keeper, socket_path="/tmp/x")
+    with pytest.raises(ValueError, match="unknown"):
+        load(keeper, unknown=1)
+
+
+# -- sleep ----------------------------------------------------------------------------------------------------------
+def test_the_backend_is_found_by_its_name() -> None:
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from vram.engines.vllm_sleep import VramSleepModeBackend, VramWorker
+
+    made = SleepModeBackendFactory.create_backend(SimpleNamespace(sleep_mode_backend="vram"))
+    assert type(made) is VramSleepModeBackend
+    assert made.state() == "RUNNING"
+    assert "_maybe_get_memory_pool_context" in vars(VramWorker)
+    theirs = inspect.signature(VramWorker.__mro__[1]._maybe_get_memory_pool_context)
+    assert list(theirs.parameters) == list(inspect.signature(VramWorker._maybe_get_memory_pool_context).parameters)
+
+
+# -- transfer -------------------------------------------------------------------------------------------------------
+class Loading(Tiny):
+    """A model that loads as vLLM's do: by name, out of what it is given."""
+
+    def load_weights(self, weights: Any) -> set[str]:
+        mine = dict(self.named_parameters())
+        for name, tensor in weights:
+            mine[name].data.copy_(tensor)
+        return set(mine)
+
+
+class Client:
+    """What drives the workers, as vLLM's HTTP client would."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.engine.init_transfer_engine(self.engine.parse_init_info(init_info))
+
+    def start_weight_update(self) -> None:
+        self.engine.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.engine.receive_weights(self.engine.parse_update_info(update_info))  # its own waits for an accelerator
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.engine.finish_weight_update()
+
+
+@pytest.fixture
+def layerwise(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The reload of layers needs vLLM's layers: what is called, and when, is noted instead."""
+    from vllm.model_executor.model_loader import reload
+
+    called: list[str] = []
+    for name, count in (("initialize_layerwise_reload", 1), ("finalize_layerwise_reload", 2)):
+        taken = [
+            one for one in inspect.signature(getattr(reload, name)).parameters.values() if one.default is one.empty
+        ]
+        assert len(taken) == count
+        monkeypatch.setattr(reload, name, lambda *_, name=name: called.append(name))
+    return called
+
+
+@contextlib.contextmanager
+def trainer_and_worker(keeper: str) -> Iterator[tuple[Any, Any, nn.Module, nn.Module]]:
+    from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    from vram.engines.vllm_transfer import VramTrainerInitInfo
+
+    trained, served = Loading(), Loading()
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    engine = WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend="vram"), config, torch.device("cpu"), served
+    )
+    try:
+        trainer = WeightTransferTrainerFactory.trainer_init(
+            VramTrainerInitInfo("policy", keeper, 5.0, rank=0), client=Client(engine), source=ModuleSource(trained)
+        )
+        yield trainer, engine, trained, served
+    finally:
+        engine.shutdown()
+
+
+def test_rounds_of_new_weights_reach_the_worker(keeper: str, layerwise: list[str]) -> None:
+    with trainer_and_worker(keeper) as (trainer, _, trained, served):
+        for _ in range(3):
+            with torch.no_grad():
+                for one in trained.parameters():
+                    one.normal_()
+            trainer.send_weights()
+            same(served, trained)
+    assert layerwise == ["initialize_layerwise_reload", "finalize_layerwise_reload"] * 3
+
+
+def test_the_trainer_waits_for_a_worker_that_has_not_finished(keeper: str, layerwise: list[str]) -> None:
+    with trainer_and_worker(keeper) as (trainer, engine, _, _):
+        trainer._info.timeout = 0.2
+        engine.start_weight_update()
+        engine.receive_weights(engine.parse_update_info({"version": 1}))
+        with pytest.raises(vram.errors.BusyError):
+            trainer.send_weights()
+        engine.finish_weight_update()
+        trainer.send_weights()
+
+
+def test_a_model_that_is_shared_is_not_written_to(keeper: str, layerwise: list[str]) -> None:
+    with trainer_and_worker(keeper) as (_, engine, _, served):
+        served.vram_lease = object()
+        with pytest.raises(vram.errors.UsageError, match="copy"):
+            engine.start_weight_update()
+    assert layerwise == []

@@ -1,0 +1,435 @@
+"""Entries that are parked in memory of the host and woken: by one of many, and whoever dies at whatever step (I13)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.keeper_here import later, open_to_all, serving
+from tests.processes import park_children as children
+from tests.processes.other_users import OTHER, as_user
+from tests.processes.park_children import NAME, publish
+
+import vram
+from vram import driver as drivers
+from vram.driver.protocol import LiveObjects
+from vram.errors import (
+    AccessDeniedError,
+    AsleepError,
+    BusyError,
+    NotFoundError,
+    PeerGoneError,
+    UnsupportedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.server import KeeperServer
+from vram.spec import Location
+from vram.testing.keeper import SOON, until
+
+SPAWN = multiprocessing.get_context("spawn")
+GPU, OTHER_GPU = "cuda:0", "cuda:1"
+SIZE = 4 << 20
+pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+
+resource_tracker.ensure_running()
+
+
+class Child:
+    """A process and the pipe to it."""
+
+    def __init__(self, work: Callable[..., None], *given: Any) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=work, args=(theirs, *given), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def said(self) -> Any:
+        assert self.pipe.poll(SOON), "nothing was said"
+        return self.pipe.recv()
+
+    def tell(self) -> None:
+        self.pipe.send(None)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(SOON)
+
+
+@contextlib.contextmanager
+def child(work: Callable[..., None], *given: Any) -> Iterator[Child]:
+    made = Child(work, *given)
+    try:
+        yield made
+    finally:
+        made.pipe.close()
+        made.process.join(0 if sys.exc_info()[0] else SOON)  # where a test fails, nobody waits
+        made.kill()
+        made.process.close()
+
+
+def is_parked() -> bool:
+    (entry,) = vram.list_entries(NAME)
+    return entry.parked
+
+
+def check(lease: vram.Lease, device: str = GPU) -> None:
+    """What is there is what was published."""
+    whole = np.concatenate([lease["a"].to_host(), lease["b"].to_host()])
+    assert (whole == np.arange(1024, dtype="int32")[:, None]).all()
+    assert (str(lease["a"].device), lease.meta, lease["a"].readonly) == (device, {"k": "v"}, True)
+
+
+def check_whole() -> None:
+    """Wake it, if it is parked, and look."""
+    with vram.attach(NAME, wake=True, timeout=SOON) as lease:
+        check(lease)
+    assert not is_parked()
+    info = vram.entry(NAME)
+    assert (info.nbytes, info.segments, info.readers) == (SIZE, 2, 0)
+    counts = vram.statistics()
+    assert (counts.nbytes, counts.descriptors, counts.versions, counts.leases) == (SIZE, 2, 1, 0)
+
+
+class Parking:
+    def test_the_same_version_comes_back(self) -> None:
+        publish(GPU).close()
+        number = vram.entry(NAME).version
+        report = vram.park(NAME)
+        assert (report.name, report.version, report.nbytes, report.freed) == (NAME, number, SIZE, SIZE)
+        assert report.holders == ()
+        info = vram.entry(NAME)
+        assert (info.parked, info.version, info.nbytes, info.arrays) == (True, number, SIZE, None)
+        assert info.meta == {"k": "v"}
+        (version,) = info.versions
+        assert (version.parked, version.devices) == (True, ("host",))
+        with pytest.raises(AsleepError, match="wake=True"):
+            vram.attach(NAME, timeout=SOON)
+        with pytest.raises(AsleepError, match="already"):
+            vram.park(NAME, timeout=SOON)
+        with vram.attach(NAME, wake=True) as lease:
+            check(lease)
+            assert lease.version == number
+            with vram.attach(NAME, wake=True) as again, vram.attach(NAME) as plain:  # it is awake
+                check(again)
+                check(plain)
+        assert [one.name for one in vram.entry(NAME).arrays or ()] == ["a", "b"]
+        assert vram.park(NAME).freed == SIZE
+        check_whole()
+
+    def test_what_this_process_still_holds_is_not_said_to_be_free(self) -> None:
+        with publish(GPU) as array:
+            report = vram.park(NAME)
+            assert (report.nbytes, report.freed) == (SIZE, 0)
+            (holder,) = report.holders
+            assert f"pid {os.getpid()} (4 MiB)" in holder
+            assert (array.to_host()[:, 0] == np.arange(1024)).all()  # its own, as long as it likes
+            check_whole()
+        assert vram.park(NAME).freed == SIZE
+        vram.remove(NAME)
+
+    def test_a_publisher_elsewhere_is_named(self) -> None:
+        with child(children.publish_and_wait, GPU) as maker:
+            maker.said()
+            report = vram.park(NAME)
+            assert report.freed == 0
+            assert "the process that published it" in report.holders[0]
+            check_whole()
+            maker.tell()
+            maker.said()
+            maker.kill()
+        until(lambda: vram.statistics().connections == 1, what="the end of the publisher")
+        assert vram.park(NAME).freed == SIZE
+
+    def test_readers_are_named_and_waited_for(self) -> None:
+        publish(GPU).close()
+        with child(children.hold) as reader:
+            pid = reader.said()
+            for timeout in (0, 0.1):
+                with pytest.raises(BusyError, match=f"pid {pid}, uid {os.getuid()}.*4 MiB") as refused:
+                    vram.park(NAME, timeout=timeout)
+                assert len(refused.value.holders) == 1
+                assert not is_parked()
+            thread, came = later(lambda: vram.park(NAME, timeout=SOON))
+            reader.tell()
+            thread.join(SOON)
+            assert came[0].freed == SIZE
+            assert reader.said() == "closed"
+        with vram.attach(NAME, wake=True), pytest.raises(BusyError, match=f"pid {os.getpid()}"):
+            vram.park(NAME, timeout=0)
+        check_whole()
+
+    @pytest.mark.parametrize("step", ["_copy", "seal", "send"])
+    def test_who_attaches_while_it_is_copied_has_it(self, step: str) -> None:
+        publish(GPU).close()
+        with child(children.act, "park", 1 if step == "send" else 0, 0.0, step) as parker:
+            assert parker.said()[0] == "at"
+            with vram.attach(NAME) as lease:
+                check(lease)
+                parker.tell()
+                kind, text, moves = parker.said()
+                assert (kind, moves) == ("BusyError", 0)
+                assert "attached" in text
+                check(lease)
+            assert not is_parked()
+            check_whole()
+
+    def test_one_of_many_wakes_it(self) -> None:
+        publish(GPU).close()
+        vram.park(NAME)
+        with contextlib.ExitStack() as stack:
+            wakers = [stack.enter_context(child(children.act, "wake", -1, SOON)) for _ in range(4)]
+            found = [waker.said() for waker in wakers]
+            assert [one[0] for one in found] == ["woke"] * 4
+            assert {tuple(one[1]["a"] + one[1]["b"]) for one in found} == {tuple(range(1024))}
+            assert sum(one[2] for one in found) == 1
+            assert vram.statistics().nbytes == SIZE
+            for waker in wakers:
+                waker.tell()
+        until(lambda: not vram.statistics().leases, what="the end of all leases")
+        check_whole()
+
+    def test_the_next_one_wakes_it_when_one_is_killed(self) -> None:
+        publish(GPU).close()
+        vram.park(NAME)
+        with child(children.act, "wake", 0, SOON, "_copy") as first:
+            assert first.said() == ("at", 0, "_copy")
+            with pytest.raises(BusyError, match=f"being woken.*pid {first.process.pid}"):
+                vram.attach(NAME, wake=True)
+            with pytest.raises(WaitTimeoutError, match=f"not woken in time; pid {first.process.pid}"):
+                vram.attach(NAME, wake=True, timeout=0.05)
+            with pytest.raises(AsleepError):
+                vram.attach(NAME, timeout=0.05)
+            with pytest.raises(AsleepError):
+                vram.park(NAME, timeout=0.05)
+            with child(children.act, "wake", -1, SOON) as second:
+                until(lambda: vram.statistics().waiting == 1, what="the second one's wait")
+                first.kill()
+                kind, found, moves = second.said()
+                assert (kind, found["a"] + found["b"], moves) == ("woke", list(range(1024)), 1)
+                second.tell()
+        until(lambda: not vram.statistics().leases, what="the end of all leases")
+        check_whole()
+
+    def test_one_that_is_faster_than_a_waker_whose_time_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with short_directory() as place:
+            keeper = KeeperProcess(f"{place}/k", ["--claim-timeout", "0.2"])
+            monkeypatch.setenv("VRAM_KEEPER", keeper.path)
+            publish(GPU).close()
+            vram.park(NAME)
+            with child(children.act, "wake", 0, SOON, "_copy") as stuck:
+                assert stuck.said()[0] == "at"
+                check_lease = vram.attach(NAME, wake=True, timeout=SOON)
+                with check_lease as lease:
+                    check(lease)
+                    stuck.tell()
+                    kind, found, moves = stuck.said()
+                    assert (kind, found["a"] + found["b"], moves) == ("woke", list(range(1024)), 0)
+                    stuck.tell()
+            assert vram.statistics().nbytes == SIZE
+            close_client(keeper.path)
+            assert keeper.stop() == 0
+
+    @pytest.mark.parametrize("verb", ["park", "wake"])
+    def test_killed_at_any_step_it_is_as_it_was_or_done(self, verb: str) -> None:
+        outcomes = []
+        for stop_at in range(100):
+            publish(GPU).close()
+            if verb == "wake":
+                vram.park(NAME)
+            with child(children.act, verb, stop_at) as victim:
+                said = victim.said()
+                victim.kill()
+            until(lambda: vram.statistics().connections == 1, what="the end of the victim")
+            outcomes.append(is_parked())
+            counts = vram.statistics()
+            assert (counts.nbytes, counts.descriptors, counts.versions, counts.leases) == (SIZE, 2, 1, 0)
+            if verb == "park" and outcomes[-1]:
+                assert vram.entry(NAME).versions[0].devices == ("host",)
+            with vram.attach(NAME, wake=True, timeout=SOON) as lease:
+                whole = np.concatenate([lease["a"].to_host(), lease["b"].to_host()])
+                assert (whole == np.arange(1024, dtype="int32")[:, None]).all()
+            vram.remove(NAME)
+            if said[0] != "at":
+                break
+        assert said[0] in ("parked", "woke")
+        assert outcomes == sorted(outcomes, reverse=verb == "wake")
+        assert 8 < len(outcomes) < 100
+        assert set(outcomes) == {False, True}
+
+    def test_a_takeover_while_it_is_parked_and_while_it_is_woken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with short_directory() as place, contextlib.ExitStack() as stack:
+            first = KeeperProcess(f"{place}/k")
+            stack.callback(first.stop)
+            monkeypatch.setenv("VRAM_KEEPER", first.path)
+            stack.callback(close_client, first.path)
+            publish(GPU).close()
+            vram.park(NAME)
+            stack.callback(KeeperProcess(first.path, ["--takeover"]).stop)
+            assert is_parked()
+            waker = stack.enter_context(child(children.act, "wake", 0, SOON, "_copy"))
+            assert waker.said()[0] == "at"
+            waiter = stack.enter_context(child(children.act, "wake", -1, SOON))
+            until(lambda: vram.statistics().waiting == 1, what="the wait")
+            stack.callback(KeeperProcess(first.path, ["--takeover"]).stop)
+            with pytest.raises(BusyError, match="being woken"):
+                vram.attach(NAME, wake=True)
+            waker.tell()
+            for one, moves in ((waker, 1), (waiter, 0)):
+                assert (*one.said()[::2],) == ("woke", moves)
+                one.tell()
+            until(lambda: not vram.statistics().leases, what="the end of all leases")
+            check_whole()
+
+    def test_some_of_it_on_the_host_already(self) -> None:
+        with vram.zeros((2, 1024), "int32", device=GPU) as one, vram.zeros((3, 1024), "int32", device="host") as two:
+            one.fill(1)
+            two.fill(2)
+            vram.publish(NAME, {"one": one, "two": two})
+        assert vram.park(NAME).nbytes == 2 << 20
+        with vram.attach(NAME, wake=True) as lease:
+            assert (str(lease["one"].device), str(lease["two"].device)) == (GPU, "host")
+            assert (lease["one"].to_host().sum(), lease["two"].numpy().sum()) == (2048, 6144)
+        vram.remove(NAME)
+        vram.publish(NAME, {"a": np.arange(10)})
+        with pytest.raises(UsageError, match="memory of the host already"):
+            vram.park(NAME)
+        vram.attach(NAME, wake=True).close()
+
+    def test_many_segments_and_a_long_manifest(self) -> None:
+        rows = 320  # of 256 KiB
+        with vram.empty((rows, 1 << 16), "int32", device=GPU, chunk="2MiB") as array:
+            array[:] = np.arange(rows, dtype="int32")[:, None]
+            names = [f"{'a long name ' * 12}{number}" for number in range(rows)]
+            vram.publish(NAME, {name: array[number] for number, name in enumerate(names)})
+        info = vram.entry(NAME)
+        assert (info.segments, info.nbytes) == (40, (rows << 18) + (2 << 20))  # with the manifest's
+        assert vram.park(NAME).freed == rows << 18
+        with vram.attach(NAME, wake=True) as lease:
+            for number, name in enumerate(names):
+                assert (lease[name].to_host() == number).all()
+
+    @pytest.mark.parametrize("how", ["writable", "updatable"])
+    def test_what_may_be_written_is_not_parked(self, how: str) -> None:
+        device = GPU if how == "writable" else "host"
+        with vram.zeros(10, device=device) as array:
+            vram.publish(NAME, {"a": array}, **{how: True})  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match=f"{how}=True"):
+                vram.park(NAME)
+
+    def test_odd_arguments(self) -> None:
+        with pytest.raises(NotFoundError):
+            vram.park("nothing", timeout=0)
+        with pytest.raises(UsageError):
+            vram.park("", timeout=0)
+        with pytest.raises(UsageError):
+            vram.park(NAME, timeout=-1)
+        with pytest.raises(UsageError):
+            vram.attach(NAME, wake="yes")  # type: ignore[arg-type]
+        with pytest.raises(NotFoundError):
+            vram.attach(NAME, wake=True)
+        with pytest.raises(PeerGoneError):
+            vram.park(NAME, keeper="/nowhere/at/all")
+
+    def test_a_keeper_that_cannot_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        attach = Catalogue.attach
+
+        def older(*arguments: Any, purpose: str = "", **options: Any) -> Any:
+            return attach(*arguments, **options)
+
+        with short_directory() as place, serving(KeeperServer(f"{place}/k")) as server:
+            monkeypatch.setenv("VRAM_KEEPER", server.path)
+            publish(GPU).close()
+            monkeypatch.setattr(Catalogue, "attach", older)
+            with pytest.raises(UnsupportedError, match="takeover"):
+                vram.park(NAME)
+            with vram.attach(NAME, wake=True) as lease:
+                check(lease)
+            assert vram.statistics().leases == 0
+            close_client(server.path)
+
+    def test_the_books_are_empty(self) -> None:
+        gc.collect()
+        assert drivers.get(Location("cuda")).live() == LiveObjects(0, 0, 0, 0)
+
+
+@pytest.mark.standin
+class TestOnTheStandin(Parking):
+    def test_on_another_gpu(self) -> None:
+        publish(GPU).close()
+        vram.park(NAME)
+        with vram.attach(NAME, wake=True, device=OTHER_GPU) as lease:
+            check(lease, OTHER_GPU)
+        with vram.attach(NAME) as lease:
+            check(lease, OTHER_GPU)
+        vram.park(NAME)
+        with vram.attach(NAME, wake=True) as lease:  # where it was last
+            check(lease, OTHER_GPU)
+
+    def test_the_next_one_wakes_it_when_one_has_no_room(self) -> None:
+        publish(GPU).close()
+        vram.park(NAME)
+        with child(children.run_out) as first:
+            assert first.said() == ("at", 0, "create")
+            with child(children.act, "wake", -1, SOON) as second:
+                until(lambda: vram.statistics().waiting == 1, what="the second one's wait")
+                first.tell()
+                kind, _, moves = first.said()
+                assert (kind, moves) == ("OutOfMemoryError", 0)
+                kind, found, moves = second.said()
+                assert (kind, found["a"] + found["b"], moves) == ("woke", list(range(1024)), 1)
+                second.tell()
+        until(lambda: not vram.statistics().leases, what="the end of all leases")
+        check_whole()
+
+
+@pytest.mark.gpu
+class TestOnHardware(Parking):
+    pass
+
+
+@needs_root
+def test_another_user_neither_parks_nor_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the keeper: it does not look where memory is, and a child after a fork has no GPU."""
+
+    def try_to(purpose: str, path: str) -> Callable[[], Any]:
+        def act() -> Any:
+            with KeeperClient.connect(path) as client:
+                return client.lease(NAME, purpose=purpose, timeout=5.0)
+
+        return act
+
+    with open_to_all() as path:
+        monkeypatch.setenv("VRAM_KEEPER", path)
+        vram.publish(NAME, {"a": np.arange(10)})
+        kind, text = as_user(OTHER, try_to("park", path))
+        assert (kind, "uid 0, who alone may park it" in text) == (AccessDeniedError, True)
+        with KeeperClient.connect(path) as client:
+            lease = client.lease(NAME, purpose="park")
+            client.publish(NAME, [_segment(lease)], lease.fds, manifest=lease.manifest, lease=lease.lease_id)
+            client.release([lease.lease_id])
+            assert is_parked()
+            kind, text = as_user(OTHER, try_to("wake", path))
+            assert (kind, "uid 0, who alone may wake it" in text) == (AccessDeniedError, True)
+            kind, text = as_user(OTHER, try_to("", path))
+            assert kind is AsleepError
+            del lease
+        close_client(path)
+
+
+def _segment(lease: Any) -> Any:
+    from vram.keeper.client import Segment
+
+    return Segment(lease.segments[0].size)

@@ -1,0 +1,340 @@
+"""Versions whose bytes move: who may move them, what ends a move, who is next, and what counts (I13)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
+from vram.keeper.accounts import Quotas
+from vram.keeper.catalogue import Catalogue
+from vram.keeper.records import Effect, Free, Granted, Lease, Refused, Session, Version, Waiter
+
+KEEPER, ANN, BOB = 1000, 1001, 1002
+
+
+@pytest.fixture
+def books() -> Catalogue:
+    return Catalogue(keeper_uid=KEEPER)
+
+
+@pytest.fixture
+def ann(books: Catalogue) -> Session:
+    return books.connect(ANN, 11, "ann")
+
+
+@pytest.fixture
+def bob(books: Catalogue) -> Session:
+    return books.connect(BOB, 12, "bob")
+
+
+def published(books: Catalogue, session: Session, name: str = "w", **options: Any) -> Version:
+    half = books.begin(session, name, nbytes=100, handles=3, body=b"gpu", **options)
+    return books.commit(half, "gpu memory", 0.0)[0]
+
+
+def lease(books: Catalogue, session: Session, purpose: str = "", now: float = 1.0, name: str = "w") -> Lease:
+    found = books.attach(session, name, now, purpose=purpose)
+    assert isinstance(found, Lease)
+    return found
+
+
+def moved(books: Catalogue, session: Session, by: Lease, token: str, now: float = 2.0) -> tuple[Version, list[Effect]]:
+    half = books.begin(session, "w", nbytes=80, handles=2, body=token.encode(), lease=by.id)
+    return books.commit(half, token, now)
+
+
+def parked(books: Catalogue, session: Session) -> Version:
+    version = published(books, session)
+    by = lease(books, session, "park")
+    moved(books, session, by, "host memory")
+    books.release(session, by.id)
+    return version
+
+
+def wait(books: Catalogue, session: Session, call: int, seconds: float | None = None) -> Waiter:
+    found = books.attach(session, "w", 2.0, call=call, purpose="wake", wait=seconds)
+    assert isinstance(found, Waiter)
+    return found
+
+
+def used(books: Catalogue, uid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return dataclasses.astuple(books.accounts.of(uid)), dataclasses.astuple(books.accounts.total)
+
+
+# -- parking ----------------------------------------------------------------------------------------------------
+def test_the_same_version_has_other_memory(books: Catalogue, ann: Session) -> None:
+    version = published(books, ann, meta={"k": "v"})
+    by = lease(books, ann, "park")
+    assert by.purpose == "park"
+    after, effects = moved(books, ann, by, "host memory")
+    assert after is version
+    assert (version.number, version.parked, version.token, version.body) == (1, True, "host memory", b"host memory")
+    assert version.meta == {"k": "v"}
+    assert effects == [Free("gpu memory")]
+    assert books.release(ann, by.id) == []
+    assert books.remove(ann, "w") == [Free("host memory")]
+
+
+def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session, bob: Session) -> None:
+    published(books, ann)
+    assert used(books, ANN)[0] == (100, 1, 3, 0)
+    by = lease(books, ann, "park")
+    half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    assert used(books, ANN)[0] == (180, 1, 5, 0)  # the keeper has both
+    books.commit(half, "host memory", 2.0)
+    assert used(books, ANN) == ((80, 1, 2, 0), (80, 1, 2, 0))
+    assert books.held("w") == (1, 80)
+    books.release(ann, by.id)
+    assert books.held("w") == (0, 0)
+    by = lease(books, ann, "wake")
+    books.arrived(half := books.begin(ann, "w", nbytes=90, handles=3, lease=by.id), 100)
+    books.commit(half, "gpu memory", 3.0, nbytes=100)
+    assert used(books, ANN) == ((100, 1, 3, 0), (100, 1, 3, 0))
+    books.disconnect(ann, 4.0)
+    books.remove(books.connect(KEEPER), "w")
+    assert used(books, ANN) == ((0, 0, 0, 0), (0, 0, 0, 0))
+
+
+def test_a_ceiling_that_holds_one_of_both_is_enough() -> None:
+    books = Catalogue(Quotas(max_bytes=100, user_bytes=100), keeper_uid=KEEPER)
+    ann = books.connect(ANN)
+    published(books, ann)
+    by = lease(books, ann, "park")
+    with pytest.raises(QuotaError):
+        books.begin(ann, "w", nbytes=101, handles=1, lease=by.id)
+    half = books.begin(ann, "w", nbytes=50, handles=1, lease=by.id)
+    with pytest.raises(QuotaError):
+        books.arrived(half, 101)
+    books.arrived(half, 100)
+    assert books.commit(half, "host memory", 2.0, nbytes=100)[0].parked
+    assert used(books, ANN)[0] == (100, 1, 1, 0)
+
+
+def test_nothing_is_parked_under_its_readers(books: Catalogue, ann: Session, bob: Session) -> None:
+    version = published(books, ann)
+    reader = lease(books, bob)
+    with pytest.raises(BusyError, match="1 lease of 100 B") as refused:
+        books.attach(ann, "w", 1.0, purpose="park", wait=10.0)
+    assert refused.value.holders == (f"{bob}, 100 B",)
+    assert not version.parked
+    books.release(bob, reader.id)
+    lease(books, ann, "park")
+    with pytest.raises(BusyError, match="pid 11"):  # another parks it
+        books.attach(books.connect(ANN, 13), "w", 1.0, purpose="park")
+
+
+def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session, bob: Session) -> None:
+    version = published(books, ann)
+    by = lease(books, ann, "park")
+    half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    reader = lease(books, bob)
+    books.release(bob, reader.id)  # what was read meanwhile may have been passed on: it is no more parked for that
+    with pytest.raises(BusyError, match="attached"):
+        books.commit(half, "host memory", 2.0)
+    with pytest.raises(BusyError, match="attached"):
+        books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
+    assert used(books, ANN)[0] == (100, 1, 3, 0)
+    books.release(ann, by.id)
+    assert lease(books, ann, "park").purpose == "park"
+
+
+@pytest.mark.parametrize("how", ["writable", "updatable"])
+def test_what_somebody_may_write_is_not_parked(books: Catalogue, ann: Session, how: str) -> None:
+    published(books, ann, **{how: True})
+    with pytest.raises(UsageError, match=f"{how}=True"):
+        books.attach(ann, "w", 1.0, purpose="park")
+
+
+@pytest.mark.parametrize("uid", [BOB, KEEPER, 65_534])
+def test_only_its_owner_parks_and_wakes(books: Catalogue, ann: Session, uid: int) -> None:
+    published(books, ann)
+    other = books.connect(uid)
+    with pytest.raises(AccessDeniedError, match="may park it"):
+        books.attach(other, "w", 1.0, purpose="park")
+    books.remove(ann, "w")
+    parked(books, ann)
+    with pytest.raises(AccessDeniedError, match="may wake it"):
+        books.attach(other, "w", 1.0, purpose="wake", wait=10.0)
+    with pytest.raises(AsleepError, match="wake=True"):
+        books.attach(other, "w", 1.0)
+
+
+def test_parked_twice(books: Catalogue, ann: Session) -> None:
+    parked(books, ann)
+    with pytest.raises(AsleepError, match="already"):
+        books.attach(ann, "w", 1.0, purpose="park")
+
+
+def test_the_end_of_the_parker_changes_nothing(books: Catalogue, ann: Session) -> None:
+    version = published(books, ann)
+    parker = books.connect(ANN)
+    by = lease(books, parker, "park")
+    books.begin(parker, "w", nbytes=80, handles=2, lease=by.id)
+    assert books.disconnect(parker, 2.0) == []
+    assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
+    assert used(books, ANN)[0] == (100, 1, 3, 0)
+
+
+def test_what_was_replaced_or_removed_meanwhile_does_not_move(books: Catalogue, ann: Session) -> None:
+    published(books, ann)
+    by = lease(books, ann, "park")
+    half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    published(books, ann)
+    with pytest.raises(NotFoundError, match="replaced"):
+        books.commit(half, "host memory", 2.0)
+    assert books.release(ann, by.id) == [Free("gpu memory")]
+    with pytest.raises(NotFoundError):
+        books.attach(ann, "nothing", 1.0, purpose="park")
+
+
+def test_a_lease_that_is_not_for_it_moves_nothing(books: Catalogue, ann: Session, bob: Session) -> None:
+    version = published(books, ann)
+    reader = lease(books, ann)
+    for session, number in ((ann, reader.id), (ann, 99), (bob, reader.id)):
+        with pytest.raises(VramError):
+            books.begin(session, "w", nbytes=80, handles=2, lease=number)
+    books.release(ann, reader.id)
+    by = lease(books, ann, "park")
+    published(books, ann, "other")
+    with pytest.raises(UsageError, match="no right"):
+        books.begin(ann, "other", nbytes=80, handles=2, lease=by.id)
+    for how in ("writable", "updatable"):
+        with pytest.raises(UsageError, match="read-only"):
+            books.begin(ann, "w", nbytes=80, handles=2, lease=by.id, **{how: True})
+    assert not version.parked
+    with pytest.raises(UsageError, match="purpose"):
+        books.attach(ann, "w", 1.0, purpose="sell")
+
+
+# -- waking -----------------------------------------------------------------------------------------------------
+def test_to_wake_what_is_awake_is_to_attach_it(books: Catalogue, ann: Session, bob: Session) -> None:
+    published(books, ann)
+    assert [lease(books, one, "wake").purpose for one in (ann, bob)] == ["", ""]
+
+
+def test_one_wakes_and_the_others_get_it_then(books: Catalogue, ann: Session, bob: Session) -> None:
+    version = parked(books, ann)
+    by = lease(books, ann, "wake")
+    others = [wait(books, ann, 1), wait(books, bob, 2), wait(books, ann, 3)]
+    with pytest.raises(BusyError, match="being woken") as refused:
+        books.attach(ann, "w", 6.0, purpose="wake")
+    assert refused.value.holders == (str(ann),)
+    with pytest.raises(AsleepError):
+        books.attach(ann, "w", 2.0, wait=10.0)
+    _, (freed, *granted) = moved(books, ann, by, "gpu memory again")
+    assert freed == Free("host memory")
+    assert [one.call for one in granted if isinstance(one, Granted)] == [one.call for one in others]
+    assert {one.lease.purpose for one in granted if isinstance(one, Granted)} == {""}
+    assert (version.parked, version.token, version.move) == (False, "gpu memory again", None)
+
+
+@pytest.mark.parametrize("how", ["release", "disconnect"])
+def test_the_next_in_line_wakes_when_one_gives_up(books: Catalogue, ann: Session, how: str) -> None:
+    version = parked(books, ann)
+    first = books.connect(ANN)
+    by = lease(books, first, "wake")
+    books.begin(first, "w", nbytes=80, handles=2, lease=by.id)
+    wait(books, ann, 1)
+    wait(books, ann, 2)
+    effects = books.release(first, by.id) if how == "release" else books.disconnect(first, 3.0)
+    (granted,) = books.at_once(effects, 3.0)
+    assert isinstance(granted, Granted)
+    assert (granted.call, granted.lease.purpose) == (1, "wake")
+    assert (version.parked, version.token) == (True, "host memory")
+    (_, last) = moved(books, ann, granted.lease, "gpu memory again")[1]
+    assert isinstance(last, Granted)
+    assert (last.call, last.lease.purpose) == (2, "")
+
+
+@pytest.mark.parametrize("first", ["slow", "next"])
+def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: Session, first: str) -> None:
+    """And whoever comes to the end first has woken it: the other one moves nothing any more."""
+    version = parked(books, ann)
+    stuck = books.connect(ANN)
+    slow = lease(books, stuck, "wake", now=10.0)
+    wait(books, ann, 1)
+    assert books.next_deadline == 10.0 + books.claim_timeout
+    assert books.expire(9.0 + books.claim_timeout) == []
+    (granted,) = books.at_once(books.expire(10.0 + books.claim_timeout), 700.0)
+    assert isinstance(granted, Granted)
+    assert granted.lease.purpose == "wake"
+    both = [(stuck, slow), (ann, granted.lease)]
+    (fast, by), (other, late) = both if first == "slow" else reversed(both)
+    moved(books, fast, by, "gpu memory of the first")
+    with pytest.raises(BusyError, match="woken"):
+        books.begin(other, "w", nbytes=80, handles=2, lease=late.id)
+    assert (version.parked, version.token) == (False, "gpu memory of the first")
+    assert books.expire(2000.0) == []
+
+
+def test_a_time_that_was_over_before_anybody_came_is_the_first_ones(books: Catalogue, ann: Session) -> None:
+    parked(books, ann)
+    lease(books, books.connect(ANN), "wake", now=10.0)
+    assert books.expire(1000.0) == []
+    assert lease(books, ann, "wake", now=1001.0).purpose == "wake"
+
+
+def test_another_user_waits_only_while_somebody_wakes(books: Catalogue, ann: Session, bob: Session) -> None:
+    parked(books, ann)
+    by = lease(books, ann, "wake")
+    wait(books, bob, 1)
+    (refused,) = books.at_once(books.release(ann, by.id), 3.0)
+    assert isinstance(refused, Refused)
+    assert isinstance(refused.error, AccessDeniedError)
+
+
+def test_the_time_of_who_waits_ends(books: Catalogue, ann: Session) -> None:
+    parked(books, ann)
+    lease(books, ann, "wake")
+    wait(books, ann, 1, seconds=5.0)
+    (refused,) = books.expire(8.0)
+    assert isinstance(refused, Refused)
+    assert "was not woken in time; pid 11, uid 1001" in str(refused.error)
+
+
+def test_a_new_version_serves_those_who_wait_for_the_old_one(books: Catalogue, ann: Session) -> None:
+    parked(books, ann)
+    by = lease(books, ann, "wake")
+    wait(books, ann, 1)
+    half = books.begin(ann, "w", nbytes=100, handles=3)
+    version, effects = books.commit(half, "new", 3.0)
+    assert [one.lease.version for one in effects if isinstance(one, Granted)] == [version]
+    with pytest.raises(NotFoundError, match="replaced"):
+        moved(books, ann, by, "gpu memory again")
+    assert books.release(ann, by.id) == [Free("host memory")]
+
+
+def test_a_version_of_the_past_that_is_parked_is_not_woken(books: Catalogue, ann: Session) -> None:
+    parked(books, ann)
+    lease(books, ann, "wake")
+    published(books, ann)
+    with pytest.raises(NotFoundError, match="only the current version"):
+        books.attach(ann, "w", 3.0, version=1, purpose="wake")
+
+
+def test_what_moved_goes_to_a_successor_anew(books: Catalogue, ann: Session) -> None:
+    """Its body may have gone ahead (decision 033), and is another one since."""
+    version = published(books, ann)
+    serial = books.latest
+    by = lease(books, ann, "park")
+    moved(books, ann, by, "host memory")
+    assert list(books.versions_after(serial)) == [version]
+    assert books.versions == 1
+
+
+def test_what_is_parked_expires_is_replaced_and_forced_as_anything(books: Catalogue, ann: Session) -> None:
+    version = published(books, ann, ttl=100.0)
+    by = lease(books, ann, "park")
+    moved(books, ann, by, "host memory")
+    books.release(ann, by.id)
+    lease(books, ann, "wake")
+    keeper = books.connect(KEEPER)
+    effects = books.remove(keeper, "w", force=True)
+    assert Free("host memory") in effects
+    assert version.move is None
+    assert books.expire(1000.0) == []
+    assert used(books, ANN) == ((0, 0, 0, 0), (0, 0, 0, 0))

@@ -1,0 +1,361 @@
+"""vLLM's adapter on doubles of vLLM's classes: tests/engines/check_vllm.py has it on vLLM's own, where that is."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vllm_like
+import vram
+from vram import engines
+from vram.arrays.torch_pool import Usage
+from vram.errors import OutOfMemoryError, PeerGoneError, UsageError
+from vram.testing.keeper import SOON
+
+
+@pytest.fixture(autouse=True)
+def like_vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name in [one for one in sys.modules if one.startswith(("vllm", "vram.engines.vllm_"))]:
+        if name != "vllm_like":
+            monkeypatch.delitem(sys.modules, name)
+            monkeypatch.delattr(engines, name.rpartition(".")[2], raising=False)
+    made = vllm_like.modules()
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+# -- sleep ----------------------------------------------------------------------------------------------------------
+class PoolLike:
+    """A pool that notes what it is told."""
+
+    def __init__(self, *tags: str) -> None:
+        self.tags = dict.fromkeys(tags, Usage(10, 0))
+        self.told: list[tuple[object, ...]] = []
+        self.fails: Exception | None = None
+
+    def usage(self) -> dict[str, Usage]:
+        return self.tags
+
+    def sleep(self, offload: list[str], discard: list[str], *, shared: str) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.told.append(("sleep", offload, discard, shared))
+        self.tags |= dict.fromkeys([*offload, *discard], Usage(0, 10))
+
+    def wake(self, tags: list[str]) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.told.append(("wake", tags))
+        self.tags |= dict.fromkeys(tags, Usage(10, 0))
+
+    def use(self, tag: str) -> str:
+        return f"ours {tag}"
+
+
+TAGS = ("weights", "kv_cache", "runtime", "workspace", "cudagraph")
+
+
+def backend(pool: PoolLike) -> Any:
+    from vram.engines.vllm_sleep import VramSleepModeBackend
+
+    return VramSleepModeBackend(pool)
+
+
+def test_the_first_level_keeps_weights_and_the_second_does_not() -> None:
+    for level, kept, gone in (
+        (1, ["cudagraph", "runtime", "weights"], ["kv_cache", "workspace"]),
+        (2, ["cudagraph", "runtime"], ["kv_cache", "weights", "workspace"]),
+    ):
+        pool = PoolLike(*TAGS)
+        sleeping = backend(pool)
+        sleeping.suspend(level)
+        assert pool.told == [("sleep", kept, gone, "unmap")]
+        assert sleeping.state() == "SUSPENDED"
+
+
+def test_weights_and_the_kv_cache_may_be_left_asleep_and_nothing_else() -> None:
+    pool = PoolLike(*TAGS)
+    sleeping = backend(pool)
+    sleeping.suspend(1)
+    sleeping.resume(["weights"])
+    assert pool.told[-1] == ("wake", ["cudagraph", "runtime", "weights", "workspace"])
+    assert sleeping.state() == "SUSPENDED"
+    sleeping.resume()
+    assert pool.told[-1] == ("wake", ["kv_cache"])
+    assert sleeping.state() == "RUNNING"
+
+
+def test_what_sleeps_with_its_bytes_is_not_discarded() -> None:
+    pool = PoolLike(*TAGS)
+    sleeping = backend(pool)
+    sleeping.discard(("kv_cache", "cudagraph"))
+    sleeping.suspend(1)
+    sleeping.discard(("weights", "nobody's"))
+    assert pool.told == [
+        ("sleep", [], ["cudagraph", "kv_cache"], "unmap"),
+        ("sleep", ["runtime", "weights"], ["workspace"], "unmap"),
+        ("sleep", [], [], "unmap"),
+    ]
+
+
+def test_what_fails_leaves_the_state_as_it_was() -> None:
+    pool = PoolLike(*TAGS)
+    sleeping = backend(pool)
+    pool.fails = OutOfMemoryError("a test's", 2, "ENOMEM")
+    with pytest.raises(OutOfMemoryError):
+        sleeping.suspend(1)
+    assert sleeping.state() == "RUNNING"
+    pool.fails = None
+    sleeping.suspend(1)
+    pool.fails = OutOfMemoryError("a test's", 2, "ENOMEM")
+    with pytest.raises(OutOfMemoryError):
+        sleeping.resume()
+    assert sleeping.state() == "SUSPENDED"
+
+
+def test_the_worker_allocates_in_our_pool_if_it_was_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vram.engines import vllm_sleep
+
+    pool = PoolLike()
+    monkeypatch.setattr(vllm_sleep, "pool", lambda device: pool)
+    for sleeps, name, found in (
+        (True, "vram", "ours weights"),
+        (False, "vram", "vLLM's weights"),
+        (True, "cumem", "vLLM's weights"),
+    ):
+        worker = vllm_sleep.VramWorker(SimpleNamespace(enable_sleep_mode=sleeps, sleep_mode_backend=name))
+        assert worker._maybe_get_memory_pool_context("weights") == found
+    pool.tags["kv_cache"] = Usage(10, 0)
+    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="vram")
+    sharing = vllm_sleep.VramWorker(config, load_format="vram")
+    assert type(sharing._maybe_get_memory_pool_context("weights")) is contextlib.nullcontext
+    assert sharing._maybe_get_memory_pool_context("kv_cache") == "ours kv_cache"
+    worker = vllm_sleep.VramWorker(config)
+    assert worker._maybe_get_memory_pool_context("runtime") == "ours runtime"
+    with pytest.raises(ValueError, match="start another"):
+        worker._maybe_get_memory_pool_context("weights")
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+def test_the_adapter_loads_no_engine() -> None:
+    code = "import sys; from vram.engines import sglang, vllm; sys.exit(not {'torch', 'vllm'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=SOON).returncode == 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_lacks_what_an_adapter_needs_runs_on(
+    engine: str, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from vram.engines import sglang, vllm
+
+    del like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
+    {"vllm": vllm, "sglang": sglang}[engine].register()
+    (said,) = caplog.messages
+    assert "registered nothing" in said
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed: its views are not tested")
+
+
+@pytest.fixture
+def keeper() -> Iterator[str]:
+    with vram.private_keeper() as found:
+        yield found.path
+
+
+@pytest.fixture
+def config(torch: Any) -> Any:
+    """A model of one layer: a tied weight, strides of its own, a buffer."""
+
+    def construct() -> Any:
+        model = torch.nn.Module()
+        model.first = torch.nn.Linear(4, 8, bias=False)
+        model.last = torch.nn.Linear(4, 8, bias=False)
+        model.register_buffer("scale", torch.ones(3))
+        return model
+
+    def load() -> Any:
+        model = construct()
+        model.first.weight = torch.nn.Parameter(torch.arange(32.0).reshape(4, 8).t(), requires_grad=False)
+        model.last.weight = model.first.weight
+        return model
+
+    return SimpleNamespace(
+        model="tiny", construct=construct, load=load, loads=[], enable_sleep_mode=False, sleep_mode_backend="cumem"
+    )
+
+
+def load(config: Any, keeper: str, **extra: Any) -> Any:
+    from vram.engines.vllm_loader import VramModelLoader
+
+    settings = vllm_like.LoadConfig({"keeper": keeper, "timeout": SOON, **extra})
+    return VramModelLoader(settings).load_model(engine(config), config)
+
+
+def engine(config: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_eplb=False), speculative_config=None, model_config=config,
+        cache_config=None, kernel_config=None, device_config=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+
+
+def test_everything_is_registered_once(torch: Any, like_vllm: dict[str, Any]) -> None:
+    from vram.engines import vllm
+
+    vllm.register()
+    vllm.register()
+    sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory._registry
+    assert sleeps == {"vram": ("vram.engines.vllm_sleep", "VramSleepModeBackend")}
+    loaders = like_vllm["vllm.model_executor.model_loader"]._LOAD_FORMAT_TO_MODEL_LOADER
+    assert [*loaders] == ["vram"]
+
+
+def test_one_engine_loads_and_the_others_share_its_parameters(torch: Any, keeper: str, config: Any) -> None:
+    models: list[Any] = []
+    threads = [threading.Thread(target=lambda: models.append(load(config, keeper))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert config.loads == ["tiny"]
+    expected = config.load()
+    for model in models:
+        assert torch.equal(model.first.weight, expected.first.weight)
+        assert model.first.weight.stride() == expected.first.weight.stride() == (1, 8)
+        assert model.last.weight is model.first.weight
+        model.scale += 1  # a buffer is each one's own
+        assert model.scale.tolist() == [2, 2, 2]
+    assert len(vram.holders(keeper=keeper)) == 3
+    models.clear()
+    del model
+    gc.collect()
+    assert vram.holders(keeper=keeper) == []
+
+
+def test_a_copy_needs_no_lease(torch: Any, keeper: str, config: Any) -> None:
+    for model in (load(config, keeper, mode="copy"), load(config, keeper, mode="copy")):
+        model.first.weight.data.zero_()
+        assert not hasattr(model, "vram_lease")
+    assert config.loads == ["tiny"]
+    assert vram.holders(keeper=keeper) == []
+
+
+def test_a_copy_that_sleeps_is_in_the_pool_and_what_is_published_is_not(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vram.engines import vllm_loader
+
+    inside: list[int] = []
+
+    @contextlib.contextmanager
+    def use(tag: str) -> Iterator[None]:
+        assert tag == "weights"
+        assert len(vram.list_entries(keeper=keeper)) == 1, "it was published before"
+        inside.append(1)
+        yield
+
+    monkeypatch.setattr(vllm_loader, "pool", lambda device: SimpleNamespace(use=use))
+    config.enable_sleep_mode, config.sleep_mode_backend = True, "vram"
+    loaded: list[Any] = []
+    load_it = config.load
+    config.load = lambda: loaded.append(load_it()) or loaded[-1]
+    published_from = load(config, keeper, mode="copy")
+    attached = load(config, keeper, mode="copy")
+    assert len(inside) == 2
+    assert published_from is loaded[0]
+    for model in (published_from, attached):
+        assert torch.equal(model.first.weight, load_it().first.weight)
+        model.first.weight.data.zero_()
+
+
+def test_other_weights_are_another_entry(torch: Any, keeper: str, config: Any) -> None:
+    first = load(config, keeper)
+    config.model = "other"
+    second = load(config, keeper, name="mine")
+    assert config.loads == ["tiny", "other"]
+    assert first.vram_lease.name.startswith("vllm/")
+    assert second.vram_lease.name.startswith("mine/")
+
+
+def test_without_a_keeper_each_loads_or_says_so(torch: Any, tmp_path: Path, config: Any) -> None:
+    nobody = str(tmp_path / "keeper")
+    load(config, nobody)
+    assert config.loads == ["tiny"]
+    with pytest.raises(PeerGoneError):
+        load(config, nobody, fallback=False)
+
+
+def test_what_is_published_already_is_external_memory(torch: Any, keeper: str, config: Any) -> None:
+    from vram.engines.vllm_loader import VramModelLoader
+
+    loader = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
+    assert loader.get_external_weight_memory(engine(config)) == 0
+    model = load(config, keeper)
+    assert loader.get_external_weight_memory(engine(config)) >= model.first.weight.nbytes
+    assert VramModelLoader(vllm_like.LoadConfig({"mode": "copy"})).get_external_weight_memory(engine(config)) == 0
+
+
+def test_loading_again_writes_to_nothing_that_is_shared(torch: Any, keeper: str, config: Any) -> None:
+    from vram.engines.vllm_loader import VramModelLoader
+
+    model = load(config, keeper)
+    model.scale.zero_()
+    loader = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
+    loader.load_weights(model, config)
+    assert model.scale.tolist() == [1, 1, 1]
+    assert config.loads == ["tiny"]
+    loader.load_weights(config.load(), config)
+    assert config.loads == ["tiny", "in place"]
+
+
+def test_a_model_that_cannot_be_built_leaves_no_lease(torch: Any, keeper: str, config: Any) -> None:
+    kept = load(config, keeper)
+    config.construct = lambda: SimpleNamespace(named_modules=lambda **_: ())
+    with pytest.raises(KeyError):
+        load(config, keeper)
+    gc.collect()
+    assert len(vram.holders(keeper=keeper)) == 1
+    del kept
+
+
+# -- SGLang ---------------------------------------------------------------------------------------------------------
+def test_sglang_loads_the_update_that_is_named(torch: Any) -> None:
+    from vram.engines import sglang
+
+    got: list[dict[str, Any]] = []
+    model = SimpleNamespace(load_weights=lambda pairs: got.append({name: one.clone() for name, one in pairs}))
+    with vram.private_keeper():
+        vram.publish("policy", {"w": torch.zeros(4)}, updatable=True)
+        with vram.update("policy") as arrays:
+            arrays["w"].torch().fill_(3)
+        sglang.update(model, [("policy", torch.tensor([2]))])
+        assert got[-1]["w"].tolist() == [3, 3, 3, 3]
+        vram.publish("policy", {"w": torch.ones(4)}, updatable=True)
+        sglang.update(model, [("policy", torch.tensor([1]))])
+        assert got[-1]["w"].tolist() == [1, 1, 1, 1]
+        vram.publish("fixed", {"w": torch.ones(4)})
+        with pytest.raises(UsageError, match="updatable"):
+            sglang.update(model, [("fixed", torch.tensor([1]))])
+        sglang._leases.pop("policy").close()
+
+
+def test_the_entry_points_name_what_there_is() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        module, _, name = project["entry-points"][group]["vram"].partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
