@@ -169,16 +169,17 @@ def test_s7_a_page_comes_with_one_descriptor(server: KeeperServer) -> None:
 def test_s7_only_who_updates_gets_pages_and_says_that_it_is_over(server: KeeperServer) -> None:
     with KeeperClient.connect(server.path) as client, KeeperClient.connect(server.path) as other, updatable(client):
         with pytest.raises(UsageError, match="does not update"):
-            updates.pages(client, "w", 1, 0, [])
+            updates.pages(client, "w", 1, 0)
         updates.begin_update(client, "w", 1)
         with pytest.raises(AccessDeniedError, match="only the process that published"):
             updates.begin_update(other, "w", 1)
         with pytest.raises(UsageError, match="does not update"):
-            updates.pages(other, "w", 1, 0, [])
+            updates.pages(other, "w", 1, 0)
         updates.end_update(other, "w", 1, 7, whole=True)  # nothing of its own to note
         (version,) = server.catalogue.all_versions()
         assert (version.updating, version.torn, version.updates) == (True, False, 1)
-        assert list(updates.pages(client, "w", 1, 0, [])) == [[], False]
+        seen = updates.pages(client, "w", 1, 0)
+        assert (seen.rows, seen.more, seen.looked) == ([], False, [])
         updates.end_update(client, "w", 1, 7, whole=False)
         assert (version.updating, version.torn, version.updates) == (False, True, 7)
 
@@ -200,26 +201,37 @@ def test_s7_memory_that_others_can_write_is_not_published_to_be_updated(server: 
             client.publish("w", [gpu], [file.fileno()], updatable=True)
 
 
-def test_s7_many_pages_come_in_parts(server: KeeperServer) -> None:
-    with KeeperClient.connect(server.path) as client, updatable(client), memfds(1, seals=PAGE) as (page,):
+def test_s7_many_pages_are_looked_at_in_parts(server: KeeperServer) -> None:
+    quiet: list[int] = []
+    busy: list[int] = []
+    words.make(quiet)
+    said = words.make(busy)
+    with KeeperClient.connect(server.path) as client, updatable(client):
         with KeeperClient.connect(server.path) as other:
-            held = [other.attach("w") for _ in range(100)]
+            held = [other.attach("w") for _ in range(1200)]
             for one in held:
                 close_fds(one.fds)
-            for one in held[::2]:
-                updates.give_page(other, one.lease_id, page)
+            numbers = sorted(one.lease_id for one in held)
+            inside = numbers[600::2]
+            for number in numbers[::2]:
+                updates.give_page(other, number, busy[0] if number >= inside[0] else quiet[0])
             updates.begin_update(client, "w", 1)
-            found, after, more = [], 0, True
-            while more:
-                fds: list[int] = []
-                rows, more = updates.pages(client, "w", 1, after, fds)
-                assert len(fds) == len(rows) <= 32
-                for fd in fds:
-                    words.check(fd, "what came")
-                close_fds(fds)
-                found += [row.lease for row in rows]
-                after = found[-1]
-            assert found == [one.lease_id for one in held[::2]]
+
+            def looks() -> list[m.PageList]:
+                found = [updates.pages(client, "w", 1, 0)]
+                while found[-1].more:
+                    found.append(updates.pages(client, "w", 1, found[-1].through))
+                assert all(sum(count for *_, count in one.looked) <= 512 for one in found)
+                assert all(len(one.rows) <= 32 for one in found)
+                assert sum(count for one in found for *_, count in one.looked) == 600
+                return found
+
+            assert [row for found in looks() for row in found.rows] == []
+            said[7] = 1
+            rows = [row for found in looks() for row in found.rows]
+            assert [row.lease for row in rows] == inside
+            assert {(row.pid, row.uid) for row in rows} == {(os.getpid(), os.getuid())}
+    close_fds([*quiet, *busy])
 
 
 @needs_root

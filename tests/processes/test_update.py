@@ -23,7 +23,7 @@ from tests.processes.update_children import publish, seen
 
 import vram
 from vram.driver import words
-from vram.entries import reading
+from vram.entries import reading, update
 from vram.errors import (
     AccessDeniedError,
     BusyError,
@@ -453,7 +453,7 @@ def test_a_publisher_may_be_killed_at_any_step() -> None:
     assert found["begin_update"] == 1
     assert found["array 0"] == found["array 2"] == 0
     assert (found["end_update"], found["done"]) == (2, 2)
-    assert {"barrier", "pages", "is_zero"} <= set(found)
+    assert {"barrier", "pages"} <= set(found)
 
 
 def test_a_reader_may_be_killed_at_any_step() -> None:
@@ -546,11 +546,11 @@ def test_arguments_that_cannot_be() -> None:
                 lease.reading(timeout=timeout)
         with pytest.raises(UsageError):
             lease.wait(newer_than="1")  # type: ignore[arg-type]
-        update = vram.update("w")
-        with update, pytest.raises(BusyError, match="this thread is updating"):
+        one = vram.update("w")
+        with one, pytest.raises(BusyError, match="this thread is updating"):
             write(2)
         with pytest.raises(UsageError, match="begun before"):
-            update.__enter__()
+            one.__enter__()
     with pytest.raises(ClosedError):
         lease.reading()
 
@@ -657,19 +657,19 @@ def test_a_barrier_stands_between_the_writers_word_and_its_look_at_the_readers(m
     with vram.attach("w") as lease:
         assert seen(lease) == (1, [1])
         order: list[str] = []
-        real_barrier, real_look = words.barrier, words.is_zero
+        real_barrier, real_look = words.barrier, update.pages
 
         def barrier() -> None:
             assert lease._words is not None
             order.append(f"barrier, word {lease._words[reading.STATE]}")
             real_barrier()
 
-        def look(fd: int) -> bool:
+        def look(*given: Any) -> Any:
             order.append("look")
-            return real_look(fd)
+            return real_look(*given)
 
         monkeypatch.setattr(words, "barrier", barrier)
-        monkeypatch.setattr(words, "is_zero", look)
+        monkeypatch.setattr(update, "pages", look)
         with vram.update("w") as arrays:
             order.append("write")
             for array in arrays.values():
@@ -688,8 +688,7 @@ def test_readers_go_on_when_the_keeper_is_gone_and_nobody_updates(monkeypatch: p
         publish()
         with vram.attach("w") as lease:
             assert seen(lease) == (1, [1])
-            update = vram.update("w")
-            with pytest.raises(PeerGoneError), update as arrays:  # at its end
+            with pytest.raises(PeerGoneError), vram.update("w") as arrays:  # at its end
                 _fill_without_keeper(keeper, arrays, 2)
             assert seen(lease) == (2, [2]), "the update was whole"
             with pytest.raises(PeerGoneError):

@@ -74,8 +74,7 @@ def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "hos
     wrap = _stopping(pipe, stop_at)
     for name in ("begin_update", "pages", "end_update"):
         setattr(update, name, wrap(name, getattr(update, name)))
-    for name in ("barrier", "is_zero"):
-        setattr(words, name, wrap(name, getattr(words, name)))
+    words.barrier = wrap("barrier", words.barrier)
     with vram.update("w", timeout=20.0) as found:
         assert set(found) == set(arrays)
         for number, array in enumerate(found.values()):

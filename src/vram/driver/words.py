@@ -23,13 +23,12 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_guarded
 from . import libc
 
-__all__ = ["PAGE", "barrier", "check", "guard", "is_zero", "make", "register", "words"]
+__all__ = ["PAGE", "barrier", "check", "guard", "make", "register", "words"]
 
 PAGE = 4096  # bytes, of which each word has 8
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
 _GUARDS = libc.F_SEAL_WRITE | libc.F_SEAL_FUTURE_WRITE
 _MODE = 0o644  # as of all memfds that others get: see memfds
-_ZEROS = bytes(PAGE)
 # <linux/membarrier.h>, and the number of the system call, which the C library does not wrap
 _GLOBAL_EXPEDITED, _REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
 _CALL = {"x86_64": 324, "aarch64": 283}.get(platform.machine(), -1)
@@ -89,11 +88,6 @@ def check(fd: int, whose: str) -> None:
         )
     if libc.filesystem_type(fd) != libc.TMPFS_MAGIC:  # pages of a limited pool: a read could kill this process
         raise ProtocolError(f"{whose} is no ordinary shared memory (a memfd without MFD_HUGETLB)")
-
-
-def is_zero(fd: int) -> bool:
-    """Whether all words of a page that was checked are 0. It is read, not mapped: there may be thousands."""
-    return os.pread(fd, PAGE, 0) == _ZEROS
 
 
 def guard(fd: int) -> None:

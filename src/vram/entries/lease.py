@@ -507,6 +507,9 @@ class Lease(Owned, Mapping[str, Array]):
             If the kernel has no ``membarrier``, or keeps it from this process; with `stream`, for memory of the host.
         ClosedError, ForkedError
             If the lease was closed; in a forked child, whose parent has it.
+        BusyError
+            When the block is entered: in what interrupted this thread while it entered or waited for another section of
+            this lease, such as a signal handler or a finalizer.
         CapacityError
             If 512 threads of this process have had sections of this lease, and live.
         PeerGoneError

@@ -101,7 +101,7 @@ def publish(
         it under its readers, who see them between two of their sections (:meth:`Lease.reading`). What has left this
         process before is copied, since others may be able to write to it. A forked child shares this process's mapping.
         Once this process is gone, only a new publication replaces it. No kernel seals memory of a GPU: there, "no
-        other" is what readers map, and no security boundary.
+        other" is what readers map, and no security boundary. It is not sent over channels or queues: attach it there.
     keeper : Keeper, str or PathLike, optional
         Whom to give it to; see :func:`vram.attach`.
 

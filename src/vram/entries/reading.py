@@ -234,7 +234,7 @@ class Page:
         """Return a section of the calling thread, to be entered."""
         if timeout is not None and not (type(timeout) is float and timeout >= 0):
             timeout = check_timeout(timeout)
-        return Section(self, None if stream is None else self.gpus.stream(stream), timeout)
+        return _Unleft(self, None if stream is None else self.gpus.stream(stream), timeout)
 
     def slot(self) -> _Slot:
         """Return this thread's word, which no other has as long as the thread lives."""
@@ -308,7 +308,7 @@ class Page:
 
 
 class _Slot:
-    """One thread's word, and how many of its sections are open."""
+    """One thread's word, how many of its sections are open, and of which version: 0 until the first is entered."""
 
     __slots__ = ("depth", "index", "page", "slots", "version", "words")
 
@@ -319,9 +319,25 @@ class _Slot:
 
 
 class Section:
-    """Made by :meth:`Lease.reading`; enter it once, by ``with``."""
+    """Made by :meth:`Lease.reading`; enter it once, by ``with``.
+
+    What was left is of this class, which has no finalizer: an interrupt that comes where one begins is lost, and a loop
+    of sections would lose every fourth. What was not is of a class that has (I12).
+    """
 
     __slots__ = ("_page", "_slot", "_stream", "_timeout")
+
+    def __enter__(self) -> int:
+        raise UsageError("this section was entered before: call lease.reading() for another")
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        """Do nothing: it was left."""
+
+
+class _Unleft(Section):
+    """A section until it is left."""
+
+    __slots__ = ()
 
     # Whoever enters is noted first, and the word set last; whoever leaves the other way round. An interrupt may keep
     # `__exit__` from beginning: then the section ends when it is dropped, as the block has (I12). Where the GPU cannot
@@ -335,13 +351,19 @@ class Section:
 
     def __enter__(self) -> int:
         if self._slot is not None:
-            raise UsageError("this section was entered before: call lease.reading() for another")
+            Section.__enter__(self)  # raises
         slot = self._page.slots_of.get(get_ident()) or self._page.slot()
         if slot.depth:
+            version = slot.version
+            if not version:
+                raise BusyError(
+                    "this thread is entering a section of the same lease, and what interrupted it, such as a signal "
+                    "handler or a finalizer, cannot read now: an update may be under way"
+                )
             slot.depth += 1
             self._slot = slot
-            return slot.version
-        slot.depth = 1
+            return version
+        slot.version, slot.depth = 0, 1  # no interrupt comes in between; 0 until this thread is in
         self._slot = slot
         slot.slots[slot.index] = 1
         if slot.words[STATE]:
@@ -363,6 +385,7 @@ class Section:
     def _leave(self, slot: _Slot, kind: type[BaseException] | None) -> None:
         version, state = slot.words[VERSION], slot.words[STATE]  # first: then the publisher may go on
         self._slot = None
+        self.__class__ = Section  # type: ignore[assignment]
         slot.depth -= 1
         if slot.depth:
             return

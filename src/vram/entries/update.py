@@ -4,8 +4,8 @@
 
 1. The keeper notes that this version is being updated, by this connection. If that ends, the update is torn.
 2. The word of the publisher says so to the readers. From the barrier behind it on, no thread enters a section.
-3. The keeper sends the page of each lease on the version; this waits until each was seen without a thread in a section,
-   or its lease is over. Which pages there are does not change any more: who attaches now sees the word.
+3. The keeper looks at the page of each lease on the version; this asks until each was seen without a thread in a
+   section, or its lease is over. Which pages there are does not change any more: who attaches now sees the word.
 4. The block writes.
 5. This waits for what the block had GPUs do. Behind another barrier the version is counted, and the word says that all
    is quiet; then the keeper is told.
@@ -15,13 +15,14 @@ Whatever ends this before 4 takes the word back, and nothing has changed. Whatev
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter, methodcaller
+from typing import TYPE_CHECKING
 
 from ..arrays import Array
 from ..driver import words as shared
@@ -29,7 +30,7 @@ from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, T
 from ..keeper.client import KeeperClient, Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
-from ..sharing.channel import OwnedFds, check_timeout, close_fds
+from ..sharing.channel import check_timeout, close_fds
 from ..spec import format_count
 from .keepers import TIMEOUT, connect
 from .reading import QUIET, STATE, TORN, UPDATING, VERSION, Gpus
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Update", "Writer", "update"]
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the words of readers
-_ASK = 0.25  # seconds after which the keeper is asked which of their leases still last
+_FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the readers
+_LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
 _release = methodcaller("release")
 _NAMED = 20  # readers that are named when they were waited for in vain
 
@@ -91,8 +92,8 @@ def update(
     Raises
     ------
     BusyError
-        When the block is entered: if a reader is still in its section after `timeout` seconds; it names them. Nothing
-        has changed then.
+        When the block is entered: if a reader is still in its section after `timeout` seconds, or readers have more
+        leases than can be looked at in that time, and in a second; it names them. Nothing has changed then.
     AccessDeniedError
         If another process published it, or nobody who still lives.
     UsageError
@@ -134,6 +135,7 @@ class Writer:
         self.name, self.version = "", 0
         self.pid = os.getpid()
         self.arrays: dict[str, Array] = {}
+        self._lent: dict[str, Array] = {}  # what blocks get instead of those, and may close
         self.gpus = Gpus(())
         self.touched: frozenset[str] = frozenset()  # the arrays that the newest update writes, or wrote
         self.lock = threading.Lock()  # had by whoever updates
@@ -159,6 +161,14 @@ class Writer:
             if segment.device == "host":
                 shared.guard(fd)
         return [*fds, *self._fds]
+
+    def lent(self, name: str) -> Array:
+        """Return the array that a block gets, another one if some block has closed that."""
+        lent = self._lent.get(name)
+        if lent is None or lent.is_closed:
+            mine = self.arrays[name]
+            self._lent[name] = lent = Array(mine.region, mine.dtype, mine.shape, offset=mine.offset)
+        return lent
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
         """It is: from now on it can be updated by its name."""
@@ -222,7 +232,7 @@ class Update:
         """Return the arrays that the block gets."""
         only = self._only
         if only is None:
-            return dict(writer.arrays)
+            return {name: writer.lent(name) for name in writer.arrays}
         for name in sorted(only):
             if name not in writer.arrays:
                 raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
@@ -233,7 +243,7 @@ class Update:
                 f"{format_count(len(left), 'array')} that this one leaves out, such as {left[0]!r:.80}: update what it "
                 f"wrote as well"
             )
-        return {name: array for name, array in writer.arrays.items() if name in only}
+        return {name: writer.lent(name) for name in writer.arrays if name in only}
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
@@ -263,51 +273,51 @@ class Update:
         shared.barrier()  # what readers loaded in their sections, they have loaded by now
 
     def _wait(self, client: KeeperClient, writer: Writer, until: float | None) -> None:
-        """Wait until the page of each lease was seen without a thread in a section."""
-        inside: dict[int, _Inside] = {}
-        after, more = 0, True
-        while more:
-            fds = OwnedFds()
-            fds.is_armed = True
-            rows, more = pages(client, self._name, writer.version, after, fds)
-            for row, fd in zip(rows, list(fds), strict=True):
-                shared.check(fd, f"the page of a reader of {self._name!r}, lease {row.lease}")
-                if not shared.is_zero(fd):
-                    inside[row.lease] = _Inside(row, fd, fds)
-                after = row.lease
-            more = more and bool(rows)
-        pause, look = _FIRST_PAUSE, time.monotonic() + _ASK
-        while inside:
-            for lease, one in list(inside.items()):
-                if shared.is_zero(one.fd):
-                    del inside[lease]
-            if not inside:
-                return
-            now = time.monotonic()
-            if until is not None and now >= until:
-                raise BusyError(
-                    f"{self._name!r} was not updated: {len(inside)} of its readers did not leave their sections "
-                    f"(lease.reading) within {self._timeout:g} s; nothing has changed",
-                    tuple(one.label for one in list(inside.values())[:_NAMED]),
-                )
-            if now >= look:
-                look = now + _ASK
-                self._forget_gone(client, writer, inside)
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LAST_PAUSE)
+        """Wait until the page of each lease was seen without a thread in a section, one lease after the other.
 
-    def _forget_gone(self, client: KeeperClient, writer: Writer, inside: dict[int, _Inside]) -> None:
-        """Wait no longer for leases that are over: of a reader that died, or let go."""
-        there: set[int] = set()
-        after, more = min(inside) - 1, True
-        while more and after < max(inside):
-            fds = OwnedFds()
-            fds.is_armed = True
-            rows, more = pages(client, self._name, writer.version, after, fds)
-            there.update(row.lease for row in rows)
-            after, more = max([after, *there]), more and bool(rows)
-        for lease in [lease for lease in inside if lease not in there]:
-            del inside[lease]
+        Each look takes as long as the keeper needs to answer, whatever readers do to their pages. So this ends in time,
+        and names who is in a section, or has so many leases that there is no time to look at them all.
+        """
+        begun = time.monotonic()
+        until = math.inf if until is None else until
+        after, pause = 0, _FIRST_PAUSE
+        looked: dict[tuple[int, int], int] = {}
+        while True:
+            found = pages(client, self._name, writer.version, after)
+            now = time.monotonic()
+            if found.rows:
+                if now >= until:
+                    raise self._not_left(found)
+                after = found.rows[0].lease - 1  # all before it were seen
+                time.sleep(min(pause, until - now))
+                pause = min(pause * 1.1, _LAST_PAUSE)  # late by a tenth of what it has waited, at most
+            elif not found.more:
+                return
+            else:
+                for pid, uid, count in found.looked:
+                    looked[pid, uid] = looked.get((pid, uid), 0) + count
+                if now >= max(until, begun + _LOOK):
+                    raise self._not_seen(looked)
+                after, pause = found.through, _FIRST_PAUSE
+
+    def _not_left(self, found: m.PageList) -> BusyError:
+        count = f"{len(found.rows)} or more" if found.more else len(found.rows)
+        return BusyError(
+            f"{self._name!r} was not updated: {count} of its readers did not leave their sections (lease.reading) "
+            f"within {self._timeout:g} s; nothing has changed",
+            tuple([
+                f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"
+                for row in found.rows[:_NAMED]
+            ]),
+        )  # fmt: skip
+
+    def _not_seen(self, looked: dict[tuple[int, int], int]) -> BusyError:
+        most = sorted(looked.items(), key=itemgetter(1), reverse=True)
+        return BusyError(
+            f"{self._name!r} was not updated: its readers have more leases than could be looked at within "
+            f"{self._timeout:g} s; {sum(looked.values())} were, and nothing has changed",
+            tuple([f"{describe_process(pid, uid, '', '')}, {count} leases" for (pid, uid), count in most[:_NAMED]]),
+        )
 
     def _not_ours(self, client: KeeperClient) -> VramError:
         """Return why this process cannot update the entry."""
@@ -326,6 +336,8 @@ class Update:
         if writer is not None and kind is None:
             if writer.pid != os.getpid():
                 raise ForkedError("the update belongs to the parent of this fork")
+            if self._after is None:
+                raise UsageError("this update is over: call vram.update() for another")
             try:
                 writer.gpus.synchronize(self._number)
             except BaseException:
@@ -367,12 +379,3 @@ class Update:
         if writer is not None and self._held and writer.pid == os.getpid():
             self._say(writer)
             self._let_go(writer)
-
-
-class _Inside:
-    """A lease whose holder has a thread in a section, and its page."""
-
-    def __init__(self, row: m.PageRow, fd: int, keeps: Any) -> None:
-        self.fd = fd
-        self._keeps = keeps  # closes it
-        self.label = f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"

@@ -276,6 +276,12 @@ class ExportTable:
             If the memory cannot leave this process.
         """
         region = array.region
+        if region.is_updatable:
+            raise UsageError(
+                f"{region.handle.label} was published with updatable=True: nobody else can map it as it is here, and "
+                f"nothing would tell when its bytes change. Send its name, and attach it there (vram.attach, "
+                f"lease.reading); or send a copy (vram.copy)"
+            )
         if self._pools is None and goes_by_handle(region):
             raise UnsupportedError(
                 "queueing memory that lives only as long as its maker", "memory that a descriptor stands for",

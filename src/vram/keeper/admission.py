@@ -14,7 +14,7 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
 from ..spec import HandleKind, format_size, round_up
 
-__all__ = ["InadmissibleError", "admit", "admit_page", "refuse_attributes"]
+__all__ = ["InadmissibleError", "admit", "admit_page", "is_zero", "refuse_attributes"]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -24,6 +24,7 @@ _SEAL_WRITE = 0x8
 _SEAL_FUTURE_WRITE = 0x10
 _SYSTEMS = "security."  # extended attributes that the system hangs to files, and nobody else may
 _WORDS = 4096  # bytes of the page in which a reader says that it reads
+_ZEROS = bytes(_WORDS)
 _BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HUGE_SAYS = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
@@ -128,6 +129,17 @@ def admit_page(fd: int, what: str) -> int:
     if os.fstat(fd).st_size != _WORDS:
         raise InadmissibleError(f"{what} has {os.fstat(fd).st_size} bytes; it must have {_WORDS}")
     return nbytes
+
+
+def is_zero(fd: int) -> bool:
+    """Whether all words of a page that was admitted are 0. It is read, not mapped: there may be thousands.
+
+    Where it cannot be read it may not be: it was swapped out, and its owner's cgroup has no room for it.
+    """
+    try:
+        return os.pread(fd, _WORDS, 0) == _ZEROS
+    except OSError:
+        return False
 
 
 def _not_read_only(seals: int) -> str:

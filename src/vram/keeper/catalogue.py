@@ -686,7 +686,7 @@ class Catalogue:
             version.updating, version.torn, version.updates = False, not whole, max(1, updates)
 
     def pages(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
-        """Return the leases above `after` on a version that this session updates, as far as they have a page.
+        """Return the leases above `after` on a version that this session updates.
 
         Raises
         ------
@@ -696,7 +696,7 @@ class Catalogue:
         version = session.written.get((name, number))
         if version is None or not version.updating:
             raise UsageError(f"this connection does not update {name!r} version {number}")
-        return (lease for lease in version.leases.beginning(after + 1) if lease.page is not None)
+        return version.leases.beginning(after + 1)
 
     def update_state(self, session: Session, lease_id: int) -> Version:
         """Return the version of a lease, which says what its updates are like.

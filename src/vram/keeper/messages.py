@@ -276,7 +276,7 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
-    """The pages of the leases on the version that this connection updates, of those leases that are above `after`."""
+    """Who reads the version that this connection updates, of the leases that are above `after`?"""
 
     call: Number
     name: Name
@@ -549,7 +549,7 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
 
 
 class PageRow(Struct, frozen=True, array_like=True):
-    """The page of one lease, and who holds it."""
+    """A lease whose page says that a thread of its holder is in a section, and who that is."""
 
     lease: Number
     pid: Number
@@ -559,11 +559,16 @@ class PageRow(Struct, frozen=True, array_like=True):
 
 
 class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
-    """The answer to ``Pages``: with one descriptor for each row. `more` follows behind the last."""
+    """The answer to ``Pages``: of the leases up to `through`, those whose holders read. `more` leases are behind it.
+
+    `looked` says whose pages were looked at for that: of each process its pid, its uid and how many.
+    """
 
     call: Number
-    rows: Annotated[list[PageRow], Meta(max_length=253)]
+    rows: list[PageRow]
     more: bool
+    through: Number = 0
+    looked: list[tuple[Number, Number, Number]] = []
 
 
 class Updates(Struct, frozen=True, array_like=True, tag="updates"):

@@ -72,15 +72,15 @@ class Answer:
     ----------
     fds : list of int
         The descriptors that came with it, which are closed with this list.
-    lost : DescriptorsLostError or None
-        The error, if there was no room for all of them.
+    lost : bool
+        Whether there was no room for all of them.
     owner : RpcConnection or None
         Whom what it grants is given back to when this is dropped. Whoever takes that over sets it to None.
     """
 
     __slots__ = ("__weakref__", "fds", "lost", "owner", "payload", "reply")
 
-    def __init__(self, payload: bytes, fds: list[int], lost: DescriptorsLostError | None) -> None:
+    def __init__(self, payload: bytes, fds: list[int], lost: bool) -> None:
         self.payload = payload
         self.fds = fds
         self.lost = lost
@@ -131,7 +131,7 @@ class RpcConnection:
         self._sending = threading.Lock()
         self._bells: deque[threading.Lock] = deque()  # one for each sleeper, released to wake it
         self._reading = threading.Lock()  # had by who reads for all; only ever tried
-        self._come: list[tuple[bytes, list[int], DescriptorsLostError | None] | Answer] = []  # one, not delivered yet
+        self._come: list[tuple[bytes, list[int], bool] | Answer] = []  # one, not delivered yet
         self._expected: dict[int, deque[Answer]] = {}  # a tray for each call that waits
         self._inside: set[int] = set()  # threads in the middle of a call, perhaps
         self._failure: VramError | None = None
@@ -280,7 +280,7 @@ class RpcConnection:
             self._inside.discard(me)
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)
-        if answer.lost is not None:
+        if answer.lost:
             answer.give_back()
             raise DriverError(
                 f"receiving descriptors from the keeper at {self.path}", errno.EMFILE, "EMFILE", descriptor_limit()
@@ -390,7 +390,7 @@ class RpcConnection:
     def _read_one(self, timeout: float | None) -> None:
         """Read one message and give it to whom it is for. Called with the lock for reading."""
         if not self._come:
-            lost: DescriptorsLostError | None = None
+            lost = False
             try:
                 payload, fds = self._channel.take(timeout=timeout)
             except WaitTimeoutError:
@@ -398,7 +398,7 @@ class RpcConnection:
             except ClosedError:
                 raise self._fail() from None
             except DescriptorsLostError as error:  # a matter of one call, not of the connection
-                payload, fds, lost = error.payload, [], error
+                payload, fds, lost = error.payload, [], True  # not the error: its frames would have it, and all theirs
             except PeerGoneError as error:
                 raise self._fail(error) from None
             except ProtocolError as error:  # too long; messages keep their borders, so the next one may be right
@@ -427,8 +427,8 @@ class RpcConnection:
                 self._unreadable(error, fds=bool(answer.fds))
                 return
         try:
-            if not isinstance(answer.reply, (m.Attached, m.Descriptors, m.PageList)):
-                if answer.fds or answer.lost is not None:
+            if not isinstance(answer.reply, (m.Attached, m.Descriptors)):
+                if answer.fds or answer.lost:
                     answer.give_back()
                     raise self._ended_for(f"sent descriptors with {type(answer.reply).__name__}, which has none")
                 if not isinstance(answer.reply, m.Claimed):
@@ -453,7 +453,7 @@ class RpcConnection:
         named = list(self._expected) if whose is None else [whose]
         numbers = [number for number in named if number in self._expected]
         for number in numbers:
-            failed = Answer(b"", [], None)
+            failed = Answer(b"", [], False)
             failed.reply = m.Error(number, ProtocolError.__name__, str(error)[:4000])
             self._deliver(failed)
         if not numbers:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 import sys
 import traceback
 from collections import deque
@@ -18,7 +16,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
-from .admission import InadmissibleError, admit, admit_page, refuse_attributes
+from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
@@ -103,7 +101,9 @@ Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is d
 # needs, and so the number of entries bounds it.
 _FREE = 4096
 _DEVICE = 64  # bytes that the name of a device takes besides, until all of a publication is here
-PAGES = 32  # of leases, in one answer to who updates what they are on
+# Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
+# millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
+_STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
 
@@ -575,22 +575,23 @@ class Service:
         self._done(connection, request.call)
 
     def _pages(self, connection: Connection, session: Session, request: m.Pages, fds: list[int]) -> None:
-        leases = self.catalogue.pages(session, request.name, request.version, request.after)
-        some = list(itertools.islice(leases, min(PAGES, self.server.part)))
-        rows = [
-            m.PageRow(one.id, one.session.pid, one.session.uid, one.session.label, one.session.host) for one in some
-        ]
-        payload = m.encode(m.PageList(request.call, rows, next(leases, None) is not None))
-        copies: list[int] = []
-        try:
-            for one in some:
-                copies += [os.dup(fd) for fd in one.page.fds]
-        except OSError:
-            self.server.dispose(copies, 0, session.uid)
-            raise errors.QuotaError("the keeper has no descriptors left to send pages with (RLIMIT_NOFILE)") from None
-        held = Held(copies, 0, session.uid, self.server.dispose)
-        connection.send(payload, held if copies else None, 0, len(copies))
-        held.drop()
+        rows: list[m.PageRow] = []
+        looked: dict[tuple[int, int], int] = {}
+        steps, pages, through, more = 0, 0, request.after, False
+        for lease in self.catalogue.pages(session, request.name, request.version, request.after):
+            if steps == _STEPS or pages >= (_FEW_PAGES if rows else _PAGES):
+                more = True
+                break
+            steps, through = steps + 1, lease.id
+            if lease.page is None:
+                continue
+            pages, holder = pages + 1, lease.session
+            key = holder.pid, holder.uid
+            looked[key] = looked.get(key, 0) + 1
+            if not is_zero(lease.page.fds[0]):
+                rows.append(m.PageRow(lease.id, *key, holder.label, holder.host))
+        found = [(*key, count) for key, count in looked.items()]
+        connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))
 
     def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
         self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)

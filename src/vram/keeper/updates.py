@@ -1,13 +1,12 @@
 """The requests by which a version is updated in place, and its readers are waited for.
 
 The publisher's page of words says what readers look at before and after each section; the page of each lease says
-whether a thread of its holder is in one. Neither is looked at by the keeper: it passes pages on, and remembers whether
-an update is under way, since it hears of the end of the process that makes it.
+whether a thread of its holder is in one. The keeper looks at those for the publisher, and remembers whether an update
+is under way, since it hears of the end of the process that makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ProtocolError
@@ -47,21 +46,22 @@ def begin_update(client: KeeperClient, name: str, version: int) -> None:
     client._expect(m.Done, client._ask(m.Update(call, name, version), call))
 
 
-def pages(
-    client: KeeperClient, name: str, version: int, after: int, fds: list[int]
-) -> tuple[Sequence[m.PageRow], bool]:
-    """Return whose pages come next behind a lease, and whether there are more; their descriptors go to `fds`."""
+def pages(client: KeeperClient, name: str, version: int, after: int) -> m.PageList:
+    """Return who reads a version that this connection updates, of some of the leases above `after`.
+
+    The keeper looks at their pages, which it holds anyway: whoever was sent them would have to close the files of
+    thousands of strangers, each of which takes as long as they like, who set locks on them.
+
+    Raises
+    ------
+    UsageError
+        If this connection does not update it.
+    """
     call = next(client._calls)
-    answer = client._converse(m.Pages(call, name, version, after), call, (), client.grace)
-    reply = client._expect(m.PageList, answer.reply)
-    try:
-        if len(answer.fds) != len(reply.rows) or any(row.lease <= after for row in reply.rows[:1]):
-            raise client._fail(ProtocolError(f"{len(answer.fds)} pages came for {len(reply.rows)} leases"))
-        fds += answer.fds  # two steps, and no interrupt comes in between (I12)
-        del answer.fds[:]
-    finally:
-        answer.give_back()
-    return reply.rows, reply.more
+    reply = client._expect(m.PageList, client._ask(m.Pages(call, name, version, after), call))
+    if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):
+        raise client._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
+    return reply
 
 
 def end_update(client: KeeperClient, name: str, version: int, updates: int, *, whole: bool) -> None:
