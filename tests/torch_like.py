@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 __all__ = ["OutOfMemoryError", "TorchLike"]
 
@@ -84,6 +85,7 @@ class TorchLike(ModuleType):
     def __init__(self, keep_lock: bool = False) -> None:
         super().__init__("torch")
         self.__version__ = "2.11.0+like"
+        self.Tensor = type("Tensor", (), {})  # of which there are none
         self.version = SimpleNamespace(cuda="13.0")
         self.lock = _Lock()
         self.settings = "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"
@@ -170,10 +172,15 @@ class TorchLike(ModuleType):
         self.lock.pass_by()
         return {"num_device_free": self.frees}
 
-    def snapshot(self) -> list[dict[str, int]]:
-        """Say which segments it has."""
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Say which segments it has, and the blocks in them."""
         self.lock.pass_by()
-        return [{"address": address} for pool in list(self.pools) for address in (*pool.cached, *pool.taken)]
+        return [
+            {"address": address, "blocks": [{"address": address, "size": size, "state": state}]}
+            for pool in list(self.pools)
+            for state, found in (("inactive", pool.cached), ("active_allocated", pool.taken))
+            for address, size in found.copy().items()
+        ]
 
     def empty(self, nbytes: int) -> int:
         """Allocate as ``torch.empty`` does, and return the address."""

@@ -128,6 +128,30 @@ def test_what_is_published_is_not_copied_and_sleeps_no_longer(pool: vram.TorchPo
             assert bool((lease["weight"].torch() == 3).all())
 
 
+def test_beside_what_is_published_torch_puts_nothing_that_it_could_not_write(pool: vram.TorchPool) -> None:
+    """It is read-only from then on: a kernel that wrote to another tensor in it would end the context."""
+    with pool.use("weights"):
+        model = torch.nn.Linear(256, 256, device="cuda:0")
+        beside = torch.zeros(64, device="cuda:0")  # in one segment with the bias, and as zero as what pads it
+        large = torch.ones(32 * MIB, device="cuda:0")
+    with vram.private_keeper():
+        state = {**model.state_dict(), "large": large}
+        published = vram.publish("linear", state)
+        assert set(published.copied) >= {"bias"}
+        assert "large" not in published.copied
+        beside.add_(1)
+        address = large.data_ptr()
+        del large, state
+        with pool.use("weights"):
+            again = [torch.full((32 * MIB,), 2.0, device="cuda:0") for _ in range(2)]
+        torch.cuda.synchronize()
+        assert address not in [one.data_ptr() for one in again]
+        assert bool((beside == 1).all())
+        with vram.attach("linear") as lease:
+            assert bool((lease["large"].torch() == 1).all())
+            assert torch.equal(lease["bias"].torch(), model.bias)
+
+
 def test_blocks_nest(pool: vram.TorchPool) -> None:
     kept: list[Any] = []
 

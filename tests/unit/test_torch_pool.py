@@ -59,12 +59,28 @@ def pool(torch: TorchLike) -> vram.TorchPool:
     return vram.TorchPool("cuda:0")
 
 
+@pytest.fixture
+def kept() -> Iterator[vram.Keeper]:
+    """A keeper, this process's default."""
+    with vram.private_keeper() as keeper:
+        yield keeper
+
+
 def write(address: int, text: bytes) -> None:
     ctypes.memmove(address, text, len(text))  # what is a GPU's memory on hardware is the host's here
 
 
 def read(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
+
+
+class Tensor:
+    """Bytes on a GPU, as torch shows its tensors."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3, "strides": None,
+        }  # fmt: skip
 
 
 # -- a torch that will not do -----------------------------------------------------------------------------------
@@ -478,3 +494,65 @@ def test_with_torchs_lock_held_they_would() -> None:
     assert done.stdout == ""
     assert "Timeout" in done.stderr
     assert "in empty" in done.stderr
+
+
+# -- what is published ------------------------------------------------------------------------------------------
+@on_gpu
+def test_torch_puts_nothing_more_into_memory_that_was_published(
+    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper
+) -> None:
+    """It put the next tensor where one had been let go of, or beside it: into memory that is read-only by then."""
+    with pool.use("weights"):
+        published, beside = torch.empty(4 * MIB), torch.empty(4 * MIB)
+    with pool.use("kv"):
+        cache = torch.empty(4 * MIB)
+    assert vram.publish("w", {"w": Tensor(published, 4 * MIB)}).copied == {}
+    torch.drop(published)
+    torch.drop(beside)
+    torch.drop(cache)
+    with pool.use("weights"):
+        assert torch.empty(4 * MIB) not in (published, beside)
+    with pool.use("kv"):
+        assert torch.empty(4 * MIB) == cache
+    assert torch.pools[0].uses == 0  # torch gives the rest back when it is asked to
+
+
+@on_gpu
+def test_what_torch_may_still_put_tensors_into_is_copied_when_it_is_published(
+    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pool.use("weights"):
+        one = torch.empty(4 * MIB)
+        copied = vram.publish("inside", {"w": Tensor(one, 4 * MIB)}).copied
+        assert "in a block of use('weights')" in copied["w"]
+        assert "in a block" in vram.publish("inside", {"w": Tensor(one, 4 * MIB)}, whole=True).copied["w"]
+        torch.drop(one)
+        assert torch.empty(4 * MIB) == one  # torch goes on with what it has
+    state = "active_allocated"
+
+    def snapshot() -> list[dict[str, Any]]:
+        blocks = [(one, MIB, "active_allocated"), (one + MIB, 2 * MIB, "inactive"), (one + 3 * MIB, MIB, state)]
+        return [
+            {"address": one, "blocks": [{"address": at, "size": size, "state": state} for at, size, state in blocks]}
+        ]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "memory_snapshot", snapshot)
+        copied = vram.publish("part", {"w": Tensor(one, MIB)}).copied
+        assert "another tensor of torch's" in copied["w"]
+        state = "inactive"  # it is all zero
+        assert vram.publish("part", {"w": Tensor(one, MIB)}).copied == {}
+
+
+@on_gpu
+def test_memory_of_a_graph_is_copied_when_it_is_published(
+    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper, tmp_path: Path
+) -> None:
+    with pool.capture("graph") as number, torch.cuda.graph(object(), number, None, "global"):
+        static = torch.empty(2 * MIB)
+    copied = vram.publish("w", {"w": Tensor(static, 2 * MIB)}).copied
+    assert "captured graph" in copied["w"]
+    with vram.lend(
+        {"w": Tensor(static, 2 * MIB)}, at=tmp_path / "s"
+    ) as lending:  # it goes as it is, as long as this process likes
+        assert lending.nbytes == 2 * MIB

@@ -29,7 +29,7 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -81,21 +81,49 @@ class Usage:
 class _Segment:
     """Memory that torch was given: a region, and what the pool remembers of it."""
 
-    __slots__ = ("claims", "is_known", "pool", "tag", "views")
+    __slots__ = ("claims", "is_known", "of_graph", "pool", "tag", "views")
 
-    def __init__(self, region: Region, pool: TorchPool, tag: str) -> None:
+    def __init__(self, region: Region, block: _Block) -> None:
         self.views = RegionViews.of(region)  # so that tensors on it are recognized as ours, and shared without a copy
-        self.pool = pool
-        self.tag = tag
+        self.views.others = self.others
+        self.pool, self.tag, self.of_graph = block
         self.is_known = False  # whether torch has noted it: the call that asked for it is over
         self.claims = [None]  # none from when on somebody unmaps it
+
+    def others(self, spans: Sequence[tuple[int, int]]) -> str:
+        """Return what else of torch's is in it besides these spans, or may be later; see :class:`RegionViews`.
+
+        What is published is read-only from then on: a kernel that wrote to another tensor in it would end the context.
+        """
+        if self.of_graph:
+            return "it is memory of a captured graph, which writes to it whenever it is launched"
+        if not self.pool._retire(self.tag):
+            return f"a thread is in a block of use({self.tag!r}), so that torch may put more into that memory"
+        torch, first = _import(), self.views.region.address
+        for found in torch.cuda.memory_snapshot():
+            if found["address"] != first:
+                continue
+            for block in found["blocks"]:
+                start, stop = block["address"] - first, block["address"] - first + block["size"]
+                is_free = block["state"] == "inactive"
+                if not is_free and not any(start < end and begin < stop for begin, end in spans):
+                    return "another tensor of torch's is in the same memory"
+        return ""
+
+
+class _Block(NamedTuple):
+    """A block that a thread is in, and allocates for."""
+
+    pool: TorchPool
+    tag: str  # empty in a bypass
+    of_graph: bool = False
 
 
 class _Here(threading.local):
     """What a thread allocates for: the innermost ``with pool.use(tag)``."""
 
     def __init__(self) -> None:
-        self.within: list[tuple[TorchPool, str]] = []  # the tag is empty in a bypass
+        self.within: list[_Block] = []
         self.given: list[_Segment] = []  # that torch may not have noted yet
         self.failed: BaseException | None = None
 
@@ -139,14 +167,15 @@ def _allocate(nbytes: int) -> int:
     _note_given()  # torch has come back for more: it has noted what it was given before
     if isinstance(_here.failed, Exception):
         _here.failed = None  # whoever asked has been told, by torch
-    pool, tag = _here.within[-1]
+    block = _here.within[-1]
+    pool = block.pool
     try:
         region = pool._create(nbytes)
     except (CapacityError, OutOfMemoryError):
         if not pool.trim():  # what torch has given back, to try again
             raise
         region = pool._create(nbytes)
-    segment = _Segment(region, pool, tag)
+    segment = _Segment(region, block)
     _here.given.append(segment)
     _segments[region.address] = segment
     return region.address
@@ -253,6 +282,7 @@ class TorchPool:
         _check_torch(_import())
         self.margin = 0
         self._pools: dict[tuple[str, int, int], Any] = {}  # that nobody is in, by tag, thread, depth
+        self._entered: dict[tuple[str, int, int], None] = {}  # those that a thread is in, or is about to enter
         self._graphs: dict[_OfGraph, Any] = {}  # for captured graphs, by tag and the number that torch has for it
         self._shared: dict[_OfGraph, tuple[int, int]] = {}  # which of these for what was passed as a pool
         self._tags: set[str] = set()
@@ -321,7 +351,7 @@ class TorchPool:
         _immortal(made)  # as in _make
         try:
             with torch.cuda.use_mem_pool(made, device=self._ordinal):
-                within.append((self, ""))
+                within.append(_Block(self, ""))
                 try:
                     yield
                 finally:
@@ -342,7 +372,7 @@ class TorchPool:
         torch = _import()
         _release_lock(torch)
         serving = _serve(torch)
-        within, here = _here.within, (self, tag)
+        within, here = _here.within, _Block(self, tag, of_graph=not enters)
         with contextlib.ExitStack() as block:
             depth = len(within)
             if enters and within[-1:] != [here]:
@@ -369,14 +399,33 @@ class TorchPool:
     @contextlib.contextmanager
     def _enter(self, torch: Any, tag: str, again: int, serving: _Serving) -> Iterator[None]:
         key = (tag, threading.get_ident(), again)
-        made = self._pools.pop(key, None)  # nobody else's while it is entered: close() would take it from under torch
-        if made is None:
-            made = self._make(torch, serving)
+        self._entered[key] = None  # first: see _retire
+        made = None
         try:
+            made = self._pools.pop(key, None)  # nobody else's while it is entered: close() would take it from torch
+            if made is None:
+                made = self._make(torch, serving)
             with torch.cuda.use_mem_pool(made, device=self._ordinal):
                 yield
         finally:
-            self._pools[key] = made
+            if made is not None:
+                self._pools[key] = made
+            self._entered.pop(key, None)
+
+    def _retire(self, tag: str) -> bool:
+        """Have torch put nothing more into the memory of a tag, but take other memory; false if a thread is about to.
+
+        Where torch has let go of a tensor it would put the next, and beside one as well. Of a pool that nobody can
+        enter any more it does neither, and gives memory back once no tensor is on it.
+        """
+        keys = [key for key in self._pools.copy() if key[0] == tag]
+        taken = {key: made for key in keys if (made := self._pools.pop(key, None)) is not None}
+        if any(key[0] == tag for key in self._entered.copy()):
+            self._pools.update(taken)
+            return False
+        for made in taken.values():
+            _import()._C._cuda_releasePool(self._ordinal, made.id)
+        return True
 
     def _make(self, torch: Any, serving: _Serving) -> Any:
         with torch.cuda.device(self._ordinal):  # which a pool belongs to from its making on

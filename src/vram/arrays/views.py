@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
 
 from ..driver.protocol import HostAddressable
@@ -56,9 +57,22 @@ class RegionViews:
         Whether the CPU may touch the memory.
     gpu : int or None
         The ordinal of the GPU that works on it.
+    others : callable, optional
+        For memory that somebody gives out in parts: returns why it cannot be published as it is, told where the arrays
+        are that are to be. Empty if nothing else is in it, and nothing else will be.
     """
 
-    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views", "region")
+    __slots__ = (
+        "__weakref__",
+        "addressable",
+        "arrays",
+        "gpu",
+        "is_grown",
+        "is_owned",
+        "numpy_views",
+        "others",
+        "region",
+    )
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -70,6 +84,7 @@ class RegionViews:
         self.is_grown = False
         self.is_owned = False
         self.numpy_views: set[_ViewRef] = set()
+        self.others: Callable[[Sequence[tuple[int, int]]], str] | None = None
 
     @classmethod
     def of(cls, region: Region) -> RegionViews:

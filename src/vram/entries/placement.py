@@ -178,6 +178,12 @@ _LEFT = (
 )
 
 
+def _others(span: SharedSpan) -> str:
+    """Return why memory that somebody gives out in parts cannot be published as it is; empty if it can."""
+    others = RegionViews.of(span.region).others
+    return "" if others is None else others([(item.offset, item.offset + item.nbytes) for item in span.items])
+
+
 def other_contents(span: SharedSpan) -> tuple[str, bool]:
     """Find out whether the memory of a span can be published as it is.
 
@@ -361,9 +367,9 @@ class Placement:
             span.allocations, span.inside = span.region.segments(span.start, span.stop)
             if [one for one in span.allocations if HandleKind.POSIX_FD not in one.handle_kinds]:
                 reason = "its memory was made not to leave this process"
-            elif self._whole:
+            elif self._lends:
                 reason = ""
-            else:
+            elif not (reason := _others(span)) and not self._whole:
                 reason, has_remains = other_contents(span)
                 self._unclear += [span.region] * has_remains
             if not reason:
