@@ -7,6 +7,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import vram
@@ -27,6 +28,7 @@ _GROWN = 64  # tensors
 _STEP = 64 << 20  # bytes by which each of them grows
 _TENSOR = 256 << 20
 _TENSORS = 16
+_REST = 1.0  # seconds asleep
 _WINDOW = 4 << 30  # bytes of pinned memory that the plain copy goes through again and again
 
 
@@ -40,7 +42,11 @@ def measure(quick: bool, location: Location) -> Result:
         for chunk in (16 << 20,) if quick else _CHUNKS:
             size = nbytes // chunk * chunk
             with _memory(location, size, chunk) as array:
-                cases: dict[str, Callable[[], float]] = {"down": down, "up": up, **_kept([array])}
+                kept, rest = _kept([array]), 0.0 if quick else _REST
+                cases: dict[str, Callable[[], float]] = {
+                    "down": down, "up": up, **kept, "again": kept["asleep"],
+                    "later": partial(_later, kept["awake"], rest),
+                }  # fmt: skip
                 took = in_turns(cases, rounds, warm=1)
             rates = {
                 name: Figure.of([size / one for one in values], "GB/s", scale=1e-9) for name, values in took.items()
@@ -52,7 +58,8 @@ def measure(quick: bool, location: Location) -> Result:
                 plain_down,
                 Row.held(f"sleep: {what}", rates["asleep"], plain_down, at_least=0.92),
                 plain_up,
-                Row.held(f"wake: {what}", rates["awake"], plain_up, at_least=0.92),
+                Row.held(f"wake at once: {what}", rates["awake"], plain_up, at_least=0.92),
+                Row.held(f"wake a second later: {what}", rates["later"], plain_up, at_least=0.92),
             ]
             rows += _discarded(bare, location, size, chunk, rounds, what)
         rows += _grown(bare, location, 4 if quick else _GROWN, rounds, notes)
@@ -63,7 +70,8 @@ def measure(quick: bool, location: Location) -> Result:
     notes.append(
         f"the second time and later: the pinned memory is there. The plain copy is one call after the other on one "
         f"stream, through {format_size(min(_WINDOW, nbytes))} of pinned memory that it uses again and again. Asleep, "
-        f"memory is with the device; awake, every byte is back"
+        f"memory is with the device; awake, every byte is back. Memory that was just released the device still clears, "
+        f"which takes of what copies have"
     )
     return Result("engine", "GPU memory asleep and awake, in PyTorch's hands, and updated in place", rows, notes)
 
@@ -87,6 +95,11 @@ def _memory(location: Location, nbytes: int, chunk: int) -> Iterator[vram.Array]
 
 def _kept(arrays: list[vram.Array]) -> dict[str, Callable[[], float]]:
     return {"asleep": lambda: vram.sleep(arrays).seconds, "awake": lambda: vram.wake(arrays).seconds}
+
+
+def _later(act: Callable[[], float], seconds: float) -> float:
+    time.sleep(seconds)
+    return act()
 
 
 @contextlib.contextmanager
