@@ -129,7 +129,7 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
         "attach": 1,
         "handover": 2,
         "share": 8,
-        "engine": 9,
+        "engine": 10,
         "weights": 2,
         "keeper": 2,
     }
