@@ -48,7 +48,7 @@ from ..memory import Region
 from ..memory.sleep import Place, SleepReport, WakeReport, sleep_regions, wake_regions
 from ..spec import Location, format_size
 from . import streams
-from .views import RegionViews
+from .views import RegionViews, handed_out
 
 if TYPE_CHECKING:
     import torch
@@ -85,13 +85,12 @@ class _Segment:
 
     def __init__(self, region: Region, block: _Block) -> None:
         self.views = RegionViews.of(region)  # so that tensors on it are recognized as ours, and shared without a copy
-        self.views.others = self.others
         self.pool, self.tag, self.of_graph = block
         self.is_known = False  # whether torch has noted it: the call that asked for it is over
         self.claims = [None]  # none from when on somebody unmaps it
 
     def others(self, spans: Sequence[tuple[int, int]]) -> str:
-        """Return what else of torch's is in it besides these spans, or may be later; see :class:`RegionViews`.
+        """Return what else of torch's is in it besides these spans, or may be later; see :data:`.views.handed_out`.
 
         What is published is read-only from then on: a kernel that wrote to another tensor in it would end the context.
         """
@@ -178,6 +177,7 @@ def _allocate(nbytes: int) -> int:
     segment = _Segment(region, block)
     _here.given.append(segment)
     _segments[region.address] = segment
+    handed_out[region.address] = segment.others
     return region.address
 
 
@@ -213,6 +213,7 @@ def _find_freed(torch: Any, ordinal: int) -> None:
             except IndexError:
                 continue
             del _segments[address]  # before it is unmapped and the address is given out again
+            handed_out.pop(address, None)
             _freed.append(segment)
     if len(known) == len(segments):
         _looked[ordinal] = times
@@ -688,6 +689,8 @@ def _check_serving(serving: _Serving) -> None:
 
 def _after_fork_in_child() -> None:
     """What torch has there is the parent's."""
+    for address in _segments:
+        handed_out.pop(address, None)
     _segments.clear()
     _freed.clear()
 

@@ -34,6 +34,7 @@ __all__ = [
     "claimed_writable",
     "close_when_unused",
     "find",
+    "handed_out",
     "part_of_view",
 ]
 
@@ -57,22 +58,9 @@ class RegionViews:
         Whether the CPU may touch the memory.
     gpu : int or None
         The ordinal of the GPU that works on it.
-    others : callable, optional
-        For memory that somebody gives out in parts: returns why it cannot be published as it is, told where the arrays
-        are that are to be. Empty if nothing else is in it, and nothing else will be.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "addressable",
-        "arrays",
-        "gpu",
-        "is_grown",
-        "is_owned",
-        "numpy_views",
-        "others",
-        "region",
-    )
+    __slots__ = ("__weakref__", "addressable", "arrays", "gpu", "is_grown", "is_owned", "numpy_views", "region")
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -84,7 +72,6 @@ class RegionViews:
         self.is_grown = False
         self.is_owned = False
         self.numpy_views: set[_ViewRef] = set()
-        self.others: Callable[[Sequence[tuple[int, int]]], str] | None = None
 
     @classmethod
     def of(cls, region: Region) -> RegionViews:
@@ -292,6 +279,10 @@ class _AllRegionViews:
 
 
 _all_views = _AllRegionViews()
+
+# For memory that somebody gives out in parts, by the address of its region: returns why it cannot be published as it
+# is, told where the arrays are that are to be. Empty if nothing else is in it, and nothing else will be.
+handed_out: dict[int, Callable[[Sequence[tuple[int, int]]], str]] = {}
 
 
 def _after_fork_in_child() -> None:

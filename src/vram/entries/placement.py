@@ -14,7 +14,7 @@ from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
 from ..arrays.sources import CudaSource, Source, as_source, find
-from ..arrays.views import RegionViews, close_when_unused
+from ..arrays.views import RegionViews, close_when_unused, handed_out
 from ..errors import BusyError, UnsupportedError, UsageError, VramError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from ..keeper.client import Segment
@@ -180,7 +180,7 @@ _LEFT = (
 
 def _others(span: SharedSpan) -> str:
     """Return why memory that somebody gives out in parts cannot be published as it is; empty if it can."""
-    others = RegionViews.of(span.region).others
+    others = handed_out.get(span.region.address)
     return "" if others is None else others([(item.offset, item.offset + item.nbytes) for item in span.items])
 
 
@@ -369,7 +369,7 @@ class Placement:
                 reason = "its memory was made not to leave this process"
             elif self._lends:
                 reason = ""
-            elif not (reason := _others(span)) and not self._whole:
+            elif not (reason := _others(span) if handed_out else "") and not self._whole:
                 reason, has_remains = other_contents(span)
                 self._unclear += [span.region] * has_remains
             if not reason:
