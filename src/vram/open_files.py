@@ -223,7 +223,7 @@ def _close_elsewhere(fds: list[int], sender: str) -> None:
     slow = next((one for one in pending.copy() if one.fds is fds), None) or _Slow(fds, sender)
     pending[slow] = None
     go_on_closing()
-    if not sys.is_finalizing() and not any(not one.turn.locked() for one in pending.copy() if one is not slow):
+    if not sys.is_finalizing() and all(one.turn.locked() for one in pending.copy() if one is not slow):
         slow.closed.acquire(timeout=_MOMENT)  # what waits behind something else is closed in no moment
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
@@ -122,20 +122,15 @@ def attach(
     uid = None if owner is None else check_owner(owner)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
-    attachment = client.lease(
-        name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid,
-        purpose=purpose,
-    )  # fmt: skip
+    asked: dict[str, Any] = {
+        "version": version, "access": wire_access(access), "expect": wanted or None, "timeout": left, "owner": uid,
+        "purpose": purpose,
+    }  # fmt: skip
+    attachment = client.lease(name, **asked)
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
-        def ask() -> Attachment:
-            return client.lease(
-                name, version=version, access=wire_access(access), expect=wanted or None, timeout=left, owner=uid,
-                purpose=purpose,
-            )  # fmt: skip
-
-        attachment = wake_and_lease(client, attachment, user, ask)
+        attachment = wake_and_lease(client, attachment, user, lambda: client.lease(name, **asked))
     return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 
