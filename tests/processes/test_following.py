@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -88,6 +89,22 @@ def array() -> Iterator[Array]:
 def lease(array: Array) -> Iterator[vram.Lease]:
     with vram.attach("n", follow=True) as lease:
         yield lease
+
+
+def test_what_is_pickled_after_a_refresh_names_the_version_that_there_is() -> None:
+    """What had not grown named the older one, which the same step had given back."""
+    with made() as grows, made() as fixed:
+        publish(kv=grows, table=fixed)
+        with vram.attach("n", follow=True) as lease:
+            table, rows = lease["table"], lease["kv"]
+            grow(grows, 20)
+            newer = publish(kv=grows, table=fixed).version
+            assert lease.refresh() == ("kv",)
+            for array, count in ((table, 8), (rows, 8), (lease["table"], 8), (lease["kv"], 20)):
+                again = pickle.loads(pickle.dumps(array))
+                assert (len(again), numbers(again)) == (count, list(range(count)))
+                assert again.provenance.version == newer
+                again.close()
 
 
 # -- following --------------------------------------------------------------------------------------------------------

@@ -242,6 +242,33 @@ class Parking:
             close_client(keeper.path)
             assert keeper.stop() == 0
 
+    def test_one_that_does_not_wait_has_its_turn_after_a_waker_whose_time_is_over(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The end of that time was looked for only while somebody waited, or published."""
+        with short_directory() as place:
+            keeper = KeeperProcess(f"{place}/k", ["--claim-timeout", "0.2"])
+            monkeypatch.setenv("VRAM_KEEPER", keeper.path)
+            publish(GPU).close()
+            vram.park(NAME)
+
+            def woken() -> bool:
+                try:
+                    with vram.attach(NAME, wake=True) as lease:
+                        check(lease)
+                except BusyError:
+                    return False
+                return True
+
+            with child(children.act, "wake", 0, SOON, "_copy") as stuck:
+                assert stuck.said()[0] == "at"
+                until(woken, what="the turn of who asks again")
+                stuck.tell()
+                assert stuck.said()[0] == "woke"
+                stuck.tell()
+            close_client(keeper.path)
+            assert keeper.stop() == 0
+
     @pytest.mark.parametrize("verb", ["park", "wake"])
     def test_killed_at_any_step_it_is_as_it_was_or_done(self, verb: str) -> None:
         outcomes = []

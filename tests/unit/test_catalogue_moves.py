@@ -98,6 +98,18 @@ def test_what_counts_is_the_memory_that_there_is(books: Catalogue, ann: Session,
     assert used(books, ANN) == ((0, 0, 0, 0), (0, 0, 0, 0))
 
 
+def test_what_its_publisher_says_of_it_counts_also_when_it_has_moved(books: Catalogue, ann: Session) -> None:
+    """A move says nothing of it, and the version keeps it: 64 MiB for each user were no bound."""
+    version = published(books, ann, meta={"k": "v" * 4000}, words=4100, record=10)
+    by = lease(books, ann, "park")
+    moved(books, ann, by, "host memory")
+    books.release(ann, by.id)
+    assert len(version.notes) > 4000
+    assert version.words >= len(version.notes)
+    assert books.accounts.of(ANN).words == version.words == books.accounts.total.words
+    assert books.accounts.of(ANN).nbytes == version.charge == 80 + 10
+
+
 def test_a_ceiling_that_holds_one_of_both_is_enough() -> None:
     books = Catalogue(Quotas(max_bytes=100, user_bytes=100), keeper_uid=KEEPER)
     ann = books.connect(ANN)

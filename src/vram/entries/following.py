@@ -183,6 +183,8 @@ def _move(
     lease._client, lease._attachment, lease._manifest = client, attachment, manifest
     lease._revoked = False
     for name, array in list(lease._arrays.items()):
+        known: Any = array.provenance  # by which it is pickled: the older version may be gone by then
+        array.provenance = known._replace(version=attachment.version)
         if array.nbytes < manifest.arrays[name].nbytes:
             lease._arrays.pop(name, None)  # not closed: whoever has it keeps it
     for subscription in lease._subscriptions:
@@ -228,6 +230,16 @@ def _plan(lease: Movable, newer: Manifest, attachment: Attachment) -> tuple[Mani
         If it is not the same with more behind it.
     """
     older = lease._manifest
+    if not (lease._attachment.writable and attachment.writable):  # what is sealed does not grow (S8)
+        raise MismatchError(
+            f"{lease.name!r} version {attachment.version} is not version {lease.version} with more behind it: only "
+            f"what is published with writable=True can be. Attach it anew (upgrade the lease)"
+        )
+    if newer.handles or newer.pools or newer.updatable:
+        raise MismatchError(
+            f"{lease.name!r} version {attachment.version} is memory of another kind than version {lease.version}. "
+            f"Attach it anew (upgrade the lease)"
+        )
     at = len(attachment.fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
     if at + newer.descriptors != len(attachment.fds):
         raise ProtocolError(

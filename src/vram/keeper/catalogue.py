@@ -268,9 +268,11 @@ class Catalogue:
             self._check_claim(session, name, claim)
         self._may_publish(session, name)
         if lease:
-            self._movable(session, name, lease)
+            version, _ = self._movable(session, name, lease)
             if writable or updatable:
                 raise UsageError("what moves is read-only: neither writable nor updatable")
+            # What was said of it stays, and a move says nothing of it.
+            record, words = max(record, version.record), max(words, version.words)
         known = self._names.get(name)
         current = known.current if known is not None else None
         entries = int(current is None)

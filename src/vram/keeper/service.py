@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -104,6 +105,7 @@ _DEVICE = 64  # bytes that the name of a device takes besides, until all of a pu
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
 _STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
+_LOOKING = 0.002  # seconds after which an answer looks at no further page
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
 
@@ -511,6 +513,7 @@ class Service:
         if lease.purpose:
             there = version.publisher != lease.session.id and version.publisher in self.catalogue.sessions
             said = m.AttachedRaw(call, lease.id, len(held.fds), version.body, True, there)
+            self.server.schedule()  # the time to wake it ends
         payload = m.encode(said)
         self._send_part(connection, payload, held, 0)
 
@@ -519,7 +522,7 @@ class Service:
         if lease is None:
             raise errors.NotFoundError(f"lease {request.lease} is not held by this connection")
         if lease.purpose == "over":  # what its first descriptors are of may be gone
-            raise errors.NotFoundError(f"lease {request.lease} was to move what was attached or moved since")
+            raise errors.BusyError(f"lease {request.lease} was to move what was attached or moved since")
         payload = m.encode(m.Descriptors(request.call, request.offset))
         self._send_part(connection, payload, lease.version.token, request.offset)
 
@@ -578,8 +581,10 @@ class Service:
         rows: list[m.PageRow] = []
         looked: dict[tuple[int, int], int] = {}
         steps, pages, through, more = 0, 0, request.after, False
+        late = time.monotonic() + _LOOKING
         for lease in self.catalogue.pages(session, request.name, request.version, request.after):
-            if steps == _STEPS or pages >= (_FEW_PAGES if rows else _PAGES):
+            # By the clock as well: whoever watches its page (inotify), or has it swapped out, makes each look dear.
+            if steps == _STEPS or pages >= (_FEW_PAGES if rows else _PAGES) or (pages and time.monotonic() > late):
                 more = True
                 break
             steps, through = steps + 1, lease.id
