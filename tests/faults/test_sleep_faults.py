@@ -18,14 +18,14 @@ import pytest
 from faults.test_cuda_interrupts import in_the_driver
 from faults.test_memory_faults import outcome
 from interrupts import MEMORY as ROOMS
-from interrupts import chosen, interrupt, points
+from interrupts import chosen, interrupt, points, room
 from vram import driver as drivers
 from vram import lifetime
 from vram.driver.host import HostDriver
 from vram.errors import DriverError, OutOfMemoryError
 from vram.memory import Region
 from vram.memory.backups import Backup, NamedFileBackup, PageableBackup, PinnedBackup
-from vram.memory.pinned import trim
+from vram.memory.pinned import PinnedStore, Span, trim
 from vram.memory.sleep import sleep_regions, wake_regions
 from vram.spec import HOST, Location
 from vram.testing.faults import UNDO, FaultyDriver
@@ -201,3 +201,25 @@ def test_an_interrupt_in_the_driver_leaves_all_asleep_or_all_awake_i12(verb: str
     gc.collect()
     trim()
     assert not lifetime.stuck()
+
+
+@pytest.mark.standin
+def test_what_comes_back_twice_after_an_interrupt_is_lent_once_i12() -> None:
+    """An undo that was interrupted is called again, and meanwhile another thread may have got what came back."""
+    store = PinnedStore(drivers.get(GPU))
+    for nth in itertools.count(1):
+        spans, meanwhile, later = list[Span](), list[Span](), list[Span]()
+        store.lend(3 * G, GPU, spans)
+        more = interrupt(nth, lambda spans=spans: store.give_back(spans), room("memory/pinned.py"))  # type: ignore[misc]
+        store.lend(3 * G, GPU, meanwhile)
+        store.give_back(spans)  # by whoever was interrupted
+        store.lend(64 * G, GPU, later)
+        lent = sorted(meanwhile + later)
+        assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(lent)), nth
+        assert sum(size for _, size in lent) == 67 * G
+        store.give_back(meanwhile)
+        store.give_back(later)
+        assert store.trim() >= 67 * G
+        if not more:
+            break
+    assert nth > 2

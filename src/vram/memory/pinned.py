@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
+from itertools import repeat
 from typing import Any, Final
 
 from ..errors import CapacityError, OutOfMemoryError, UsageError
@@ -163,9 +163,13 @@ class PinnedStore:
                 return True
         return False
 
-    def give_back(self, spans: Iterable[Span]) -> None:
-        """Take back what was lent. Never waits."""
-        self._returned.extend(spans)
+    def give_back(self, spans: list[Span]) -> None:
+        """Take back what was lent, out of the list that it is in. Never waits.
+
+        After an interrupt it is called again, when another thread may have got what came back.
+        """
+        # From one list to the other in one step: what came back is not there a second time.
+        self._returned.extend(map(spans.pop, repeat(-1, len(spans))))
 
     def trim(self) -> int:
         """Unpin the slabs of which nothing is lent; return their bytes."""
