@@ -30,7 +30,7 @@ from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
 from vram.spec import HOST, AllocationFlags, HandleKind, Location
 from vram.testing.faults import UNDO, FaultyDriver
-from vram.testing.keeper import SOON
+from vram.testing.keeper import AT_ONCE, SOON, until
 from vram.testing.region import load, store
 
 G = 2 << 20
@@ -273,6 +273,28 @@ def test_an_interrupt_leaves_arrays_as_their_regions_are_i12() -> None:
             array.close()
     assert len(changed) == 2
     assert driver.live() == HostDriver().live()
+
+
+def test_an_interrupt_in_what_prepares_does_not_keep_the_next_from_it_i12() -> None:
+    """Whether it comes before the thread that makes memory was begun, or behind that."""
+    driver, where = HostDriver(), (*ROOMS, *room("std:threading"))
+    kind = Kind(driver, HOST, HandleKind.POSIX_FD, AllocationFlags.NONE, G)
+
+    def act() -> object:
+        return keep_ready(kind, 3).wait(SOON)
+
+    found = points(act, where)
+    keep_ready(kind, 0)
+    assert len(found) > 20
+    for nth in chosen(found, POINTS, seed=3):
+        interrupt(nth, act, where)
+        prepared = keep_ready(kind, 3)
+        assert prepared.wait(AT_ONCE), nth
+        assert prepared.ready == 3 * G
+        prepared.close()
+        gc.collect(0)
+        until(lambda: driver.live().nbytes == 0)  # a thread that was begun and given up may be at one yet
+    assert not lifetime.stuck()
 
 
 def test_what_cannot_be_unmapped_is_said_and_the_rest_has_changed_i1() -> None:

@@ -116,9 +116,10 @@ class Prepared:
             if self._filling is not None or len(self._ready) >= self._most:
                 return
             self._error = None
-            self._filling = gate = Gate()
+            gate = Gate()
             filling = threading.Thread(target=self._fill, args=(gate,), name="vram: memory ahead")
             try:
+                self._filling = gate  # from here on it is opened, whatever comes: others wait for that
                 begin(filling, otherwise=partial(self._give_up, gate))  # who grows does not wait for it
             except BaseException as error:
                 self._give_up(gate, error)
@@ -130,26 +131,30 @@ class Prepared:
         with self._lock:
             if isinstance(error, Exception):
                 self._error = error.with_traceback(None)
-            self._filling = None
-        gate.open()
+            if self._filling is gate:
+                self._filling = None
+            gate.open()
 
     def _fill(self, gate: Gate) -> None:
         """Make chunks until there are enough. The thread ends then, or when the interpreter does."""
         kind = self._kind
         try:
             while True:
-                if not self._lacks_some():
+                if not self._lacks_some(gate):
                     break
                 self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
         except Exception as error:  # noqa: BLE001  (raised by wait)
             self._give_up(gate, error)
         finally:
-            gate.open()
+            with self._lock:
+                gate.open()
 
-    def _lacks_some(self) -> bool:
+    def _lacks_some(self, gate: Gate) -> bool:
+        """Whether the thread that opens a gate is to make more: not if it was given up, and another was begun."""
         with self._lock:
-            lacks = len(self._ready) < self._most and threading.main_thread().is_alive()
-            if not lacks:
+            is_mine = self._filling is gate
+            lacks = is_mine and len(self._ready) < self._most and threading.main_thread().is_alive()
+            if is_mine and not lacks:
                 self._filling = None  # whoever takes some from now on begins another thread
             return lacks
 
