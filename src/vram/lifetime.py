@@ -34,6 +34,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -57,6 +58,7 @@ __all__ = [
     "begin",
     "close_all",
     "holding",
+    "last_fork",
     "live",
     "noted",
     "own",
@@ -83,6 +85,7 @@ _live: dict[int, Handle] = {}
 _stuck: list[Handle] = []
 _serials = itertools.count(1)
 _generation = 0  # counts forks on the way from the first process to this one
+_forked = (0, 0.0)  # the last child of this process: whatever was there when it was forked has a lower number; and when
 _exiting = False
 _local = threading.local()
 
@@ -127,6 +130,15 @@ class Handle:
     def is_over(self) -> bool:
         """Whether the undo has come to its end, not only begun; also if it failed, or is none of this process's."""
         return self._state in (_CLOSED, _STUCK) or self._generation != _generation
+
+    @property
+    def forked_at(self) -> float | None:
+        """When a child was last forked since this was made, in seconds since 1970; None if none was.
+
+        The child shares memory of the host that was mapped, and nobody is told when it has ended.
+        """
+        serial, when = _forked
+        return when if self._id < serial else None
 
     def check(self) -> None:
         """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here.
@@ -569,6 +581,11 @@ def begin(thread: threading.Thread, *, otherwise: Callable[[BaseException], obje
         raise wrong.pop()
 
 
+def last_fork() -> object:
+    """Return what is another one as soon as a child is forked."""
+    return _forked
+
+
 def live() -> tuple[Handle, ...]:
     """Return every handle of this process that has not been undone."""
     _settle()
@@ -838,6 +855,12 @@ def _after_fork_in_child() -> None:
     _stuck.clear()
 
 
+def _at_fork() -> None:
+    """Note that there is a child: before, since other threads ask meanwhile, and after, since they make things."""
+    global _forked
+    _forked = next(_serials), time.time()
+
+
 def _at_exit() -> None:
     """Take back only what the kernel will not (I8)."""
     global _exiting
@@ -851,5 +874,5 @@ def _at_exit() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, where there is nothing to do
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_at_fork, after_in_parent=_at_fork, after_in_child=_after_fork_in_child)
 atexit.register(_at_exit)

@@ -109,6 +109,131 @@ def test_what_is_published_or_attached_sleeps_only_here(tmp_path: Path) -> None:
         del seen
 
 
+def test_what_a_forked_child_has_mapped_sleeps_only_here(tmp_path: Path) -> None:
+    """It would keep the old bytes; what was made since, or after it has ended, sleeps."""
+    with vram.zeros((2, 1 << 19), "int32", device="host") as array:
+        array[:] = 7
+        view = array.numpy()
+        asked, ask = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.close(ask)
+                os.read(asked, 1)
+                os._exit(int(view[0, 0]))
+            finally:
+                os._exit(99)
+        try:
+            with pytest.raises(BusyError, match=f"forked.* process {pid}") as raised:
+                vram.sleep(array, tmp_path)
+            assert f"{pid}" in str(raised.value.holders)
+            with vram.asarray([1.0], device="host") as since:
+                assert vram.sleep([since], tmp_path).freed
+            with pytest.raises(BusyError, match="forked"):
+                vram.sleep(array, None)
+            assert vram.sleep(array, tmp_path, shared="unmap").freed == 0
+            vram.wake(array)
+            array[:] = 9  # the same memory: the child sees it
+        finally:
+            os.close(asked)
+            os.close(ask)
+            status = os.waitpid(pid, 0)[1]
+        assert os.waitstatus_to_exitcode(status) == 9
+        assert vram.sleep(array, tmp_path).freed == array.region.capacity
+        vram.wake(array)
+        assert (view == 9).all()
+
+
+@pytest.mark.parametrize("fails", ["all", "child"])
+def test_a_child_that_nobody_may_look_at_is_taken_to_have_it(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no ``/proc``; or the child has become another user."""
+    from vram.memory import children
+
+    look = children._files
+
+    def refuse(pid: str) -> Any:
+        if fails == "all" or pid == str(child):
+            raise PermissionError
+        return look(pid)
+
+    with vram.asarray([1.0], device="host") as array:
+        asked, ask = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(ask)
+                os.read(asked, 1)
+            finally:
+                os._exit(0)
+        try:
+            monkeypatch.setattr(children, "_files", refuse)
+            with pytest.raises(BusyError, match="may have it" if fails == "all" else f"process {child}"):
+                vram.sleep(array, tmp_path)
+        finally:
+            os.close(asked)
+            os.close(ask)
+            os.waitpid(child, 0)
+        monkeypatch.undo()
+        assert vram.sleep(array, tmp_path).freed
+
+
+def test_a_child_that_is_forked_while_memory_falls_asleep_keeps_it_awake(tmp_path: Path) -> None:
+    children: list[int] = []
+
+    def fork(event: Remapped) -> None:
+        if (event.verb, event.when) == ("sleep", "before"):
+            asked, ask = os.pipe()
+            children.append(os.fork())
+            if not children[-1]:
+                try:
+                    os.close(ask)
+                    os.read(asked, 1)
+                finally:
+                    os._exit(0)
+            os.close(asked)
+            children.append(ask)
+
+    with vram.asarray([1.0], device="host") as array:
+        end = vram.on_remap(fork)
+        try:
+            with pytest.raises(BusyError, match="forked"):
+                vram.sleep(array, tmp_path)
+        finally:
+            end()
+            os.close(children[1])
+            os.waitpid(children[0], 0)
+        assert array.numpy().tolist() == [1]
+        assert vram.sleep(array, tmp_path).freed
+        vram.wake(array)
+        assert array.numpy().tolist() == [1]
+
+
+def test_nothing_is_told_where_nothing_changes(tmp_path: Path) -> None:
+    """What is told of a change may wake memory itself: it is over with what is awake."""
+    told: list[tuple[str, str]] = []
+
+    def wake(event: Remapped) -> None:
+        told.append((event.verb, event.when))
+        assert len(told) < 9
+        if event.when == "after":
+            vram.wake(array)
+
+    with vram.asarray([1.0], device="host") as array:
+        end = vram.on_remap(wake)
+        try:
+            assert vram.wake(array).nbytes == 0
+            assert not told
+            assert vram.sleep([], tmp_path).nbytes == 0
+            assert not told
+            vram.sleep(array, tmp_path)
+            assert told == [("sleep", "before"), ("sleep", "after"), ("wake", "before"), ("wake", "after")]
+            assert array.numpy().tolist() == [1]
+        finally:
+            end()
+
+
 def test_asleep_it_is_not_published_sent_or_lent(tmp_path: Path) -> None:
     ours, theirs = vram.ArrayChannel.pair()
     with ours, theirs, vram.private_keeper(), vram.asarray([1.0], device="host") as array:

@@ -22,6 +22,7 @@ from ..spec import Access, Location, format_size
 from . import chunks
 from .allocation import can_seal, seal_memory
 from .backups import Backup, Copies, FileBackup, HostBackup, KeptBackup, PinnedBackup, open_file
+from .children import Children
 from .foreign import ForeignRegion
 from .region import Region
 
@@ -152,7 +153,7 @@ def on_remap(callback: Callable[[Remapped], object]) -> Callable[[], None]:
 def _tell(
     verb: Literal["sleep", "wake"], when: Literal["before", "after"], marks: dict[Region, Asleep], changed: bool
 ) -> None:
-    if _listeners:
+    if _listeners and marks:  # nothing is told where nothing changes
         spans = tuple((region.location, region.address, sum(mark.backup.sizes)) for region, mark in marks.items())
         for callback in list(_listeners.values()):
             callback(Remapped(verb, when, changed, spans))
@@ -178,13 +179,14 @@ def sleep_regions(
     marks = {region: Asleep() for region in places}
     using = [region.handle.claim("sleep") for region in marks]  # another thread may close one meanwhile
     copies = Copies()
+    children = Children()
     files: list[Claim] = []
     rows: dict[Region, tuple[chunks.Chunk, ...]] = {}
     is_told = False
     try:
         try:
             for region, mark in marks.items():
-                _begin(region, mark, unmap_shared)
+                _begin(region, mark, unmap_shared, children)
             _choose(marks, places, files)
             is_told = True
             _tell("sleep", "before", marks, False)
@@ -192,6 +194,8 @@ def sleep_regions(
             for region, mark in marks.items():
                 mark.backup.store(region, mark.nbytes, copies)
             copies.finish()
+            if children.is_old:
+                _refuse_children(marks)
             rows = {region: region._chunks.row for region in marks}  # from here on it falls asleep, whatever comes
             _unmap(rows, marks)
         except BaseException as error:
@@ -212,7 +216,7 @@ def sleep_regions(
     return SleepReport(stored, freed, time.perf_counter() - started)
 
 
-def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
+def _begin(region: Region, mark: Asleep, unmap_shared: bool, children: Children) -> None:
     """Mark a region, from when on nobody gets at its memory; then see whether anybody has."""
     if isinstance(region, ForeignRegion):
         raise UsageError(f"{region!r} is not ours to unmap: another library's memory, or a lender's")
@@ -225,27 +229,43 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
         region.asleep = mark
     row = region._chunks.row
     others = tuple(
-        f"{holder} ({format_size(chunk.stop - chunk.start)})" for chunk in row for holder in _others(region, chunk)
+        f"{holder} ({format_size(chunk.stop - chunk.start)})"
+        for chunk in row
+        for holder in _others(region, chunk, children)
     )
     unmap_shared = unmap_shared and not region.is_updatable  # nobody could map that writable again
     if others and not unmap_shared:
-        raise BusyError(
-            f"{region.handle.label} cannot sleep: others hold its memory, and would keep the old bytes when it wakes. "
-            f"Let them give it back first, or unmap it here only (shared='unmap'), which frees nothing",
-            others,
-        )
+        raise _held(region, others)
     if others:
         mark.backup = KeptBackup(region.chunks)
 
 
-def _others(region: Region, chunk: chunks.Chunk) -> tuple[str, ...]:
+def _held(region: Region, others: tuple[str, ...]) -> BusyError:
+    return BusyError(
+        f"{region.handle.label} cannot sleep: others hold its memory, and would keep the old bytes when it wakes. "
+        f"Let them give it back first (a forked child does when it ends), or unmap it here only (shared='unmap'), "
+        f"which frees nothing",
+        others,
+    )
+
+
+def _refuse_children(marks: Mapping[Region, Asleep]) -> None:
+    """Refuse what a child has that was forked since the others were asked, by another thread or by who was told."""
+    children = Children()
+    for region, mark in marks.items():
+        found = [child for chunk in region._chunks.row for child in children.of(chunk)] if mark.backup.frees else []
+        if found:
+            raise _held(region, tuple(dict.fromkeys(found)))
+
+
+def _others(region: Region, chunk: chunks.Chunk, children: Children) -> tuple[str, ...]:
     """Return who besides this region's mapping holds the memory of a chunk, or may."""
     if region.is_imported:
         return ("whoever made it",)
-    memory = chunk.known
-    if memory is None:  # nobody ever wanted to have it
-        return ()
-    found = memory.handle.holders(besides=chunk.mapping)
+    memory, forked = chunk.known, children.of(chunk)
+    if memory is None:  # nobody else here ever wanted to have it
+        return forked
+    found = (*memory.handle.holders(besides=chunk.mapping), *forked)
     return (*found, "whoever it was exported to") if memory.has_left else found
 
 
