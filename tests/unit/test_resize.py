@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -489,6 +490,78 @@ def test_in_a_forked_child_nothing_is_ready_i7() -> None:
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert prepared.ready == 4 << 20
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_what_a_forked_child_may_look_at_is_not_kept_i7(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would see zeros, and then what another array has there, and could write to that."""
+    monkeypatch.setattr(Prepared, "_refill", lambda self: None)  # the thread has not come to it
+    prepared = vram.prepare("host", "16MiB", chunk="2MiB")
+    with vram.zeros((4, G), "int8", device="host", capacity=8, chunk="2MiB") as array:
+        array[:] = 7
+        view = array.numpy()
+        asked, ask = os.pipe()
+        pid = os.fork()
+        if not pid:
+            try:
+                os.close(ask)
+                os.read(asked, 1)
+                os._exit(not (view == 7).all())
+            finally:
+                os._exit(2)
+        try:
+            del view
+            array.resize(1)
+            assert prepared.ready == 0
+            array.resize(3)
+            array.resize(0)
+            assert prepared.ready == 2 * G  # the two that were mapped since
+        finally:
+            os.close(asked)
+            os.close(ask)
+            status = os.waitpid(pid, 0)[1]
+        assert status == 0
+
+
+def test_what_is_prepared_leaves_descriptors_for_others_and_gives_way_to_a_growth_that_finds_none() -> None:
+    """Each chunk of the host takes one: a quarter of those that there may be stays free."""
+    code = f"""
+import os, resource, vram, vram.errors
+from vram.memory.ahead import Prepared
+other = vram.zeros((0, 1 << 22), "int8", device="host", capacity=16, chunk="4MiB")
+other.resize(1)
+array = vram.zeros((8, 1 << 21), "int8", device="host", capacity=99, chunk="2MiB")
+array[:] = 7
+vram.prepare("host", "2MiB", chunk="2MiB").wait({SOON})
+resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+prepared = vram.prepare("host", "1GiB", chunk="2MiB")
+try:
+    prepared.wait({SOON})
+except vram.errors.CapacityError as error:
+    print(str(error).partition(":")[0])
+held = []
+for _ in range(96 // 4 - 1):
+    held.append(os.open("/dev/null", os.O_RDONLY))
+ready, refill = prepared.ready, Prepared._refill
+Prepared._refill = lambda self: None
+array.resize(1)
+Prepared._refill = refill
+print(ready > 40 << 20, prepared.ready == ready, "nothing more is kept")
+try:
+    for _ in range(99):
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError as error:
+    print(error.strerror)
+other.resize(9)
+print(prepared.ready, other.nbytes >> 22)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SOON, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    said, kept, full, end = ran.stdout.splitlines()
+    assert "less than a quarter of the 96 descriptors" in said
+    assert kept == "True True nothing more is kept"
+    assert full == os.strerror(errno.EMFILE)
+    assert end == "0 9"
 
 
 @pytest.mark.parametrize("waits", [False, True])

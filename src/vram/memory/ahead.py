@@ -7,18 +7,20 @@ else has it or ever had it: what has left the process is never kept.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ..driver.protocol import StreamOrdered
-from ..errors import UsageError
+from ..driver.protocol import Driver, HostAddressable, StreamOrdered
+from ..errors import CapacityError, UsageError
 from ..lifetime import Gate, begin, noted, own
 from ..spec import AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import create_memory
+from .children import is_inherited
 from .chunks import Chunk, Chunks, Kind, Ready, Supply, destroy_streams, supplies
 
 __all__ = ["Prepared", "keep_ready", "prepare", "set_aside"]
@@ -63,6 +65,8 @@ class Prepared:
         ------
         OutOfMemoryError
             If there is not enough, or whatever else kept the thread from making it.
+        CapacityError
+            If, on the host, less than a quarter of the descriptors that this process may have would stay free.
         """
         filling = self._filling
         if self._is_current and filling is not None:
@@ -142,6 +146,12 @@ class Prepared:
             while True:
                 if not self._lacks_some(gate):
                     break
+                if not _spares_descriptors(kind.driver):
+                    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                    raise CapacityError(
+                        f"with more made ahead, less than a quarter of the {limit} descriptors that this process may "
+                        f"have would be free: prepare fewer and larger chunks, or allow more (ulimit -n)"
+                    )
                 self._put(create_memory(kind.driver, kind.nbytes, kind.location, kind.kinds, kind.flags))
         except Exception as error:  # noqa: BLE001  (raised by wait)
             self._give_up(gate, error)
@@ -184,8 +194,9 @@ def prepare(device: Location | str, nbytes: int | str, *, chunk: int | str) -> P
     """Have memory made before it is needed: growing finds it ready, and what shrinking gives back is kept with it.
 
     A thread makes `nbytes` now, and again what was used. Arrays that were made with the same ``chunk=`` take from it
-    when they grow, wake or are made. What is kept is zero, and was in no other process; it is given back when a growth
-    would else find too little memory, by :meth:`Prepared.close`, and by :func:`vram.trim`.
+    when they grow, wake or are made. What is kept is zero, and was in no other process, nor, on the host, there at a
+    fork; it is given back when a growth would else find too little memory, by :meth:`Prepared.close`, and by
+    :func:`vram.trim`. A chunk on the host takes a descriptor: a quarter of those that the process may have stays free.
 
     Parameters
     ----------
@@ -253,6 +264,8 @@ def set_aside(
     for mapped, kinds, flags, going in given:
         driver, chosen = mapped.where.driver, list[Chunk]()
         spans, kept = places.setdefault((driver, mapped.users[0]), ([], []))
+        if not _spares_descriptors(driver):
+            continue
         for chunk in going:
             supply = supplies.get(Kind(driver, mapped.location, kinds, flags, chunk.stop - chunk.start))
             if not isinstance(supply, Prepared) or len(supply._ready) + count[supply] >= supply._most:
@@ -280,6 +293,18 @@ def set_aside(
     return found
 
 
+def _spares_descriptors(driver: Driver) -> bool:
+    """Whether a quarter of the descriptors that this process may have are free; memory of the host takes one each."""
+    if not isinstance(driver, HostAddressable):
+        return True
+    try:
+        lowest = os.open("/", os.O_PATH | os.O_CLOEXEC)  # the kernel gives the lowest number: all below are in use
+    except OSError:
+        return False
+    os.close(lowest)
+    return lowest < resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
+
+
 def _zero(driver: Any, place: Location, spans: Sequence[tuple[int, int]]) -> None:
     """Zero spans of addresses; on a device in a stream of its own, which waits for nobody's work."""
     if not isinstance(driver, StreamOrdered) or not spans:
@@ -304,6 +329,8 @@ def _zero(driver: Any, place: Location, spans: Sequence[tuple[int, int]]) -> Non
 
 def _claimed(chunk: Chunk) -> Ready | None:
     """Return the memory of a chunk with a claim on it, if nobody but its mapping has it or ever had it."""
+    if is_inherited(chunk):  # a view there shows what the next to have it puts in
+        return None
     memory = chunk.memory
     if memory.has_left or memory.sealed or memory.handle.holders(besides=chunk.mapping):
         return None

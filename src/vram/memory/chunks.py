@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..driver.protocol import UNDECIDED, DirectMapping, Driver, HostAddressable, StreamOrdered
-from ..errors import OutOfMemoryError, UnsupportedError, UsageError
+from ..errors import DriverError, OutOfMemoryError, UnsupportedError, UsageError
 from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
@@ -222,7 +222,7 @@ class Chunks:
                     supply._put(ready)
                 for _, claim in reversed(made):
                     claim.release()
-            if isinstance(error, OutOfMemoryError) and _make_room(driver, place):
+            if _is_lack(error) and _make_room(driver, place):
                 self.make(sizes, kinds, access, flags, into)
                 return
             raise
@@ -392,6 +392,11 @@ def measure(
         location = one.location
         total += one.nbytes
     return total, location or Location(driver.name)
+
+
+def _is_lack(error: BaseException) -> bool:
+    """Whether something was refused since there is no memory left, or no descriptor: what is ready has both."""
+    return isinstance(error, OutOfMemoryError) or (isinstance(error, DriverError) and error.name == "EMFILE")
 
 
 def _make_room(driver: Driver, location: Location) -> bool:
