@@ -293,6 +293,33 @@ def demo(
     run_demo(device=device, weights=weights, workers=workers, as_json=as_json)
 
 
+@app.command()
+def doctor(
+    need: Annotated[
+        list[str] | None,
+        typer.Option(help='Exit with status 1 unless this works: an area ("gpu") or a check ("cuda:0 fabric").'),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that the driver of the GPUs has to answer.")] = 60.0,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what works here, what does not, why, and what to do. Exit status 1 if something is broken or missing."""
+    from ..doctor import examine, unmet
+
+    found = examine(socket, timeout=timeout)
+    left = unmet(found, need or ())
+    if as_json:
+        _print({"findings": found, "unmet": left}, True, "")
+    else:
+        from .tables import finding_table, show_table
+
+        show_table(finding_table(found))
+        for line in left:
+            print(f"needed: {_one_line(line)}")
+    if left or any(one.verdict == "broken" for one in found):
+        raise typer.Exit(1)
+
+
 def _benchmarks() -> str:
     """List the benchmarks. \\b: the lines of a paragraph stay as they are."""
     parts = (("The benchmarks:", NAMES), ("With --device cuda:0:", GPU_NAMES))
