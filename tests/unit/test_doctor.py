@@ -170,8 +170,9 @@ def test_a_path_that_is_too_long_is_broken() -> None:
 
 # -- GPUs -----------------------------------------------------------------------------------------------------------
 def test_a_driver_that_does_not_answer_is_broken_and_not_waited_for() -> None:
-    (found,) = gpus.ask(0.001)
-    assert (found.verdict, "did not answer within 0.001 s" in found.said) == ("broken", True)
+    found = gpus.ask(0.001)
+    assert "did not answer within 0.001 s" in found[0].said
+    assert [one.verdict for one in found] == ["broken"]
 
 
 @pytest.mark.parametrize(
