@@ -40,6 +40,7 @@ GOLDEN = [
     (m.Leases(18, "a", 2), "94a66c656173657312a16102"),
     (m.Remove(16, "a", 1, True, True), "96a672656d6f766510a16101c3c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
+    (m.Measure(17), "92a76d65617375726511"),
     (m.Takeover(18, True, True, True), "95a874616b656f76657212c3c3c3"),
     (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
     (m.Published(5, 3), "93a97075626c69736865640503"),
@@ -148,7 +149,7 @@ def test_every_message_has_golden_bytes() -> None:
     assert set(m.Succession.__args__) == {type(message) for message, _ in SUCCESSION} | {m.Descriptors, m.Error}
     assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == golden | {
         # their rows are for people; they change with what is shown
-        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics),
+        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics, m.Measurements),
     }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,10 @@ def keep(
             help="Seconds after which the claim to publish a name passes to the next who waits [default: 600]."
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
+    ] = None,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -122,8 +127,38 @@ def keep(
         command += ["--claim-timeout", claim_timeout]
     if takeover:
         command.append("--takeover")
+    if metrics is not None:
+        _export_metrics(metrics, socket)
     sys.stdout.flush()
     os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
+
+
+def _export_metrics(address: str, socket: str | None) -> None:
+    """Start ``vram metrics`` for the keeper that this process becomes: it ends when this process does."""
+    from ..metrics import check_installed, parse_address
+
+    check_installed()
+    parse_address(address)
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-P", "-m", "vram.metrics", "--listen", address, "--parent-fd", str(ours)]
+    if socket is not None:
+        command += ["--socket", os.path.abspath(socket)]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[ours])
+    os.close(ours)
+    os.set_inheritable(theirs, True)  # the keeper has it, knows nothing of it, and it closes when the keeper ends
+
+
+@app.command()
+def metrics(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to answer scrapes.")] = "127.0.0.1:9464",
+    socket: Socket = None,
+) -> None:
+    """Serve the keeper's numbers to Prometheus until Ctrl-C or SIGTERM; so does `vram keep --metrics`."""
+    from ..metrics.__main__ import main as serve
+
+    arguments = ["--listen", listen, *(() if socket is None else ("--socket", socket))]
+    if serve(arguments):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -814,6 +814,10 @@ class Catalogue:
         """Yield the versions that exist and came after such a serial number, in the order in which they came."""
         return self._versions.beginning(serial + 1)
 
+    def has_serial(self, serial: int) -> bool:
+        """Whether the version with such a serial number exists."""
+        return serial in self._versions
+
     def all_versions(self) -> list[Version]:
         """Return every version that exists."""
         found = [version for known in self._names.values() for version in known.older.values()]
