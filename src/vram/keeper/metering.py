@@ -19,7 +19,7 @@ from . import messages as m
 from .catalogue import Catalogue
 from .records import Version
 
-__all__ = ["BOUNDS", "MOST_ROWS", "Meter"]
+__all__ = ["BOUNDS", "MOST_ROWS", "Meter", "kind_of"]
 
 # Seconds that the keeper worked on a request. Most take 20 to 200 us.
 BOUNDS: Final = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 1.0)
@@ -147,6 +147,13 @@ class Meter:
             counts[1] += times
             if not counts[1]:
                 del self._sums[device]
+
+
+def kind_of(request: m.Request) -> str:
+    """What a request is counted as: by the name of its message, but a removal that asks readers to let go apart."""
+    if type(request) is m.Remove and request.revoke:
+        return "revoke"
+    return str(type(request).__struct_config__.tag)
 
 
 def _places(version: Version) -> list[tuple[str, int]]:

@@ -23,7 +23,7 @@ from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
 from .fields import record_from
 from .lookups import Lookups
-from .metering import Meter
+from .metering import Meter, kind_of
 from .records import (
     Claim,
     Claimed,
@@ -165,7 +165,7 @@ class Service:
                 self._greet(connection, payload, fds)
                 return kind, ""
             request = m.decode_request(payload)
-            call, kind = request.call, _kind(request)
+            call, kind = request.call, kind_of(request)
             if cut:
                 self._cut(payload)
             if fds and type(request) not in (m.Publish, m.Part, m.Page):
@@ -672,13 +672,6 @@ class Service:
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
-
-
-def _kind(request: m.Request) -> str:
-    """What a request is counted as."""
-    if type(request) is m.Remove and request.revoke:
-        return "revoke"
-    return str(type(request).__struct_config__.tag)
 
 
 def _whose(effect: Effect) -> int:
