@@ -609,6 +609,18 @@ def test_what_is_updated_is_not_shared_frozen_or_moved_besides(tmp_path: Path) -
         assert seen(lease) == (2, [2])
 
 
+def test_what_is_updated_does_not_grow_under_its_readers() -> None:
+    """Its last chunk is with them, and they would see rows that nobody has published."""
+    with vram.zeros((4,), "uint8", device="host", capacity=1 << 20) as mine:
+        vram.publish("growing", {"a": mine}, updatable=True)
+        with pytest.raises(BusyError, match="Copy it to grow it"):
+            mine.resize(4096)
+        with pytest.raises(BusyError, match="Copy it to grow it"):
+            vram.resize({mine: 4096})
+        assert mine.shape == (4,)
+        mine.resize(4)
+
+
 def test_a_forked_child_has_no_section_and_no_update() -> None:
     publish()
     with vram.attach("w") as lease:

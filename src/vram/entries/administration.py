@@ -86,7 +86,7 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
     try:
         lease = client.lease(name, version=version)  # given back when its answer is dropped, whatever comes
         try:
-            manifest = read_manifest(lease)
+            manifest = read_manifest(client, lease)
         finally:
             close_fds(lease.fds)
             client.release([lease.lease_id])

@@ -120,7 +120,7 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
             return
         client, attachment = found
         try:
-            _plan(lease, read_manifest(attachment), attachment)
+            _plan(lease, read_manifest(client, attachment, older=lease._manifest), attachment)
         finally:
             if attachment.answer is not None:
                 attachment.answer.give_back()
@@ -136,7 +136,7 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
 
 def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tuple[str, ...]:
     before = lease._manifest
-    manifest, added = _plan(lease, read_manifest(attachment), attachment)
+    manifest, added = _plan(lease, read_manifest(client, attachment, older=before), attachment)
     _check_room(lease, attachment, added)
     sizes = [(one.region, one.region.nbytes) for one in added]
     listening: list[Subscription] = []
@@ -321,6 +321,8 @@ def _why_not(entry: ArrayEntry, longer: ArrayEntry) -> str:
     """Return why an array is not another one with more rows; empty if it is."""
     if entry.dtype != longer.dtype or entry.shape[1:] != longer.shape[1:] or len(entry.shape) != len(longer.shape):
         return f"is of {longer.dtype} {longer.shape} there, and of {entry.dtype} {entry.shape} here"
+    if not entry.shape and longer.nbytes != entry.nbytes:
+        return f"has {longer.nbytes} bytes there, and {entry.nbytes} here"
     if longer.shape < entry.shape or longer.nbytes < entry.nbytes:
         return f"has {longer.shape[0]} rows there, and {entry.shape[0]} here"
     return ""

@@ -17,17 +17,26 @@ from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import close_when_unused, part_of_view
 from ..driver.protocol import UNDECIDED
-from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
+from ..errors import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    NotFoundError,
+    PeerGoneError,
+    ProtocolError,
+    UsageError,
+    VramError,
+)
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
 from ..sharing.channel import check_timeout, close_fds
-from ..sharing.descriptor import Manifest
+from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
-from ..spec import Location, format_count
+from ..spec import Location, format_count, format_size
 from .keepers import TIMEOUT, connect, wait_for_keeper
-from .manifests import read_manifest
+from .manifests import is_strange, read_manifest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -160,7 +169,7 @@ class Lease(Owned, Mapping[str, Array]):
         fds = attachment.fds
         regions: list[Region] = []
         try:
-            self._manifest = read_manifest(attachment)
+            self._manifest = read_manifest(client, attachment)
             at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
             if at + self._manifest.descriptors != len(fds):
                 raise ProtocolError(
@@ -168,6 +177,8 @@ class Lease(Owned, Mapping[str, Array]):
                 )
             if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
+            if follow:
+                _check_addresses(client, attachment, self._manifest)
             updatable = self._manifest.updatable
             if updatable:
                 from .reading import words_of  # few leases are on what is updated
@@ -728,6 +739,16 @@ class Lease(Owned, Mapping[str, Array]):
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{format_count(len(self), 'array')}, {self.nbytes} bytes"
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
+
+
+def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Manifest) -> None:
+    """Refuse to set aside so many addresses for what another user says will grow that few are left."""
+    total = sum([memory.capacity for memory in manifest.memories])
+    if total > STRANGERS_ADDRESSES and is_strange(client, attachment):
+        raise CapacityError(
+            f"{attachment.name!r} of uid {attachment.owner} may grow to {format_size(total)}; of another user's entry "
+            f"at most {format_size(STRANGERS_ADDRESSES)} of addresses are set aside: attach it without follow=True"
+        )
 
 
 def array_on(

@@ -133,7 +133,7 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
                 f"parking {name!r}", "a keeper that can", f"an older one at {client.path}",
                 "`vram keep --takeover` replaces it, and nobody notices",
             )  # fmt: skip
-        manifest = _manifest_of(lease)
+        manifest = _manifest_of(client, lease)
         moved, places = _on_gpus(manifest)
         if not moved:
             raise UsageError(
@@ -171,7 +171,7 @@ def wake_and_lease(
 
 def _wake(client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]) -> Attachment:
     with _given_back(client, lease):
-        manifest = _manifest_of(lease)
+        manifest = _manifest_of(client, lease)
         _, devices = _on_gpus(manifest)
         places = _places(devices, user)
         with contextlib.suppress(BusyError, NotFoundError):
@@ -192,9 +192,9 @@ def _given_back(client: KeeperClient, lease: Attachment) -> Iterator[None]:
             lease.answer.owner = None
 
 
-def _manifest_of(lease: Attachment) -> Manifest:
+def _manifest_of(client: KeeperClient, lease: Attachment) -> Manifest:
     """Read what is in a version that moves. While it is parked, too, that says where it was published."""
-    manifest = read_manifest(lease)
+    manifest = read_manifest(client, lease)
     if manifest.descriptors != len(lease.segments) or manifest.handles or manifest.pools or manifest.updatable:
         raise ProtocolError(f"{lease.name!r} version {lease.version} is described as memory that no keeper moves")
     return manifest

@@ -32,6 +32,7 @@ class Resizable(Protocol):
     """What is known here of a region, which imports this module."""
 
     asleep: object
+    is_updatable: bool
     _access: Access
     _chunks: chunks.Chunks
     _flags: AllocationFlags
@@ -107,6 +108,11 @@ class _Change:
         elif self.nbytes > self.before and verb == "shrink":
             raise UsageError(f"cannot shrink to {self.nbytes} bytes: the region has {self.before}; use grow or resize")
         elif self.nbytes > self.before:
+            if region.is_updatable:  # the rest of the last chunk is with them already
+                raise BusyError(
+                    f"{region.handle.label} was published with updatable=True: its readers would see what it grows by "
+                    f"before that is published. Copy it to grow it"
+                )
             self.sizes = region._growth(self.nbytes)
 
     def make(self) -> None:
