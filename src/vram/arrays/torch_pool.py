@@ -313,7 +313,7 @@ class TorchPool:
         if location.kind != "cuda" or not isinstance(location.id, int):
             raise UsageError(f"a pool of torch's is on a GPU, such as 'cuda:0', not on {location}")
         self.location = location
-        self._ordinal = location.id
+        self._ordinal, self._driver = location.id, drivers.get(location)
         check_torch(import_torch())
         self.margin = 0
         self._pools: dict[tuple[str, int, int], Any] = {}  # that nobody is in, by tag, thread, depth
@@ -502,13 +502,13 @@ class TorchPool:
 
     def _create(self, nbytes: int) -> Region:
         if self.margin:
-            free, _ = drivers.get(self.location).mem_info(self.location)
+            free, _ = self._driver.mem_info(self.location)
             if nbytes + self.margin > free:
                 raise CapacityError(
                     f"{format_size(nbytes)} more would leave less than the margin of {format_size(self.margin)} of the "
                     f"{format_size(free)} that are free on {self.location}"
                 )
-        return Region.create(self.location, capacity=nbytes, nbytes=nbytes, managed=True)
+        return Region.create(self.location, capacity=nbytes, nbytes=nbytes, managed=True, driver=self._driver)
 
     # -- sleep --------------------------------------------------------------------------------------------------
     def sleep(
