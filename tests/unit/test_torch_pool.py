@@ -565,6 +565,30 @@ def test_memory_that_a_thread_took_outside_of_blocks_is_found_when_it_is_freed(
 
 
 @on_gpu
+def test_what_a_thread_of_no_pythons_asked_for_is_left_alone_until_torch_has_it(
+    torch: TorchLike, pool: vram.TorchPool
+) -> None:
+    """Such as those of backward, in a graph. Python may know it only while it calls, and not until torch has noted."""
+    with pool.capture("graph"):
+        pass
+    made, native = torch.pools[-1], ctypes.CDLL(None)
+    thread, address = ctypes.c_void_p(), ctypes.c_void_p()
+    begin = ctypes.cast(made.allocate, ctypes.c_void_p)
+    assert native.pthread_create(ctypes.byref(thread), None, begin, ctypes.c_void_p(2 * MIB)) == 0
+    assert native.pthread_join(thread, ctypes.byref(address)) == 0
+    assert address.value is not None
+    assert tag_at(address.value) == "graph"
+    torch.frees += 1
+    assert pool.trim() == 0
+    made.taken[address.value] = 2 * MIB
+    torch.frees += 1
+    assert pool.trim() == 0
+    made.taken.clear()
+    torch.frees += 1
+    assert pool.trim() == 2 * MIB
+
+
+@on_gpu
 def test_what_failed_outside_of_blocks_is_no_note_on_what_fails_in_one(torch: TorchLike, pool: vram.TorchPool) -> None:
     total = drivers.get(GPU).device_info(GPU).total_bytes
     with pool.capture("graph") as number:

@@ -149,6 +149,8 @@ class _Here(threading.local):
         self.within: list[_Block] = []
         self.entered: list[tuple[int, Any]] = []  # the pools of torch's that it allocates in, and their GPUs
         self.given = _Given()
+        if threading.get_ident() not in [thread.ident for thread in threading.enumerate()]:
+            immortal(self.given)  # not a thread of Python's, which may know it only while it calls: see _Segment.asked
         self.taken = 0  # how many it was ever given
         self.failed: BaseException | None = None
 
