@@ -684,12 +684,12 @@ def test_a_bypass_that_is_interrupted_leaves_all_as_it_was(
 # -- threads ----------------------------------------------------------------------------------------------------
 SCRIPT = """
     import faulthandler, sys, threading, time
-    faulthandler.dump_traceback_later(DUMP, exit=True)
-    sys.setswitchinterval(1e-5)
     from torch_like import TorchLike
     torch = sys.modules["torch"] = TorchLike(keep_lock="keep" in sys.argv)
     import vram
     pool = vram.TorchPool("cuda:0")
+    faulthandler.dump_traceback_later(DUMP, exit=True)  # now that all is imported, which takes long on a busy machine
+    sys.setswitchinterval(1e-5)
     ended = []
 
     def allocate(tag):
