@@ -309,7 +309,7 @@ class _Saver:
         self.directory = Path(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
         self.piece = _chunk_mb() << 20
         self._margin = 0
-        self._pools: dict[_Kind, TorchPool] = {}
+        self.pools: dict[_Kind, TorchPool] = {}
         self._unused: deque[TorchPool] = deque()
         self._mem_pools: dict[tuple[object, ...], _Having] = {}
         self._backups: dict[Region, Backup] = {}
@@ -328,9 +328,9 @@ class _Saver:
         with self._lock:
             having = self._mem_pools.get(kind)
             if having is None:
-                pool = self._pools.get(kind)
+                pool = self.pools.get(kind)
                 if pool is None:
-                    pool = self._pools[kind] = TorchPool(f"cuda:{kind.device}")
+                    pool = self.pools[kind] = TorchPool(f"cuda:{kind.device}")
                     pool.margin = self._margin
                 having = self._mem_pools[kind] = _Having(pool, self._unused)
         return having.pool
@@ -338,7 +338,7 @@ class _Saver:
     def set_margin(self, nbytes: int) -> None:
         """Leave so many bytes of each GPU free."""
         self._margin = nbytes
-        for pool in list(self._pools.values()):
+        for pool in list(self.pools.values()):
             pool.margin = nbytes
 
     @contextmanager
@@ -373,14 +373,14 @@ class _Saver:
         """Give back what nobody has any more: pools, what torch has freed, and backups of what is gone."""
         while self._unused:
             self._unused.popleft().close()
-        for pool in list(self._pools.values()):
+        for pool in list(self.pools.values()):
             pool.trim()
         here = self._all()
         for region in [region for region in list(self._backups) if region not in here]:
             self._backups.pop(region, None)
 
     def _all(self) -> dict[Region, _Kind]:
-        return {region: kind for kind, pool in list(self._pools.items()) for region in pool.regions()}
+        return {region: kind for kind, pool in list(self.pools.items()) for region in pool.regions()}
 
     def _due(self, tag: str | None) -> dict[Region, _Kind]:
         self.settle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
 from ..arrays.sources import CudaSource, Source, as_source, find
-from ..arrays.views import RegionViews, close_when_unused, handed_out
+from ..arrays.views import RegionViews, Spans, close_when_unused, handed_out
 from ..errors import BusyError, UnsupportedError, UsageError, VramError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from ..keeper.client import Segment
@@ -178,10 +178,15 @@ _LEFT = (
 )
 
 
-def _others(span: SharedSpan) -> str:
-    """Return why memory that somebody gives out in parts cannot be published as it is; empty if it can."""
-    others = handed_out.get(span.region.address)
-    return "" if others is None else others([(item.offset, item.offset + item.nbytes) for item in span.items])
+def _why_not_whole(spans: Iterable[SharedSpan]) -> dict[int, str]:
+    """Return why memory that somebody gives out in parts cannot be published as it is, by address; empty if it can."""
+    asked: dict[Callable[[Mapping[int, Spans]], Mapping[int, str]], dict[int, Spans]] = {}
+    for span in spans:
+        address = span.region.address
+        if (giver := handed_out.get(address)) is not None:
+            where = [(item.offset, item.offset + item.nbytes) for item in span.items]
+            asked.setdefault(giver, {})[address] = where
+    return {address: reason for giver, where in asked.items() for address, reason in giver(where).items()}
 
 
 def other_contents(span: SharedSpan) -> tuple[str, bool]:
@@ -359,17 +364,22 @@ class Placement:
     def _hold(self) -> int:
         """Keep what is shared from being shrunk away; return how many segments it has."""
         shared = 0
-        for handle, span in self.spans.copy().items():
+        spans = self.spans.copy()
+        for span in spans.values():
             self._pins.append(span.region.pin(span.start, span.stop, "lent" if self._lends else "being published"))
             if span.by_handle:
                 shared += 1
                 continue
             span.allocations, span.inside = span.region.segments(span.start, span.stop)
+        given_out = _why_not_whole(spans.values()) if handed_out and not self._lends else {}
+        for handle, span in spans.items():
+            if span.by_handle:
+                continue
             if [one for one in span.allocations if HandleKind.POSIX_FD not in one.handle_kinds]:
                 reason = "its memory was made not to leave this process"
             elif self._lends:
                 reason = ""
-            elif not (reason := _others(span) if handed_out else "") and not self._whole:
+            elif not (reason := given_out.get(span.region.address, "")) and not self._whole:
                 reason, has_remains = other_contents(span)
                 self._unclear += [span.region] * has_remains
             if not reason:

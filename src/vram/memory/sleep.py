@@ -229,9 +229,15 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool) -> None:
     )
     unmap_shared = unmap_shared and not region.is_updatable  # nobody could map that writable again
     if others and not unmap_shared:
+        left = (
+            "A descriptor of it has left this process (it was lent, sent, published or exported), and can have been "
+            "kept or passed on where nobody here sees it: it counts as held from then on, also when a loan is over. "
+            "Copy it into memory of its own"
+        )
         raise BusyError(
             f"{region.handle.label} cannot sleep: others hold its memory, and would keep the old bytes when it wakes. "
-            f"Let them give it back first, or unmap it here only (shared='unmap'), which frees nothing",
+            f"{left if region.has_left else 'Let them give it back first'}, or unmap it here only (shared='unmap'), "
+            f"which frees nothing",
             others,
         )
     if others:
