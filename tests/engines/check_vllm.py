@@ -9,23 +9,29 @@ process groups (of one process).
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import vllm
 from torch import nn
 from vllm.config.load import LoadConfig
+from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_cache import ipc_loader
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 import vram
 from vram.engines.vllm import register
@@ -95,6 +101,13 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return stand_in(monkeypatch)
 
 
+def initialize(**_: Any) -> Tiny:
+    """Make a model, and note what it is like before its weights are processed, as vLLM's own does."""
+    model = Tiny()
+    record_metadata_for_reloading(model)
+    return model
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stand in for the disk, the process groups and the construction of a model; return what was loaded."""
     from vram.engines.vllm_loader import VramModelLoader
@@ -106,7 +119,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("get_pp_group", lambda: group),
         ("get_tensor_model_parallel_world_size", lambda: 1),
         ("get_tensor_model_parallel_rank", lambda: 0),
-        ("initialize_model", lambda **_: Tiny()),
+        ("initialize_model", initialize),
     ):
         assert hasattr(ipc_loader, name)
         monkeypatch.setattr(ipc_loader, name, value)
@@ -256,13 +269,16 @@ def test_the_backend_is_found_by_its_name() -> None:
 
 # -- transfer -------------------------------------------------------------------------------------------------------
 class Loading(Tiny):
-    """A model that loads as vLLM's do: by name, out of what it is given."""
+    """A model that loads as vLLM's do: by name, out of what it is given, with the loader of each parameter."""
 
     def load_weights(self, weights: Any) -> set[str]:
         mine = dict(self.named_parameters())
+        loaded = set()
         for name, tensor in weights:
-            mine[name].data.copy_(tensor)
-        return set(mine)
+            loader = getattr(mine[name], "weight_loader", default_weight_loader)
+            loader(mine[name], tensor)
+            loaded.add(name)
+        return loaded
 
 
 class Client:
@@ -284,44 +300,41 @@ class Client:
         self.engine.finish_weight_update()
 
 
-@pytest.fixture
-def layerwise(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The reload of layers needs vLLM's layers: what is called, and when, is noted instead."""
-    from vllm.model_executor.model_loader import reload
-
-    called: list[str] = []
-    for name, count in (("initialize_layerwise_reload", 1), ("finalize_layerwise_reload", 2)):
-        taken = [
-            one for one in inspect.signature(getattr(reload, name)).parameters.values() if one.default is one.empty
-        ]
-        assert len(taken) == count
-        monkeypatch.setattr(reload, name, lambda *_, name=name: called.append(name))
-    return called
-
-
 @contextlib.contextmanager
-def trainer_and_worker(keeper: str) -> Iterator[tuple[Any, Any, nn.Module, nn.Module]]:
+def worker(served: nn.Module, made: bool = False) -> Iterator[Any]:
     from vllm.config.weight_transfer import WeightTransferConfig
-    from vllm.distributed.weight_transfer.base import ModuleSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from vram.engines.vllm_transfer import VramTrainerInitInfo
-
-    trained, served = Loading(), Loading()
-    config = SimpleNamespace(parallel_config=None, model_config=None)
+    if not made:
+        record_metadata_for_reloading(served)  # as vLLM does when it makes a model
+    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
     engine = WeightTransferEngineFactory.create_engine(
         WeightTransferConfig(backend="vram"), config, torch.device("cpu"), served
     )
     try:
-        trainer = WeightTransferTrainerFactory.trainer_init(
-            VramTrainerInitInfo("policy", keeper, 5.0, rank=0), client=Client(engine), source=ModuleSource(trained)
-        )
-        yield trainer, engine, trained, served
+        yield engine
     finally:
         engine.shutdown()
 
 
-def test_rounds_of_new_weights_reach_the_worker(keeper: str, layerwise: list[str]) -> None:
+def train(source: Any, client: Any, keeper: str, rank: int = 0) -> Any:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from vram.engines.vllm_transfer import VramTrainerInitInfo
+
+    return WeightTransferTrainerFactory.trainer_init(
+        VramTrainerInitInfo("policy", keeper, 5.0, rank=rank), client=client, source=source
+    )
+
+
+@contextlib.contextmanager
+def trainer_and_worker(keeper: str) -> Iterator[tuple[Any, Any, nn.Module, nn.Module]]:
+    trained, served = Loading(), Loading()
+    with worker(served) as engine:
+        yield train(ModuleSource(trained), Client(engine), keeper), engine, trained, served
+
+
+def test_rounds_of_new_weights_reach_the_worker(keeper: str) -> None:
     with trainer_and_worker(keeper) as (trainer, _, trained, served):
         for _ in range(3):
             with torch.no_grad():
@@ -329,10 +342,9 @@ def test_rounds_of_new_weights_reach_the_worker(keeper: str, layerwise: list[str
                     one.normal_()
             trainer.send_weights()
             same(served, trained)
-    assert layerwise == ["initialize_layerwise_reload", "finalize_layerwise_reload"] * 3
 
 
-def test_the_trainer_waits_for_a_worker_that_has_not_finished(keeper: str, layerwise: list[str]) -> None:
+def test_the_trainer_waits_for_a_worker_that_has_not_finished(keeper: str) -> None:
     with trainer_and_worker(keeper) as (trainer, engine, _, _):
         trainer._info.timeout = 0.2
         engine.start_weight_update()
@@ -343,9 +355,173 @@ def test_the_trainer_waits_for_a_worker_that_has_not_finished(keeper: str, layer
         trainer.send_weights()
 
 
-def test_a_model_that_is_shared_is_not_written_to(keeper: str, layerwise: list[str]) -> None:
+def test_a_model_that_is_shared_is_not_written_to(keeper: str) -> None:
     with trainer_and_worker(keeper) as (_, engine, _, served):
         served.vram_lease = object()
         with pytest.raises(vram.errors.UsageError, match="copy"):
             engine.start_weight_update()
-    assert layerwise == []
+        assert not any(one.is_meta for one in served.parameters())
+
+
+class Gathered(ModuleSource):
+    """Weights of which each rank has a part, gathered one by one as they are asked for; the newest, and no others."""
+
+    def __init__(self, module: nn.Module, owners: dict[str, tuple[int, ...]] | None = None) -> None:
+        super().__init__(module)
+        self._owners = owners or {}
+        self.alive = 0
+        self.most = 0
+        self.ended = 0
+
+    @functools.cached_property
+    def metadata(self) -> list[Any]:
+        return [
+            ParamMeta(name, one.dtype, tuple(one.shape), owners=self._owners.get(name))
+            for name, one in self._module.named_parameters()
+        ]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, one in self._module.named_parameters():
+            gathered = one.detach().clone()
+            self.alive += 1
+            self.most = max(self.most, self.alive)
+            weakref.finalize(gathered, self._gone)
+            yield name, gathered
+            del gathered
+        self.ended += 1
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+
+def test_gathered_tensors_are_let_go_of_one_by_one(keeper: str) -> None:
+    source = Gathered(nn.Sequential(*[nn.Linear(5, 7) for _ in range(6)]))
+    trainer = train(source, mock.Mock(), keeper)
+    assert source.most == 1
+    trainer.send_weights()
+    assert source.most == 1
+    assert source.alive == 0
+    with vram.attach("policy", keeper=keeper) as lease:
+        assert lease.version == 1
+        for name, one in source._module.named_parameters():
+            assert torch.equal(lease[name].torch(), one)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trainer_whose_first_rank_has_not_all_is_refused_on_each_rank(keeper: str, rank: int) -> None:
+    source = Gathered(Loading(), {"up.weight": (1, 2)})
+    with pytest.raises(vram.errors.UsageError, match=r"rank 0 does not own 1 of 2 parameters.*up\.weight.*\(1, 2\)"):
+        train(source, None, keeper, rank)
+    assert source.most == 0, "it was refused before anybody waits for others to gather"
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_other_ranks_gather_and_send_nothing(keeper: str) -> None:
+    source = Gathered(Loading())
+    train(source, None, keeper, 1).send_weights()
+    assert source.ended == 2
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_the_other_ranks_are_not_left_waiting_when_the_sender_fails(keeper: str) -> None:
+    source = Gathered(Loading())
+    with worker(Loading()) as engine:
+        trainer = train(source, Client(engine), keeper)
+        vram.remove("policy", keeper=keeper)
+        with pytest.raises(vram.errors.NotFoundError):
+            trainer.send_weights()
+        assert source.ended == 2, "the sender takes part in what the others gather"
+
+
+def test_a_source_that_leaves_parameters_out_is_told_so(keeper: str) -> None:
+    class Short(Gathered):
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(list(super().iter_full())[:-1])
+
+    with pytest.raises(vram.errors.UsageError, match=r"did not yield.*up\.weight"):
+        train(Short(Loading()), None, keeper)
+    assert vram.list_entries(keeper=keeper) == []
+
+
+def test_an_update_that_does_not_come_leaves_the_engine_as_it_was(keeper: str) -> None:
+    with trainer_and_worker(keeper) as (trainer, engine, trained, served):
+        before = {name: one.detach().clone() for name, one in served.named_parameters()}
+        kept = dict(served.named_parameters())
+        engine._timeout = 0.2
+        engine.start_weight_update()
+        with pytest.raises(vram.errors.WaitTimeoutError) as caught:
+            Client(engine).update_weights({"version": 7})
+        assert any("weights of before" in note for note in caught.value.__notes__)
+        for name, one in served.named_parameters():
+            assert one is kept[name]
+            assert torch.equal(one, before[name])
+        trainer.send_weights()
+        same(served, trained)
+
+
+def test_a_failure_while_it_loads_leaves_the_engine_usable_and_says_so(keeper: str) -> None:
+    class Fails(Loading):
+        fails = ""
+
+        def load_weights(self, weights: Any) -> set[str]:
+            def until() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    if name == self.fails:
+                        raise RuntimeError("a test's")
+                    yield name, tensor
+
+            return super().load_weights(until())
+
+    trained, served = Loading(), Fails()
+    kept = dict(served.named_parameters())
+    old = {name: one.detach().clone() for name, one in kept.items()}
+    with worker(served) as engine:
+        client = Client(engine)
+        trainer = train(ModuleSource(trained), client, keeper)
+        for fails, new, kind in (
+            ("embedding.weight", [], RuntimeError),
+            ("up.weight", ["embedding.weight"], vram.errors.TornError),
+        ):
+            served.fails = fails
+            with pytest.raises(kind, match="a test's") as caught:
+                trainer.send_weights()
+            said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+            assert ("1 of 3 layers have them, such as 'embedding'" if new else "nothing of this update was") in said
+            for name, one in served.named_parameters():
+                assert one is kept[name], "graphs hold their addresses"
+                assert torch.equal(one, trained.get_parameter(name) if name in new else old[name])
+        served.fails = ""
+        trainer.send_weights()
+        same(served, trained)
+
+
+def test_workers_that_succeeded_let_the_trainer_go_on_when_another_failed(keeper: str) -> None:
+    class Two(Client):
+        """Two workers, of which the other fails; all are asked before one's failure is told."""
+
+        def update_weights(self, update_info: Any) -> None:
+            super().update_weights(update_info)
+            raise RuntimeError("the other worker's")
+
+    trained, served = Loading(), Loading()
+    with worker(served) as engine:
+        trainer = train(ModuleSource(trained), Two(engine), keeper)
+        trainer._info.timeout = 1.0
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the other worker's"):
+                trainer.send_weights()
+        trainer.client = Client(engine)
+        trainer.send_weights()
+        same(served, trained)
+
+
+def test_a_copy_of_what_was_published_takes_new_weights(keeper: str, loads: list[str]) -> None:
+    load(keeper)
+    model = load(keeper, mode="copy")
+    assert loads == ["tiny"]
+    model.__class__ = Loading
+    trained = Loading()
+    with worker(model, made=True) as engine:
+        train(ModuleSource(trained), Client(engine), keeper).send_weights()
+    assert not any(one.is_meta for one in model.parameters())
+    assert torch.equal(model.up.weight, trained.up.weight)
