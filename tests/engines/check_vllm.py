@@ -1,9 +1,10 @@
 """vLLM's own classes with ours in them, on the CPU: ``make test-engines``, where vLLM is installed (0.33.0 was).
 
 Not a test of CI, which has no vLLM. Of vLLM are the factories, the loader that ours derives from, the key of its weight
-cache, the processing after loading, the reload layer by layer, and the sleep backend's and the worker's base classes.
-Not of vLLM, since they need its kernels or a GPU: the model (two linear layers), the reading of a checkpoint, and the
-process groups (of one process).
+cache, the processing after loading, the reload layer by layer, the reading of a checkpoint for that, and the sleep
+backend's and the worker's base classes. Not of vLLM, since they need its kernels or a GPU: the model (two linear
+layers), the first loading, the process groups (of one process), and what waits for an accelerator. What is parked has
+to be memory of a GPU, which is the stand-in's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ import pytest
 import torch
 import vllm
 from torch import nn
+from tqdm import tqdm
 from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 from vllm.model_executor.model_loader import get_model_loader
@@ -37,6 +40,7 @@ import vram
 from vram.engines.vllm import register
 
 SOON = 60.0
+tqdm.monitor_interval = 0  # or its first bar leaves a thread behind
 
 
 class Tiny(nn.Module):
@@ -50,6 +54,16 @@ class Tiny(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.ones(3))
         self.register_buffer("table", torch.zeros(8), persistent=False)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load as vLLM's models do: by name, out of what it is given, with the loader of each parameter."""
+        mine = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            loader = getattr(mine[name], "weight_loader", default_weight_loader)
+            loader(mine[name], tensor)
+            loaded.add(name)
+        return loaded
 
 
 def tiny_from_disk() -> Tiny:
@@ -87,6 +101,16 @@ def vllm_config() -> Any:
 def registered() -> None:
     register()
     register()
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What vLLM notes of the layers of a model that was loaded again refers to them, and so to their weights."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    yield
+    LAYERWISE_INFO.clear()
+    gc.collect()
 
 
 @pytest.fixture
@@ -246,6 +270,80 @@ def test_loading_again_in_place_sets_buffers(keeper: str, loads: list[str]) -> N
     same(model, tiny_from_disk())
 
 
+def reload(model: Any, keeper: str, checkpoint: Path, **extra: Any) -> None:
+    """Call what ``collective_rpc("reload_weights")`` calls in each worker."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    config = vllm_config()
+    config.lora_config = None
+    config.load_config = LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper, **extra})
+    config.model_config.model = str(checkpoint)
+    config.model_config.dtype = torch.float32
+    reload_weights(config, model, None, None, True)
+
+
+def checkpoint(directory: Path, fill: float) -> Path:
+    from safetensors.torch import save_file
+
+    weights = {name: torch.full_like(one.data, fill) for name, one in Tiny().named_parameters()}
+    directory.mkdir()
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def test_weights_of_a_copy_are_read_again_from_the_disk(keeper: str, loads: list[str], tmp_path: Path) -> None:
+    load(keeper)
+    model = load(keeper, mode="copy")
+    kept = dict(model.named_parameters())
+    with torch.no_grad():
+        model.up.weight.zero_()  # as a level-2 sleep does
+    reload(model, keeper, checkpoint(tmp_path / "new", 3.0), mode="copy")
+    for name, one in model.named_parameters():
+        assert one is kept[name]
+        assert one.unique().tolist() == [3.0], name
+
+
+def test_weights_that_are_shared_stay_when_they_are_read_again(keeper: str, loads: list[str], tmp_path: Path) -> None:
+    for _ in range(2):  # the engine that published them, and one that attached them
+        model = load(keeper)
+        kept = dict(model.named_parameters())
+        reload(model, keeper, Path("tiny"))
+        same(model, tiny_from_disk())
+        assert all(one is kept[name] for name, one in model.named_parameters())
+        with pytest.raises(vram.errors.UsageError, match='"mode": "copy"'):
+            reload(model, keeper, checkpoint(tmp_path / f"other{len(kept)}{_}", 3.0))
+        same(model, tiny_from_disk())
+
+
+@pytest.mark.standin  # only memory of a GPU is parked
+def test_what_is_parked_is_not_in_the_way_and_is_woken(
+    keeper: str, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vram.engines import vllm_loader
+
+    loader = get_model_loader(LoadConfig(load_format="vram", model_loader_extra_config={"keeper": keeper}))
+    config = vllm_config()
+    named: list[Any] = []
+    loader._then = lambda *said: named.append(said)
+    loader._with_key(config, config.model_config)
+    (expect, name) = named[0]
+    nbytes = 4 << 20
+    with vram.zeros(nbytes, dtype="uint8", device="cuda:0") as array:
+        vram.publish(name, {"w": array}, meta=expect, keeper=keeper)
+    assert loader.get_external_weight_memory(config) >= nbytes
+    vram.park(name, keeper=keeper)
+    assert loader.get_external_weight_memory(config) == 0, "the GPU has it free; who wakes it takes it"
+    assert vram.entry(name, keeper=keeper).parked
+    monkeypatch.setattr(vllm_loader, "_state", lambda lease: lease)  # this torch may be for the CPU
+    leases: list[Any] = []
+    monkeypatch.setattr(loader, "_build_model", lambda *said: leases.append(said[-1]) or nn.Module())
+    model = loader.load_model(config, config.model_config)
+    assert loads == []
+    assert model.vram_lease is leases[0]
+    assert leases[0].version == 1
+    assert not vram.entry(name, keeper=keeper).parked
+
+
 def test_what_the_loader_does_not_know_is_refused(keeper: str) -> None:
     with pytest.raises(ValueError, match="socket_path"):
         load(keeper, socket_path="/tmp/x")
@@ -268,19 +366,6 @@ def test_the_backend_is_found_by_its_name() -> None:
 
 
 # -- transfer -------------------------------------------------------------------------------------------------------
-class Loading(Tiny):
-    """A model that loads as vLLM's do: by name, out of what it is given, with the loader of each parameter."""
-
-    def load_weights(self, weights: Any) -> set[str]:
-        mine = dict(self.named_parameters())
-        loaded = set()
-        for name, tensor in weights:
-            loader = getattr(mine[name], "weight_loader", default_weight_loader)
-            loader(mine[name], tensor)
-            loaded.add(name)
-        return loaded
-
-
 class Client:
     """What drives the workers, as vLLM's HTTP client would."""
 
@@ -329,7 +414,7 @@ def train(source: Any, client: Any, keeper: str, rank: int = 0) -> Any:
 
 @contextlib.contextmanager
 def trainer_and_worker(keeper: str) -> Iterator[tuple[Any, Any, nn.Module, nn.Module]]:
-    trained, served = Loading(), Loading()
+    trained, served = Tiny(), Tiny()
     with worker(served) as engine:
         yield train(ModuleSource(trained), Client(engine), keeper), engine, trained, served
 
@@ -409,7 +494,7 @@ def test_gathered_tensors_are_let_go_of_one_by_one(keeper: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_trainer_whose_first_rank_has_not_all_is_refused_on_each_rank(keeper: str, rank: int) -> None:
-    source = Gathered(Loading(), {"up.weight": (1, 2)})
+    source = Gathered(Tiny(), {"up.weight": (1, 2)})
     with pytest.raises(vram.errors.UsageError, match=r"rank 0 does not own 1 of 2 parameters.*up\.weight.*\(1, 2\)"):
         train(source, None, keeper, rank)
     assert source.most == 0, "it was refused before anybody waits for others to gather"
@@ -417,15 +502,15 @@ def test_a_trainer_whose_first_rank_has_not_all_is_refused_on_each_rank(keeper: 
 
 
 def test_other_ranks_gather_and_send_nothing(keeper: str) -> None:
-    source = Gathered(Loading())
+    source = Gathered(Tiny())
     train(source, None, keeper, 1).send_weights()
     assert source.ended == 2
     assert vram.list_entries(keeper=keeper) == []
 
 
 def test_the_other_ranks_are_not_left_waiting_when_the_sender_fails(keeper: str) -> None:
-    source = Gathered(Loading())
-    with worker(Loading()) as engine:
+    source = Gathered(Tiny())
+    with worker(Tiny()) as engine:
         trainer = train(source, Client(engine), keeper)
         vram.remove("policy", keeper=keeper)
         with pytest.raises(vram.errors.NotFoundError):
@@ -439,7 +524,7 @@ def test_a_source_that_leaves_parameters_out_is_told_so(keeper: str) -> None:
             return iter(list(super().iter_full())[:-1])
 
     with pytest.raises(vram.errors.UsageError, match=r"did not yield.*up\.weight"):
-        train(Short(Loading()), None, keeper)
+        train(Short(Tiny()), None, keeper)
     assert vram.list_entries(keeper=keeper) == []
 
 
@@ -460,7 +545,7 @@ def test_an_update_that_does_not_come_leaves_the_engine_as_it_was(keeper: str) -
 
 
 def test_a_failure_while_it_loads_leaves_the_engine_usable_and_says_so(keeper: str) -> None:
-    class Fails(Loading):
+    class Fails(Tiny):
         fails = ""
 
         def load_weights(self, weights: Any) -> set[str]:
@@ -472,7 +557,7 @@ def test_a_failure_while_it_loads_leaves_the_engine_usable_and_says_so(keeper: s
 
             return super().load_weights(until())
 
-    trained, served = Loading(), Fails()
+    trained, served = Tiny(), Fails()
     kept = dict(served.named_parameters())
     old = {name: one.detach().clone() for name, one in kept.items()}
     with worker(served) as engine:
@@ -503,7 +588,7 @@ def test_workers_that_succeeded_let_the_trainer_go_on_when_another_failed(keeper
             super().update_weights(update_info)
             raise RuntimeError("the other worker's")
 
-    trained, served = Loading(), Loading()
+    trained, served = Tiny(), Tiny()
     with worker(served) as engine:
         trainer = train(ModuleSource(trained), Two(engine), keeper)
         trainer._info.timeout = 1.0
@@ -519,8 +604,7 @@ def test_a_copy_of_what_was_published_takes_new_weights(keeper: str, loads: list
     load(keeper)
     model = load(keeper, mode="copy")
     assert loads == ["tiny"]
-    model.__class__ = Loading
-    trained = Loading()
+    trained = Tiny()
     with worker(model, made=True) as engine:
         train(ModuleSource(trained), Client(engine), keeper).send_weights()
     assert not any(one.is_meta for one in model.parameters())
