@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,6 +132,47 @@ def test_a_daemon_that_starts_again_replaces_what_was_published(transport: Any, 
         gc.collect()
     (entry,) = vram.list_entries()
     assert entry.name.startswith("sglang/")
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    index = 0
+    device = property(lambda self: torch.device("cuda", self.index))  # type: ignore[assignment]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: int, uuid: str = "GPU-1") -> dict[str, tuple[torch.Tensor, bool]]:
+    """Return the state on a GPU that has so many bytes free once torch has let go of its cache."""
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free if emptied else 0, 1 << 40))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+    return {name: (tensor.as_subclass(OnGpu), is_param) for name, (tensor, is_param) in state().items()}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_where_the_gpu_has_no_room_for_a_copy_the_daemon_goes_on_with_torch_ipc(
+    transport: Any, keeper: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    fits: bool,
+) -> None:  # fmt: skip
+    asked = on_gpu(monkeypatch, free=(2 << 20) if fits else (2 << 20) - 1)  # in pieces of 2 MiB
+    found = transport.choose_daemon_transport_backend(asked)
+    assert type(found).__name__ == ("VramTransportBackend" if fits else "TorchIpcTransportBackend")
+    assert ("torch_ipc" in caplog.text) is not fits
+
+
+def test_the_name_is_of_the_gpu_and_not_of_its_number(
+    transport: Any, keeper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    lease = mock.Mock()
+    monkeypatch.setattr(vram, "publish", lambda name, arrays: names.append(name) or mock.Mock())
+    monkeypatch.setattr(vram, "attach", lambda *_, **__: lease)
+    for uuid, index in (("GPU-1", 0), ("GPU-1", 3), ("GPU-2", 0)):
+        monkeypatch.setattr(OnGpu, "index", index)
+        asked = on_gpu(monkeypatch, free=1 << 30, uuid=uuid)
+        transport.choose_daemon_transport_backend(asked).prepare_export(asked)
+    assert names[0] == names[1] != names[2]
 
 
 def test_an_answer_that_says_nothing_is_refused(transport: Any, keeper: None) -> None:
