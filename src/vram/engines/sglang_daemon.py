@@ -8,7 +8,6 @@ single rank, and loads them. Its children do so, too: multiprocessing imports th
 from __future__ import annotations
 
 import argparse
-import sys
 
 __all__ = ["main"]
 
@@ -33,7 +32,7 @@ def main() -> None:
     mine, theirs = parser.parse_known_args()
     options = WeightCacheDaemonArgs.from_cli_args(mine)
     if options.gpu_id is not None or options.tp_rank is not None:
-        sys.exit("this starts the daemons of all ranks on this machine: leave --gpu-id and --tp-rank out")
+        parser.error("this starts the daemons of all ranks on this machine: leave --gpu-id and --tp-rank out")
     launch_weight_cache_daemons(
         prepare_server_args(theirs),
         dist_init_method=options.dist_init_method,
