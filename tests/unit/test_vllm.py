@@ -415,6 +415,27 @@ def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(
     model.vram_lease.close()
 
 
+@pytest.mark.parametrize("error", [UsageError("a test's"), RuntimeError("a test's")])
+def test_what_cannot_be_read_leaves_no_lease_and_the_loader_as_it_was(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from vram.engines import vllm_loader
+
+    def fails(lease: Any) -> Any:
+        raise error
+
+    load(config, keeper)
+    loader = vllm_loader.VramModelLoader(vllm_like.LoadConfig({"keeper": keeper, "fallback": False}))
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_loader, "_state", fails)
+        with pytest.raises(type(error), match="a test's"):
+            loader.load_model(engine(config), config)
+    gc.collect()
+    assert vram.holders(keeper=keeper) == []
+    assert loader.load_model(engine(config), config).vram_lease.version == 1
+    assert config.loads == ["tiny"]
+
+
 def test_a_model_that_cannot_be_built_leaves_no_lease(torch: Any, keeper: str, config: Any) -> None:
     kept = load(config, keeper)
     config.construct = lambda: SimpleNamespace(named_modules=lambda **_: ())

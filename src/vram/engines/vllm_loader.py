@@ -120,8 +120,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         self._then = partial(self._attach_or_publish, load)
         try:
             state = self._with_key(vllm_config, model_config)
-        except VramError as error:
-            if not self.fallback:
+        except BaseException as error:
+            self._send_release()
+            if not (self.fallback and isinstance(error, VramError)):
                 raise
             logger.warning("The weights are not shared: %s", error)
             return loaded[0] if loaded else self._fallback_load(vllm_config, model_config, prefix)
@@ -189,8 +190,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
     def _send_release(self) -> None:
         """Let go of what was copied."""
-        if self._lease is not None:
-            self._lease.close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
 
     # -- what is done with a key ----------------------------------------------------------------------------------
     def _with_key(self, vllm_config: Any, model_config: Any) -> Any:

@@ -263,7 +263,8 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         _fill(gathered, place)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # it is shared where it is: nothing else waits for the copies
-        vram.publish(self._info.name, arrays, updatable=True, keeper=self._info.keeper)
+        # All of this memory is the entry's: nobody needs to look what lies between the arrays.
+        vram.publish(self._info.name, arrays, updatable=True, whole=True, keeper=self._info.keeper)
 
 
 def _check_owner(source: Any) -> None:
