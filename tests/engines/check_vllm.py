@@ -520,12 +520,28 @@ def test_the_other_ranks_are_not_left_waiting_when_the_sender_fails(keeper: str)
 
 def test_a_source_that_leaves_parameters_out_is_told_so(keeper: str) -> None:
     class Short(Gathered):
-        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return iter(list(super().iter_full())[:-1])
+        yields = 2
 
-    with pytest.raises(vram.errors.UsageError, match=r"did not yield.*up\.weight"):
-        train(Short(Tiny()), None, keeper)
-    assert vram.list_entries(keeper=keeper) == []
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(list(super().iter_full())[: self.yields])
+
+    source = Short(Tiny())
+    for source.yields, said in ((0, "not yield a single"), (1, r"did not yield 1 of 2.*up\.weight")):
+        with pytest.raises(vram.errors.UsageError, match=said):
+            train(source, None, keeper)
+        assert vram.list_entries(keeper=keeper) == []
+    source.yields = 2
+    with worker(Tiny()) as engine:
+        trainer = train(source, Client(engine), keeper)
+        for source.yields in (0, 1):
+            with pytest.raises(vram.errors.UsageError, match="did not yield"):
+                trainer.send_weights()
+            engine.start_weight_update()
+            with pytest.raises(vram.errors.TornError):
+                Client(engine).update_weights({"version": 1})
+        source.yields = 2
+        trainer.send_weights()
+        same(engine.model, source._module)
 
 
 def test_an_update_that_does_not_come_leaves_the_engine_as_it_was(keeper: str) -> None:

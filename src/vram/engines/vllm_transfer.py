@@ -308,6 +308,8 @@ def _fill(gathered: Iterator[tuple[str, Any]], arrays_on: Callable[[Any], Mappin
             )
         arrays[name].torch().copy_(tensor.detach())
         del left[name], tensor
+    if not arrays:
+        raise UsageError("the WeightSource did not yield a single parameter")
     if left:
         raise UsageError(
             f"the WeightSource did not yield {len(left)} of {len(arrays)} parameters, such as {next(iter(left))!r}"
