@@ -420,6 +420,46 @@ def test_in_disable_torch_allocates_as_ever(torch: TorchLike, saver: adapter.Tor
 
 
 @on_gpu
+def test_who_switches_the_region_off_allocates_as_ever(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
+    """As slime does around the buffers of deep_ep, which must not go when the model is paused."""
+    library = saver._ensure_initialized()._binary_wrapper.cdll
+    for on in (False, True):  # there is no region to leave or to come back to
+        library.tms_set_interesting_region(on)
+        assert library.tms_get_interesting_region() is False
+    with saver.region("weights"):
+        first = torch.empty(2 * MIB)
+        for _ in range(2):
+            library.tms_set_interesting_region(False)
+            library.tms_set_interesting_region(False)
+            assert library.tms_get_interesting_region() is False
+            other = torch.empty(2 * MIB)
+            with pytest.raises(UsageError, match="inside of a region"), saver.disable():
+                pass
+            with saver.region("weights"):  # whose end is not that of the outer one
+                library.tms_set_interesting_region(True)
+                second = torch.empty(2 * MIB)
+                library.tms_set_interesting_region(False)
+            assert library.tms_get_interesting_region() is False
+            assert torch.empty(2 * MIB) not in torch_pool._segments, "this one is left still"
+            library.tms_set_interesting_region(True)
+            assert library.tms_get_interesting_region() is True
+            assert other not in torch_pool._segments
+            assert {first, second} <= set(torch_pool._segments)
+        with saver.disable():
+            library.tms_set_interesting_region(False)
+            library.tms_set_interesting_region(True)
+            assert torch.empty(2 * MIB) not in torch_pool._segments, "it is disabled still"
+        assert torch.empty(2 * MIB) in torch_pool._segments
+        library.tms_set_interesting_region(False)  # and never on again
+    assert library.tms_get_interesting_region() is False
+    with saver.region("weights"):
+        assert torch.empty(2 * MIB) in torch_pool._segments
+    assert not torch.entered
+    saver.pause()
+    saver.resume()
+
+
+@on_gpu
 def test_the_memory_of_a_graph_is_paused_and_used_by_nothing_else(
     torch: TorchLike, saver: adapter.TorchMemorySaver
 ) -> None:

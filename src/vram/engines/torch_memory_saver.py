@@ -25,7 +25,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -79,6 +79,16 @@ class _Config(threading.local):
         self.enable_disk_backup = _flag("TMS_INIT_ENABLE_DISK_BACKUP")
         self.backend = _backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned")
         self.pool: TorchPool | None = None
+        self.outside: ExitStack | None = None  # of the pool, since who is in a region switched it off
+
+    def switch(self, on: bool) -> None:
+        """Leave the region that this thread is in, until it is switched on again or ends."""
+        if not on and self.is_active and self.pool is not None:
+            self.outside, self.is_active = ExitStack(), False
+            self.outside.enter_context(self.pool.bypass())
+        elif on and self.outside is not None:
+            left, self.outside, self.is_active = self.outside, None, True
+            left.close()
 
 
 class _Bytes:
@@ -304,6 +314,7 @@ class _Saver:
                 "one that torch calls for what is allocated in a region",
                 "Unset it, and allocate what is to be paused in region()",
             )
+        self._hook_mode = "torch"
         self.config = _Config()
         self.retain_cpu_backup = _flag("TMS_RETAIN_CPU_BACKUP")
         self.directory = Path(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
@@ -346,12 +357,13 @@ class _Saver:
         self, tag: str, enable_cpu_backup: bool, cpu_backup_backend: Backend | None, enable_disk_backup: bool = False
     ) -> Iterator[None]:
         config, before = self.config, dict(self.config.__dict__)
-        config.tag, config.is_active = tag, True
+        config.tag, config.is_active, config.outside = tag, True, None
         config.enable_cpu_backup, config.enable_disk_backup = enable_cpu_backup, enable_disk_backup
         config.backend = cpu_backup_backend or config.backend
         try:
             yield
         finally:
+            config.switch(True)
             config.__dict__.update(before)
 
     # -- pause and resume ---------------------------------------------------------------------------------------
@@ -445,6 +457,9 @@ class _Library:
 
     def tms_get_interesting_region(self) -> bool:
         return self._saver.config.is_active
+
+    def tms_set_interesting_region(self, on: bool) -> None:
+        self._saver.config.switch(bool(on))
 
     def tms_get_enable_cpu_backup(self) -> bool:
         return self._saver.config.enable_cpu_backup
