@@ -14,9 +14,8 @@ from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramEr
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
-from ..sharing.channel import check_timeout
 from ..sharing.mapping import ACCESS
-from ..spec import HOST, Location
+from ..spec import HOST, Location, check_timeout
 from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 

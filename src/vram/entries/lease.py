@@ -21,11 +21,11 @@ from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, Proto
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
-from ..spec import Location, format_count
+from ..spec import Location, check_timeout, format_count
 from .keepers import TIMEOUT, connect, wait_for_keeper
 from .manifests import read_manifest
 

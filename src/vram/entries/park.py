@@ -22,10 +22,10 @@ from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, 
 from ..keeper.client import Attachment, KeeperClient, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import PhysicalAllocation, Region
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
 from ..sharing.descriptor import Manifest, MemoryDescriptor, encode_manifest
 from ..sharing.mapping import device_name, location_of, map_memory
-from ..spec import HOST, Access, Location, format_size
+from ..spec import HOST, Access, Location, check_timeout, format_size
 from .keepers import TIMEOUT, connect
 from .manifests import read_manifest, sealed_copy
 

@@ -23,8 +23,9 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..open_files import pending
-from ..sharing.channel import OwnedFds, await_closed, check_room, check_timeout, may_be_unclosed
+from ..sharing.channel import OwnedFds, await_closed, check_room, may_be_unclosed
 from ..sharing.parcels import Collector, Sender
+from ..spec import check_timeout
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment, check_total
