@@ -9,8 +9,8 @@ import pytest
 
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
 from vram.keeper.accounts import Quotas
-from vram.keeper.catalogue import Catalogue
-from vram.keeper.records import Effect, Free, Granted, Lease, Refused, Session, Version, Waiter
+from vram.keeper.catalogue import SERVED, Catalogue
+from vram.keeper.records import Effect, Free, Granted, Lease, Refused, Serve, Session, Version, Waiter
 
 KEEPER, ANN, BOB = 1000, 1001, 1002
 
@@ -297,6 +297,45 @@ def test_another_user_waits_only_while_somebody_wakes(books: Catalogue, ann: Ses
     (refused,) = books.at_once(books.release(ann, by.id), 3.0)
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, AccessDeniedError)
+
+
+def test_another_user_who_came_first_goes_on_waiting_while_the_owner_is_next(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    version = parked(books, ann)
+    by = lease(books, ann, "wake")
+    wait(books, bob, 1)
+    wait(books, ann, 2)
+    wait(books, bob, 3)
+    effects = books.release(ann, by.id)
+    # Before the owner has had its turn others come: one waits with them, and one does not wait at all.
+    wait(books, bob, 4)
+    with pytest.raises(BusyError, match="being served"):
+        books.attach(bob, "w", 2.0, purpose="wake")
+    (granted,) = books.at_once(effects, 3.0)
+    assert isinstance(granted, Granted)
+    assert (granted.call, granted.lease.purpose) == (2, "wake")
+    _, (_, *rest) = moved(books, ann, granted.lease, "gpu memory again")
+    assert [one.call for one in rest if isinstance(one, Granted)] == [1, 3, 4]
+    assert not version.parked
+
+
+def test_another_user_who_comes_while_those_in_line_are_refused_is_refused_with_them(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    parked(books, ann)
+    by = lease(books, ann, "wake")
+    many = [books.connect(BOB, 100 + number) for number in range(SERVED + 1)]
+    for session in many:
+        wait(books, session, 1)
+    (more,) = books.release(ann, by.id)
+    assert isinstance(more, Serve)
+    effects = books.serve_on("w", 3.0)  # some of them
+    assert len(effects) == SERVED + 1
+    wait(books, bob, 2)
+    refused = books.at_once(effects[-1:], 3.0)
+    assert [one.call for one in refused if isinstance(one, Refused)] == [1, 2]
+    assert books.waiting == 0
 
 
 def test_the_time_of_who_waits_ends(books: Catalogue, ann: Session) -> None:
