@@ -346,8 +346,15 @@ class KeeperClient(Queries):
         """Return whether the leased version is no longer the one that attaching by name would give."""
         if self._leases.get(lease_id) in self.taken_back:
             return True
+        return self._stale(lease_id).stale
+
+    def newest(self, lease_id: int) -> int:
+        """Return the number of the version that attaching by name would give; 0 if there is none."""
+        return self._stale(lease_id).current
+
+    def _stale(self, lease_id: int) -> m.IsStale:
         call = next(self._calls)
-        return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call)).stale
+        return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call))
 
     def is_revoked(self, lease_id: int) -> bool:
         """Return whether the readers of the leased version were asked to let go."""
