@@ -31,10 +31,12 @@ from .manifests import read_manifest, sealed_copy
 
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
+    from ..lifetime import Handle
 
-__all__ = ["ParkReport", "park", "wake_and_lease"]
+__all__ = ["ParkReport", "park", "remember", "wake_and_lease"]
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked
+_KNOWN = 1024  # names of which it is known what this process has of them itself
 _PIECE = 64 << 20  # bytes that are copied at once: an interrupt waits for no more
 
 
@@ -144,10 +146,33 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
     return _report(client, lease, moved, began)
 
 
+def remember(client: KeeperClient, name: str, version: int, held: list[tuple[Handle | None, int]]) -> None:
+    """Note what this process has itself of what it published, for :func:`park` to say so.
+
+    What it closed since is forgotten, two names at a time, and beyond :data:`_KNOWN` the one that was not looked at for
+    longest: most names are published once.
+    """
+    known = client.placed
+    if known is None:
+        known = client.placed = {}
+    known.pop(name, None)
+    if held:
+        known[name] = version, held
+    for other in list(known)[:2]:
+        published = known.pop(other, None)
+        if published is not None and _bytes_here(published[1]):
+            known[other] = published
+    if len(known) > _KNOWN:
+        known.pop(next(iter(known)), None)
+
+
+def _bytes_here(held: list[tuple[Handle | None, int]]) -> int:
+    return sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
+
+
 def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -> ParkReport:
     version, placed = (client.placed or {}).get(lease.name, (0, []))
-    held = placed if version == lease.version else []
-    here = sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
+    here = _bytes_here(placed) if version == lease.version else 0
     holders = []
     if here:
         holders.append(f"arrays of this process, pid {os.getpid()} ({format_size(here)})")

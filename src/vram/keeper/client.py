@@ -77,7 +77,7 @@ class KeeperClient(Queries):
     placed : dict of str to (int, list of (Handle or None, int)), or None
         By name, the version that was published last over this connection, and what of it was shared where it was on a
         GPU: handles of the memory (None: another library's), and its bytes. So :func:`vram.park` knows what this
-        process still holds.
+        process still holds, and :mod:`vram.entries.park` forgets what it does not.
     """
 
     writers: dict[str, Any] | None = None
