@@ -199,7 +199,8 @@ class Parking:
                 parker.tell()
                 kind, text, moves = parker.said()
                 assert (kind, moves) == ("BusyError", 0)
-                assert "attached" in text
+                assert f"held by: pid {os.getpid()}, uid {os.getuid()}" in text
+                assert "which has attached it" in text
                 check(lease)
             assert not is_parked()
             check_whole()

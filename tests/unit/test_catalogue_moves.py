@@ -144,10 +144,13 @@ def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session
     half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
     reader = lease(books, bob)
     books.release(bob, reader.id)  # what was read meanwhile may have been passed on: it is no more parked for that
-    with pytest.raises(BusyError, match="attached"):
+    with pytest.raises(BusyError, match="attached") as refused:
         books.commit(half, "host memory", 2.0)
-    with pytest.raises(BusyError, match="attached"):
+    assert refused.value.holders == (f"{bob}, which has attached it",)  # also when that is over
+    books.disconnect(bob, 2.0)
+    with pytest.raises(BusyError, match="attached") as refused:
         books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    assert "pid 12, uid 1002, label 'bob'" in str(refused.value)
     assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
     assert used(books, ANN)[0] == (100, 1, 3, 0)
     books.release(ann, by.id)
@@ -277,8 +280,9 @@ def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: 
     both = [(stuck, slow), (ann, granted.lease)]
     (fast, by), (other, late) = both if first == "slow" else reversed(both)
     moved(books, fast, by, "gpu memory of the first")
-    with pytest.raises(BusyError, match="woken"):
+    with pytest.raises(BusyError, match="woken") as refused:
         books.begin(other, "w", nbytes=80, handles=2, lease=late.id)
+    assert refused.value.holders == (f"{fast}, which has woken it",)
     assert (version.parked, version.token) == (False, "gpu memory of the first")
     assert books.expire(2000.0) == []
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
+import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,10 +211,12 @@ def test_a_driver_call_that_fails_on_the_way_back_is_raised(ring: Ring, region: 
 def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
     ring: Ring, file: tuple[int, bytes], region: Region, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I12: at any point. Threads that have not begun begin nothing, and those that have are waited for."""
+    """I12: threads that have not begun begin nothing, and those that have are waited for."""
     host: Any = drivers.get(HOST)
     fd, data = file
     at_work: set[int] = set()
+    is_left = threading.Event()
+    shots = [signal.SIGINT]
 
     def act() -> None:
         if way == "upload":
@@ -227,25 +227,25 @@ def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
     real = upload._Work.next
 
     def noted(work: Any) -> Any:
-        name = threading.get_ident()
-        at_work.discard(name)
+        me = threading.get_ident()
+        at_work.discard(me)
         found = real(work)
         if found is not None:
-            at_work.add(name)
-            time.sleep(0.002)  # as long as a copy of some size takes
+            at_work.add(me)
+            if shots:
+                signal.pthread_kill(threading.main_thread().ident or 0, shots.pop())
+                is_left.wait(0.3)  # it is still at work when whoever does not wait for it has left
         return found
 
-    with (
-        Region.create(HOST, driver=host, capacity=8 * MIB, nbytes=8 * MIB) as target,
-        pytest.MonkeyPatch.context() as m,
-    ):
-        m.setattr(upload._Work, "next", noted)
-        for nth in itertools.count():
-            with contextlib.suppress(KeyboardInterrupt):
-                if not interrupt(nth, act, room("arrays/upload.py", "lifetime.py")):
-                    break
-            assert not at_work
-        assert nth > 20
+    with Region.create(HOST, driver=host, capacity=8 * MIB, nbytes=8 * MIB) as target:
+        came = [interrupt(nth, act, room("arrays/upload.py", "lifetime.py")) for nth in range(1, 60)]
+        assert sum(came) > 20
+        monkeypatch.setattr(upload._Work, "next", noted)
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        still = set(at_work)
+        is_left.set()
+        assert not still
         act()
         if way == "upload":
             assert bytes_at(region, 0, 2 * MIB) == data[: 2 * MIB]

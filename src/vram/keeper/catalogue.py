@@ -938,7 +938,7 @@ class Catalogue:
         self.accounts.check(session, "leases")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
-            self._end_move(version)  # of who is parking it: readers come first
+            self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
         self.book(lease)
@@ -996,7 +996,8 @@ class Catalogue:
         if not self.is_current(version):
             raise NotFoundError(f"{what} was replaced or removed while its bytes were moved")
         if lease.purpose == "over":
-            raise BusyError(f"{what} was attached, or woken, while its bytes were moved: they stay where they are")
+            moved = f"{what} was attached, or woken, while its bytes were moved: they stay where they are"
+            raise BusyError(moved, (lease.ended,) if lease.ended else ())
         return version, lease
 
     def _move(self, publication: Publication, token: Any, now: float, nbytes: int) -> tuple[Version, list[Effect]]:
@@ -1013,16 +1014,18 @@ class Catalogue:
         version.parked = lease.purpose == "park"
         self._end_move(version)
         for other in version.leases.values():  # of those whose time to wake it was over
-            other.purpose = other.purpose and "over"
+            if other.purpose:
+                other.purpose, other.ended = "over", f"{session}, which has woken it"
         del self._versions[version.serial]  # what readers get of it has changed, and goes to a successor anew
         self.enter(version)
         return version, [freed, *self._serve(name, now, every=True)]
 
-    def _end_move(self, version: Version) -> None:
+    def _end_move(self, version: Version, ended: str = "") -> None:
+        """End what is under way, if anything is; `ended` says who did."""
         move, version.move = version.move, None
         if move is not None:
             if not version.parked:
-                move.lease.purpose = "over"
+                move.lease.purpose, move.lease.ended = "over", ended
             if move.until is not None:
                 self._compact()
 
