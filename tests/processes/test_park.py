@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +16,7 @@ from tests.keeper_here import later, open_to_all, serving
 from tests.processes import park_children as children
 from tests.processes.other_users import OTHER, as_user
 from tests.processes.park_children import NAME, publish
+from tests.processes.spawned import child
 
 import vram
 from vram import driver as drivers
@@ -42,46 +40,10 @@ from vram.keeper.server import KeeperServer
 from vram.spec import Location
 from vram.testing.keeper import SOON, until
 
-SPAWN = multiprocessing.get_context("spawn")
 GPU, OTHER_GPU = "cuda:0", "cuda:1"
 SIZE = 4 << 20
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
-
-resource_tracker.ensure_running()
-
-
-class Child:
-    """A process and the pipe to it."""
-
-    def __init__(self, work: Callable[..., None], *given: Any) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=work, args=(theirs, *given), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def said(self) -> Any:
-        assert self.pipe.poll(SOON), "nothing was said"
-        return self.pipe.recv()
-
-    def tell(self) -> None:
-        self.pipe.send(None)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(SOON)
-
-
-@contextlib.contextmanager
-def child(work: Callable[..., None], *given: Any) -> Iterator[Child]:
-    made = Child(work, *given)
-    try:
-        yield made
-    finally:
-        made.pipe.close()
-        made.process.join(0 if sys.exc_info()[0] else SOON)  # where a test fails, nobody waits
-        made.kill()
-        made.process.close()
 
 
 def is_parked() -> bool:
