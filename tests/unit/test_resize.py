@@ -263,6 +263,18 @@ def test_what_is_kept_is_zeroed_in_one_stream_of_each_gpu(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("nothing_ready")
+@pytest.mark.parametrize("odd", ["x", -1, float("nan"), True, 10**400], ids=["text", "-1", "nan", "bool", "huge"])
+def test_what_is_no_number_of_seconds_to_wait(odd: object) -> None:
+    prepared = vram.prepare("host", "2MiB", chunk="2MiB")
+    with pytest.raises(UsageError, match="number of seconds"):
+        prepared.wait(odd)  # type: ignore[arg-type]
+    assert prepared.wait(10**9)
+    with pytest.raises(UsageError, match="number of seconds"):
+        prepared.wait(odd)  # type: ignore[arg-type]  # also when there is nothing to wait for
+    prepared.close()
+
+
+@pytest.mark.usefixtures("nothing_ready")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
 @pytest.mark.parametrize("tasks", [1, 2], ids=["no thread", "one, that cannot start another"])
 def test_who_grows_where_no_thread_is_to_be_had_makes_its_own_memory(tasks: int) -> None:

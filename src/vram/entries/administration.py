@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_version
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
+from ..spec import check_timeout
 from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,8 @@ from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramEr
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
-from ..sharing.channel import check_timeout
 from ..sharing.mapping import ACCESS
-from ..spec import HOST, Location
+from ..spec import HOST, Location, check_timeout
 from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
+_INSTANT = 0.001  # seconds
 # What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
@@ -121,6 +122,7 @@ def attach(
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
+    began = time.monotonic()
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
     asked: dict[str, Any] = {
         "version": version, "access": wire_access(access), "expect": wanted or None, "timeout": left, "owner": uid,
@@ -130,7 +132,12 @@ def attach(
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
-        attachment = wake_and_lease(client, attachment, user, lambda: client.lease(name, **asked))
+        def again() -> Attachment:
+            if left:  # not 0 for who waits, since time that is over is another error than being asked not to wait
+                asked["timeout"] = max(began + left - time.monotonic(), _INSTANT)
+            return client.lease(name, **asked)
+
+        attachment = wake_and_lease(client, attachment, user, again)
     return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 

@@ -30,11 +30,11 @@ from ..errors import (
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
 from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
-from ..spec import Location, format_count, format_size
+from ..spec import Location, check_timeout, format_count, format_size
 from .keepers import TIMEOUT, connect, wait_for_keeper
 from .manifests import is_strange, read_manifest
 
@@ -621,16 +621,15 @@ class Lease(Owned, Mapping[str, Array]):
             If the keeper has no room for another connection, or for what it watches.
         """
         self.handle  # noqa: B018
-        if not callable(callback):
-            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
-        self._listen(functools.partial(_tell_of_revoke, callback))
+        self._listen(functools.partial(_tell_of_revoke, _checked(callback)))
 
     def on_grow(self, callback: Callable[[Lease], object]) -> None:
         """Have ``callback(lease)`` called when there is a newer version that is this one with more behind it.
 
         It is called once for the version that this lease is on, and again after each :meth:`refresh`, which it may call
-        itself. Called at once if there is such a version already, and not at all for what :meth:`refresh` would refuse,
-        or when the entry is removed. Whatever else :meth:`on_revoke` says of its callbacks holds here, too.
+        itself. Called at once if there is such a version already. It is not called for a version that is something
+        else, and goes on waiting for one that is not; once the entry is removed it waits no more. Whatever else
+        :meth:`on_revoke` says of its callbacks holds here, too.
 
         Parameters
         ----------
@@ -643,11 +642,9 @@ class Lease(Owned, Mapping[str, Array]):
             As :meth:`on_revoke`.
         """
         self.handle  # noqa: B018
-        if not callable(callback):
-            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
         from .following import tell_of_growth  # few leases are on what grows
 
-        self._listen(functools.partial(tell_of_growth, callback), of_all=True)
+        self._listen(functools.partial(tell_of_growth, _checked(callback)), of_all=True)
 
     def _listen(self, tell: Callable[[Lease], object], *, of_all: bool = False) -> None:
         with self._moving:  # a callback that comes meanwhile is for the version that this lease goes on to
@@ -771,6 +768,12 @@ def array_on(
         return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
     except UsageError as error:  # not this caller's mistake, but the publisher's
         raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None
+
+
+def _checked(callback: Callable[[Lease], object]) -> Callable[[Lease], object]:
+    if not callable(callback):
+        raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
+    return callback
 
 
 def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:

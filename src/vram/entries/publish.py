@@ -175,8 +175,9 @@ def publish_to(
         version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
         if plan.held or client.placed:
-            client.placed = {} if client.placed is None else client.placed
-            client.placed[name] = version, plan.held
+            from .park import remember  # few publish what is on a GPU
+
+            remember(client, name, version, plan.held)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
 

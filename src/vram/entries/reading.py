@@ -41,7 +41,8 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..keeper.updates import give_page, update_state
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
+from ..spec import check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

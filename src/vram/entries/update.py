@@ -30,8 +30,8 @@ from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, T
 from ..keeper.client import KeeperClient, Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
-from ..sharing.channel import check_timeout, close_fds
-from ..spec import format_count
+from ..sharing.channel import close_fds
+from ..spec import check_timeout, format_count
 from .keepers import TIMEOUT, connect
 from .reading import QUIET, STATE, TORN, UPDATING, VERSION, Gpus
 
