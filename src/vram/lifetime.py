@@ -255,13 +255,13 @@ class Handle:
         try:
             with _lock:
                 for serial, handle in reversed(self._depends.copy().items()):
+                    if not due:
+                        break
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
                     if handle not in due or uninterrupted(self._depends.pop, serial, None) is None:
                         continue
                     _released.append((handle, serial))
                     due.discard(handle)
-                    if not due:
-                        break
         finally:
             _settle()
 
