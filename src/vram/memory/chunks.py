@@ -331,11 +331,12 @@ class Chunks:
     def give_back(self, chunks: Sequence[Chunk]) -> None:
         """Give chunks back that are in the row no more, or not yet; as :meth:`unmap`.
 
-        They lie behind one another, and the caller has a claim on the region's handle, which keeps all of them.
+        They lie behind one another, no device works on any of them, and the caller has a claim on the region's handle,
+        which keeps them all.
         """
         if not chunks:
             return
-        if len(chunks) > 1 and all(chunk.undo.is_idle for chunk in chunks):
+        if len(chunks) > 1:
             unmap_together([chunk.undo for chunk in chunks])
         self.handle.drop_dependency(*[chunk.mapping for chunk in chunks])
         for chunk in chunks:
