@@ -308,6 +308,7 @@ def test_what_cannot_be_unmapped_at_once_is_unmapped_one_by_one_i1(forever: bool
     assert driver.live().mappings == 0
 
 
+@pytest.mark.filterwarnings("ignore::vram.errors.ReleaseWarning")  # what is stuck is looked for below
 @pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
 def test_an_interrupt_where_many_are_unmapped_at_once_leaves_none_behind_i12(done: bool) -> None:
     """It comes before the driver has done anything, or when it has, and nobody was told yet."""
@@ -329,7 +330,8 @@ def test_an_interrupt_where_many_are_unmapped_at_once_leaves_none_behind_i12(don
         with pytest.raises(KeyboardInterrupt):
             region.shrink(G)
         assert region.nbytes == region.mapped == G
-        assert (driver.live().mappings, len(lifetime.stuck())) == (1, stuck)
+        assert lifetime.stuck()[stuck:] == ()
+        assert driver.live().mappings == 1
         region.grow(4 * G)
         assert load(driver, region.address + 3 * G, 9) == bytes(9)
     assert driver.live().mappings == 0
