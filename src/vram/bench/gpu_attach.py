@@ -79,11 +79,11 @@ def _in_fresh_processes(quick: bool, location: Location, notes: list[str]) -> li
             first = ("attach", "bare")[number % 2]
             with child(_fresh, keeper, str(location), segment, first) as process:
                 for name, seconds in process.hear().items():
-                    took.setdefault(f"{name} {'first' if name in (first, 'load') else 'second'}", []).append(seconds)
+                    took.setdefault(f"{name} first" if name == first else name, []).append(seconds)
     what = f"{format_size(segment * _FEW)} in {_FEW} segments, in a fresh process"
     figures = {name: Figure.of(seconds, "ms", scale=1e3) for name, seconds in took.items()}
     raw = Row(f"bare import, map, set_access: {what}", figures["bare first"])
-    later = Row(f"bare import, map, set_access, after an attach: {what}", figures["bare second"])
+    later = Row(f"bare import, map, set_access, after an attach: {what}", figures["bare"])
     notes.append(
         f"fresh: one attach in each process, which has a context and has loaded the modules that attaching takes; it "
         f"connects to its keeper on the way. The bare calls have their {_FEW} descriptors already"
@@ -92,9 +92,10 @@ def _in_fresh_processes(quick: bool, location: Location, notes: list[str]) -> li
         raw,
         Row.held(f"attach: {what}", figures["attach first"], raw, at_most=1.3),
         Row.limited(f"attach, on the clock: {what}", figures["attach first"], at_most=50),
-        Row("the modules that attaching takes, loaded before it", figures["load first"]),
+        Row("the modules that attaching takes, loaded before it", figures["load"]),
+        Row("a connection, and the descriptors from the keeper, which bare calls are given", figures["asked"]),
         later,
-        Row.held(f"attach, after bare calls: {what}", figures["attach second"], later),
+        Row.held(f"attach, after bare calls: {what}", figures["attach"], later),
     ]
 
 
@@ -159,7 +160,9 @@ def _fresh(pipe: Connection, keeper: str, device: str, segment: int, first: str)
         took["load"] = time.perf_counter() - begin
         if first == "attach":
             took["attach"] = _attach(keeper, released=False)
+        begin = time.perf_counter()
         with _descriptors(keeper) as fds:
+            took["asked"] = time.perf_counter() - begin
             took["bare"] = _bare(bare, fds, segment)
         if first != "attach":
             took["attach"] = _attach(keeper, released=False)
