@@ -15,6 +15,7 @@ import vram
 from .. import driver as drivers
 from ..spec import Location, format_size
 from .bare_calls import Bare, bare_calls, ordinal_of
+from .gpu_kvcached import kvcached_growth
 from .gpu_torch import torch_on
 from .gpu_update import updates
 from .machine import fitting
@@ -208,17 +209,23 @@ def _grown(bare: Bare, location: Location, count: int, rounds: int, notes: list[
                 ready.close()
 
         made, mapped = stage.enter_context(_bare_growth(bare, count, step))
-        took = in_turns({"made": made, "grown": grow, "mapped": mapped, "prepared": prepared}, rounds, warm=1)
+        cases = {"made": made, "grown": grow, "mapped": mapped, "prepared": prepared}
+        cases |= stage.enter_context(kvcached_growth(location, count, step, _ROOM * step, notes))
+        took = in_turns(cases, rounds, warm=1)
     figures = {name: Figure.of(seconds, "ms", scale=1e3) for name, seconds in took.items()}
     what = f"{count} tensors by {format_size(step)} each"
     create = Row(f"bare create, map, set_access: {what}", figures["made"])
     only = Row(f"bare map, set_access: {what}", figures["mapped"])
-    return [
+    rows = [
         create,
         Row.held(f"vram.resize: {what}", figures["grown"], create, at_most=1.3),
         only,
         Row.held(f"vram.resize, memory made ahead: {what}", figures["prepared"], only, at_most=1.2),
     ]
+    if "kvcached" in figures:
+        pages = Row(f"kvcached, pages of 2 MiB: {what}", figures["kvcached"])
+        rows += [pages, Row.held(f"vram.resize, again: {what}", figures["grown"], pages)]
+    return rows
 
 
 @contextlib.contextmanager
