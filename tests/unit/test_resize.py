@@ -211,7 +211,7 @@ def test_the_budget_of_driver_calls_of_many(direct: bool) -> None:
 
 
 @pytest.mark.standin
-def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
+def test_one_access_and_one_unmap_for_each_span_and_one_wait_for_each_gpu() -> None:
     import standin
 
     control = standin.Standin()
@@ -225,7 +225,7 @@ def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
         control.clear()
         vram.resize(dict.fromkeys(arrays, 1))
         called = control.called()
-        assert (called["cuMemUnmap"], called["cuCtxSynchronize"]) == (16, 1)
+        assert (called["cuMemUnmap"], called["cuMemRelease"], called["cuCtxSynchronize"]) == (4, 16, 1)
     finally:
         for array in arrays:
             array.close()
