@@ -16,12 +16,14 @@ from vram.entries import reading, update
 ROWS = 4096  # 32 KiB an array: more than one page, so that half an update would be seen
 
 
-def publish(name: str = "w", value: int = 1, count: int = 3, device: str = "host") -> dict[str, vram.Array]:
+def publish(
+    name: str = "w", value: int = 1, count: int = 3, device: str = "host", *, swap: bool = False
+) -> dict[str, vram.Array]:
     """Publish some arrays that are full of one number, to be updated in place."""
     arrays = {f"a{number}": vram.empty((ROWS,), "int64", device=device) for number in range(count)}
     for array in arrays.values():
         array.fill(value)
-    vram.publish(name, arrays, updatable=True)
+    vram.publish(name, arrays, updatable=True, swap=swap)
     return arrays
 
 
@@ -65,10 +67,10 @@ def _stopping(pipe: Connection, stop_at: int) -> Callable[[str, Any], Any]:
     return wrap
 
 
-def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "host") -> None:
+def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "host", swap: bool = False) -> None:
     """Publish, and when told begin an update, which stops before its n-th step."""
     os.environ["VRAM_KEEPER"] = path
-    arrays = publish(device=device)
+    arrays = publish(device=device, swap=swap)
     pipe.send("published")
     pipe.recv()
     wrap = _stopping(pipe, stop_at)

@@ -143,6 +143,7 @@ def attach_or_publish(
     writable: bool = False,
     whole: bool = False,
     updatable: bool = False,
+    swap: bool = False,
     ttl: float | None = None,
     timeout: float | None = None,
     device: str | Location | None = None,
@@ -162,9 +163,9 @@ def attach_or_publish(
         Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are, where
         there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
         let go of, so that a mapping that nothing else refers to costs no second copy.
-    updatable : bool
+    updatable, swap : bool
         What this process loads it publishes so that :func:`vram.update` can be called, by this process. What is there
-        already is attached as it is: ``lease.updatable`` tells.
+        already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
     timeout : float or None
         Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;
         0 does not wait for either, None waits for ever.
@@ -188,11 +189,11 @@ def attach_or_publish(
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
     check_access(access)
-    writable, whole, updatable = check_flags(writable=writable, whole=whole, updatable=updatable)
-    if updatable:
+    writable, whole, updatable, swap = check_flags(writable=writable, whole=whole, updatable=updatable, swap=swap)
+    if updatable or swap:
         from .publish import check_writers  # who only reads needs none of that
 
-        check_writers(writable=writable, updatable=updatable)
+        check_writers(writable=writable, updatable=updatable, swap=swap)
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
     if not callable(load):
@@ -214,7 +215,7 @@ def attach_or_publish(
             return Lease(client, got, access, user=user, timeout=left)
         before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
-            version = _load_and_publish(client, name, load, meta, writable, whole, updatable, ttl, got)
+            version = _load_and_publish(client, name, load, meta, writable, whole, updatable, swap, ttl, got)
         except BaseException as error:
             with contextlib.suppress(VramError):
                 client.abandon(got)
@@ -242,6 +243,7 @@ def _load_and_publish(
     writable: bool,
     whole: bool,
     updatable: bool,
+    swap: bool,
     ttl: float | None,
     claim: PublishClaim,
 ) -> int:
@@ -255,7 +257,7 @@ def _load_and_publish(
     del loaded
     published = publish_to(
         client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim,
-        updatable=updatable,
+        updatable=updatable, swap=swap,
     )  # fmt: skip
     return published.version
 

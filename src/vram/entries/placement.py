@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.dtypes import dtype_name, dtype_of
+from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONSUME_CHUNKS",
-    "Loaded",
     "PackedCopy",
     "Placement",
     "PlannedArray",
@@ -136,10 +135,15 @@ class PackedCopy:
         for item in items:
             item.offset = round_up(end, ALIGNMENT)
             end = item.offset + item.nbytes
+        return cls.of_size(location, end, items, grows=grows)
+
+    @classmethod
+    def of_size(cls, location: Location, nbytes: int, items: list[PlannedArray], *, grows: bool) -> PackedCopy:
+        """Reserve addresses for arrays that were placed; there is no memory yet."""
         driver = drivers.get(location)
         granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
         # An entry of empty arrays still is an entry: it has memory, if only a granule.
-        capacity = round_up(max(end, 1), granule)
+        capacity = round_up(max(nbytes, 1), granule)
         size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
         region = Region.create(location, driver=driver, capacity=capacity, chunk=size, managed=True)
         return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
@@ -273,7 +277,8 @@ class Placement:
     it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
 
     What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published. What is
-    `updatable` goes on being written by this process, and nobody else may be able to.
+    `updatable` goes on being written by this process, and nobody else may be able to. With `swap` there is as much
+    memory again, for a second slot of all arrays.
     """
 
     def __init__(
@@ -286,9 +291,11 @@ class Placement:
         lends: bool = False,
         whole: bool = False,
         updatable: bool = False,
+        swap: bool = False,
     ) -> None:
         self._writable = writable
         self._updatable = updatable
+        self._swap = swap
         self._whole = whole or lends
         self._unclear: list[Region] = []  # what is shared where it is, and has rows that a shrink left
         self._sources = sources
@@ -313,7 +320,8 @@ class Placement:
             self._release()
             raise
         copies = bool([item for item in self.items if item.region is None and item.nbytes])
-        if shared + copies * (1 if sources is None else CONSUME_CHUNKS) > MAX_SEGMENTS:
+        # A second slot has one for each memory, of which there are as many segments or fewer.
+        if (shared + copies * (1 if sources is None else CONSUME_CHUNKS)) * (1 + swap) > MAX_SEGMENTS:
             self.spans.clear()
             for item in self.items:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
@@ -330,13 +338,21 @@ class Placement:
         for item in self.packed:
             groups.setdefault(_place(item), []).append(item)
         self._copies: list[PackedCopy] = []
+        self._spares: list[PackedCopy] = []  # the memories of the second slot, in the order of those of the first
         try:
             for location, items in groups.items():
                 self._copies.append(PackedCopy.reserve(location, items, grows=sources is not None))
+            for place, nbytes in self._memories() if swap else ():
+                self._spares.append(PackedCopy.of_size(place, nbytes, [], grows=False))
         except BaseException:
             self.__exit__(None, None, None)
             raise
         self._regions = [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
+
+    def _memories(self) -> list[tuple[Location, int]]:
+        """Return where the memories are, and the bytes of each that arrays lie in."""
+        found = [(span.region.location, span.stop - span.start) for span in self.spans.values()]
+        return found + [(copy.region.location, copy.region.capacity) for copy in self._copies]
 
     def _refuse_copies(self) -> None:
         """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
@@ -400,6 +416,7 @@ class Placement:
         for copy in self._copies:
             entries |= {item.name: item.entry(len(memories), 0) for item in copy.items}
             memories.append(copy.describe())
+        memories += [spare.describe() for spare in self._spares]
         ordered = {item.name: entries[item.name] for item in self.items}
         pieces = [
             Segment(entry.nbytes, entry.kind, memory.device)
@@ -417,7 +434,7 @@ class Placement:
                     serials += (allocation.serial,)
         manifest = Manifest(
             MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable,
-            serials=tuple(serials),
+            serials=tuple(serials), slots=1 + self._swap,
         )  # fmt: skip
         return manifest, pieces
 
@@ -425,6 +442,8 @@ class Placement:
         """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""
         if self._unclear:
             clear(self._unclear)
+        for spare in self._spares:
+            spare.region.grow(spare.region.capacity)
         for copy in self._copies:
             if self._sources is None:
                 copy.region.grow(copy.region.capacity)
@@ -460,7 +479,7 @@ class Placement:
 
     def synchronize(self) -> None:
         """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
-        for region in self._regions:
+        for region in (*self._regions, *[spare.region for spare in self._spares]):
             region.synchronize()
 
     def freeze(self) -> None:
@@ -474,14 +493,21 @@ class Placement:
             region.freeze()
             RegionViews.of(region).freeze_views()
 
-    def arrays(self) -> dict[str, Array]:
-        """Return arrays over what is published, where it is, that keep it for this process, which updates it."""
-        found: dict[str, Array] = {}
-        where = {item.name: copy.region for copy in self._copies for item in copy.items}
-        for item in self.items:
-            region = item.region or where[item.name]
-            found[item.name] = Array(region, item.dtype, item.shape, offset=item.offset)
-        return found
+    def slots(self) -> list[dict[str, Array]]:
+        """Return arrays over what is published, where it is, that keep it for this process, which updates it.
+
+        Those of each slot, by name.
+        """
+        found: list[dict[str, Array]] = [{} for _ in range(1 + self._swap)]
+        groups = [(span.region, span.start, span.items) for span in self.spans.values()]
+        groups += [(copy.region, 0, copy.items) for copy in self._copies]
+        for number, (region, start, items) in enumerate(groups):
+            for item in items:
+                found[0][item.name] = Array(region, item.dtype, item.shape, offset=item.offset)
+                if self._swap:
+                    spare = self._spares[number].region
+                    found[1][item.name] = Array(spare, item.dtype, item.shape, offset=item.offset - start)
+        return [{item.name: arrays[item.name] for item in self.items} for arrays in found]
 
     @property
     def is_frozen(self) -> bool:
@@ -497,6 +523,8 @@ class Placement:
         fds = [one.export() for span in self.spans.values() for one in span.allocations]
         for copy in self._copies:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
+        for spare in self._spares:
+            fds += describe(spare.region, 0, spare.region.nbytes)[1]
         return fds if self.pools is None else fds + self.pools.fds
 
     def done(self, path: str, name: str, version: int) -> None:
@@ -510,8 +538,11 @@ class Placement:
             for item in span.items:
                 array = item.value
                 if isinstance(array, Array) and not array.is_closed and array.region is region:
-                    array.provenance = Provenance(
-                        path, name, version, item.name, access, item.offset, item.nbytes, layout
+                    # One of two slots is not had again by its name.
+                    array.provenance = (
+                        None
+                        if self._swap
+                        else Provenance(path, name, version, item.name, access, item.offset, item.nbytes, layout)
                     )
                 if self._sources is not None:
                     self._sources.pop(item.name, None)
@@ -528,7 +559,7 @@ class Placement:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._release()
-        for copy in self._copies:
+        for copy in (*self._copies, *self._spares):
             close_when_unused(copy.region)  # arrays that were put into the mapping keep its memory
         if self.pools is not None:
             self.pools.close()
@@ -539,56 +570,6 @@ class Placement:
             span.allocations = ()  # which were managed: each claim goes with its object
         for pin in self._pins:
             pin.release()
-
-
-class Loaded:
-    """Arrays that lie on one new region of ours, as a file that was loaded: nothing to look for, nothing to copy.
-
-    Parameters
-    ----------
-    region : Region
-        All their memory. The caller's to close.
-    arrays : mapping of str to ArrayEntry
-        Where in it each array lies.
-    updatable : bool
-        Whether this process goes on writing to it.
-    """
-
-    def __init__(self, region: Region, arrays: dict[str, ArrayEntry], updatable: bool) -> None:
-        self._region = region
-        self._arrays = arrays
-        self._updatable = updatable
-        self._memory, self._fds = describe(region, 0, region.nbytes)
-
-    def manifest(self) -> tuple[Manifest, list[Segment]]:
-        """Return the manifest and the segments that it speaks of."""
-        memory = self._memory
-        pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
-        return Manifest(MANIFEST_VERSION, (memory,), self._arrays, updatable=self._updatable), pieces
-
-    @property
-    def is_to_be_asked_for(self) -> bool:
-        """Whether a refusal has to come before the seal: nobody else sees this memory, which goes if it is refused."""
-        return False
-
-    def synchronize(self) -> None:
-        """Wait for the work that fills the memory (S10)."""
-        self._region.synchronize()
-
-    def freeze(self) -> None:
-        """Seal everything."""
-        self._region.freeze()
-
-    def arrays(self) -> dict[str, Array]:
-        """Return arrays over what is published, that keep it for this process, which updates it."""
-        return {
-            name: Array(self._region, dtype_of(entry.dtype), entry.shape, offset=entry.offset)
-            for name, entry in self._arrays.items()
-        }
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors of all segments, in their order, lent by the allocations."""
-        return self._fds
 
 
 def _look(
