@@ -25,7 +25,7 @@ from tests.processes.update_children import ROWS, publish, seen
 import vram
 from vram import driver as drivers
 from vram.driver import words
-from vram.entries import reading, update
+from vram.entries import placement, reading, update
 from vram.entries.swap import Span, difference, slot_of
 from vram.errors import (
     AccessDeniedError,
@@ -119,6 +119,42 @@ def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
         lease._page.slots[9] = 1
         write(4, timeout=0.02)
         assert seen(lease) == (4, [4])
+
+
+def test_who_enters_says_so_of_both_slots_until_it_knows_which() -> None:
+    """Or the publisher could look in between: at a thread that has looked where it will be, and has not said so."""
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        (slot,) = page_of(lease).slots_of.values()
+        real, said = slot.words, []
+
+        class Words:
+            def __getitem__(self, index: int) -> int:
+                if index == reading.VERSION:
+                    said.append(slot.slots[slot.index])
+                return int(real[index])
+
+        slot.words = Words()  # type: ignore[assignment]
+        with lease.reading():
+            said.append(slot.slots[slot.index])
+        assert slot.slots[slot.index] == 0
+        assert said == [reading.EITHER, 1, 1], "where it looks, inside, and where it leaves"
+        slot.words = real
+
+
+def test_an_entry_of_too_many_segments_for_two_slots_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "MAX_SEGMENTS", 5)
+    arrays = {f"a{number}": vram.zeros(8, device="host") for number in range(3)}
+    assert vram.publish("one", arrays, updatable=True).zero_copy
+    for array in arrays.values():
+        array.close()
+    arrays = {f"a{number}": vram.zeros(8, device="host") for number in range(3)}
+    receipt = vram.publish("w", arrays, updatable=True, swap=True)
+    assert set(receipt.copied.values()) == {"all of it lies in 3 segments; 5 is the most"}
+    with vram.attach("w") as lease:
+        write(2)
+        assert seen(lease) == (2, [2])
 
 
 def test_arrays_are_asked_for_inside_of_sections() -> None:

@@ -805,7 +805,8 @@ def array_on(
         If the publisher described it in a way that no array is.
     """
     entry = manifest.arrays[array]
-    offset = manifest.memories[entry.memory + slot * manifest.memories_of_a_slot].offset + entry.offset
+    memory = entry.memory + manifest.memories_of_a_slot if slot else entry.memory
+    offset = manifest.memories[memory].offset + entry.offset
     try:
         dtype = dtype_of(entry.dtype)
         if entry.nbytes != dtype.itemsize * math.prod(entry.shape):

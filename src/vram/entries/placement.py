@@ -320,8 +320,8 @@ class Placement:
             self._release()
             raise
         copies = bool([item for item in self.items if item.region is None and item.nbytes])
-        # A second slot has one for each memory, of which there are as many segments or fewer.
-        if (shared + copies * (1 if sources is None else CONSUME_CHUNKS)) * (1 + swap) > MAX_SEGMENTS:
+        segments = shared + copies * (1 if sources is None else CONSUME_CHUNKS)
+        if segments + swap * (len(self.spans) + copies) > MAX_SEGMENTS:  # in the second slot a memory is in one piece
             self.spans.clear()
             for item in self.items:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")

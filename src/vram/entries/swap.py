@@ -38,9 +38,11 @@ class Slotted(Protocol):
     _page: Page | None
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The entry's name."""
 
-    def _array_in(self, slot: int, name: str) -> Array: ...
+    def _array_in(self, slot: int, name: str) -> Array:
+        """Return an array of a slot."""
 
 
 class Slot(Mapping[str, Array]):

@@ -293,7 +293,7 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
         raise ProtocolError("memory that only its maker can keep is said to be updated in place")
     if manifest.slots > 1:
         _check_slots(manifest)
-    count = manifest.memories_of_a_slot
+    count = len(manifest.memories) // manifest.slots
     for name, entry in manifest.arrays.items():
         if entry.memory >= count:
             raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {count}")
