@@ -97,8 +97,7 @@ class GpuSwaps:
                     raise KeyError("wrong")
 
             with pytest.raises(KeyError):
-                begin()
-            assert seen(lease) == (1, [1])
+                begin()  # and no section since, which would wait for it
             with vram.update("w", stream=streams[1]) as arrays:
                 fill(arrays["a0"], 0, streams[1])
             drivers.get(HERE).synchronize(HERE)
