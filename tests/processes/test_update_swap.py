@@ -157,6 +157,23 @@ def test_an_entry_of_too_many_segments_for_two_slots_is_packed(monkeypatch: pyte
         assert seen(lease) == (2, [2])
 
 
+def test_arrays_are_aligned_in_the_second_slot_as_in_the_first() -> None:
+    with vram.Region.create("host", capacity=1 << 20, nbytes=1 << 20) as region:
+        arrays = {"odd": vram.Array(region, "int8", 3, offset=1), "even": vram.Array(region, "float64", 9, offset=264)}
+        assert vram.publish("w", arrays, updatable=True, swap=True, whole=True).zero_copy
+        with vram.attach("w") as lease:
+            for slot in lease.slots:
+                assert [array.address % 256 for array in slot.values()] == [1, 8]
+            for value in (2, 3, 4):
+                with vram.update("w", only=["even"] if value == 3 else None) as written:
+                    for array in written.values():
+                        array.fill(value)
+                with lease.reading():
+                    assert lease["even"].numpy().tolist() == [value] * 9
+                    assert lease["odd"].numpy().tolist() == [2 if value == 3 else value] * 3
+        vram.remove("w")
+
+
 def test_arrays_are_asked_for_inside_of_sections() -> None:
     publish(swap=True)
     with vram.attach("w") as lease:

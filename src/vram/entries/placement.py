@@ -122,11 +122,15 @@ class SharedSpan:
 
 @dataclass(slots=True)
 class PackedCopy:
-    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any."""
+    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any.
+
+    `inside` is where it is used from, in bytes.
+    """
 
     region: Region
     sizes: list[int]
     items: list[PlannedArray]
+    inside: int = 0
 
     @classmethod
     def reserve(cls, location: Location, items: list[PlannedArray], *, grows: bool) -> PackedCopy:
@@ -138,7 +142,9 @@ class PackedCopy:
         return cls.of_size(location, end, items, grows=grows)
 
     @classmethod
-    def of_size(cls, location: Location, nbytes: int, items: list[PlannedArray], *, grows: bool) -> PackedCopy:
+    def of_size(
+        cls, location: Location, nbytes: int, items: list[PlannedArray], *, grows: bool, inside: int = 0
+    ) -> PackedCopy:
         """Reserve addresses for arrays that were placed; there is no memory yet."""
         driver = drivers.get(location)
         granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
@@ -146,12 +152,15 @@ class PackedCopy:
         capacity = round_up(max(nbytes, 1), granule)
         size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
         region = Region.create(location, driver=driver, capacity=capacity, chunk=size, managed=True)
-        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
+        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items, inside)
 
     def describe(self) -> MemoryDescriptor:
         """Describe it as it will be when it is full."""
         segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self.sizes)
-        return MemoryDescriptor(device_name(self.region.location), segments, 0, sum(self.sizes), self.region.capacity)
+        nbytes, inside = sum(self.sizes), self.inside
+        return MemoryDescriptor(
+            device_name(self.region.location), segments, inside, nbytes - inside, self.region.capacity
+        )
 
     def take(self, item: PlannedArray) -> Array:
         """Copy one array in, and return it as it is there."""
@@ -342,17 +351,19 @@ class Placement:
         try:
             for location, items in groups.items():
                 self._copies.append(PackedCopy.reserve(location, items, grows=sources is not None))
-            for place, nbytes in self._memories() if swap else ():
-                self._spares.append(PackedCopy.of_size(place, nbytes, [], grows=False))
+            for region, start, stop, _ in self._memories() if swap else ():
+                inside = start % ALIGNMENT  # arrays are aligned in both slots, or in none
+                size = inside + stop - start
+                self._spares.append(PackedCopy.of_size(region.location, size, [], grows=False, inside=inside))
         except BaseException:
             self.__exit__(None, None, None)
             raise
         self._regions = [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
 
-    def _memories(self) -> list[tuple[Location, int]]:
-        """Return where the memories are, and the bytes of each that arrays lie in."""
-        found = [(span.region.location, span.stop - span.start) for span in self.spans.values()]
-        return found + [(copy.region.location, copy.region.capacity) for copy in self._copies]
+    def _memories(self) -> list[tuple[Region, int, int, list[PlannedArray]]]:
+        """Return each memory: its region, from where to where in that it is published, and which arrays lie there."""
+        found = [(span.region, span.start, span.stop, span.items) for span in self.spans.values()]
+        return found + [(copy.region, 0, copy.region.capacity, copy.items) for copy in self._copies]
 
     def _refuse_copies(self) -> None:
         """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
@@ -442,8 +453,6 @@ class Placement:
         """Pack what cannot be shared where it is, and clear what goes with the rest and is nobody's."""
         if self._unclear:
             clear(self._unclear)
-        for spare in self._spares:
-            spare.region.grow(spare.region.capacity)
         for copy in self._copies:
             if self._sources is None:
                 copy.region.grow(copy.region.capacity)
@@ -467,6 +476,8 @@ class Placement:
                     item.value.close()
                 item.value, item.source = target, None
             copy.region.grow(copy.region.capacity)
+        for spare in self._spares:  # last: sources that are consumed are gone by now
+            spare.region.grow(spare.region.capacity)
 
     @property
     def is_to_be_asked_for(self) -> bool:
@@ -499,14 +510,13 @@ class Placement:
         Those of each slot, by name.
         """
         found: list[dict[str, Array]] = [{} for _ in range(1 + self._swap)]
-        groups = [(span.region, span.start, span.items) for span in self.spans.values()]
-        groups += [(copy.region, 0, copy.items) for copy in self._copies]
-        for number, (region, start, items) in enumerate(groups):
+        for number, (region, start, _, items) in enumerate(self._memories()):
             for item in items:
                 found[0][item.name] = Array(region, item.dtype, item.shape, offset=item.offset)
                 if self._swap:
-                    spare = self._spares[number].region
-                    found[1][item.name] = Array(spare, item.dtype, item.shape, offset=item.offset - start)
+                    spare = self._spares[number]
+                    offset = item.offset - start + spare.inside
+                    found[1][item.name] = Array(spare.region, item.dtype, item.shape, offset=offset)
         return [{item.name: arrays[item.name] for item in self.items} for arrays in found]
 
     @property
