@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
-from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
+from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
@@ -148,6 +148,8 @@ def attach_or_publish(
     timeout: float | None = None,
     device: str | Location | None = None,
     owner: int | str | None = None,
+    follow: bool = False,
+    wake: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
@@ -172,6 +174,11 @@ def attach_or_publish(
     owner : int or str, optional
         The user whom it must belong to, as of :func:`attach`. Who is another user does not load: this attaches what
         `owner` has published, or waits while a process of that user is loading.
+    follow : bool
+        As of :func:`attach`, also for what this process loads.
+    wake : bool
+        As of :func:`attach`: what is parked is there, and is brought back; nobody loads it. If it is removed meanwhile,
+        one of those who wait loads it after all.
 
     Other parameters as in :func:`attach` and :func:`publish`.
 
@@ -185,11 +192,14 @@ def attach_or_publish(
         If nothing is there, and this user may not publish it: not under ``~user/`` of another, nor for another `owner`.
     PeerGoneError
         If there is no keeper, or none came within `timeout`; or, at once, if it went away meanwhile.
+    AsleepError
+        If it is parked, without `wake`.
     BusyError
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
     check_access(access)
     writable, whole, updatable, swap = check_flags(writable=writable, whole=whole, updatable=updatable, swap=swap)
+    follow, wake = check_flags(follow=follow, wake=wake)
     if updatable or swap:
         from .publish import check_writers  # who only reads needs none of that
 
@@ -209,10 +219,21 @@ def attach_or_publish(
             f"attach_or_publish({name!r}) inside the load() of {name!r} would wait for itself: load it there, or "
             f"attach another name"
         )
+    asked: dict[str, Any] = {
+        "expect": meta or None, "access": wire_access(access), "owner": uid, "purpose": "wake" if wake else "",
+    }  # fmt: skip
+    missed = (NotFoundError, AsleepError) if wake else (NotFoundError,)
     while True:
-        got = client.lease_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
+        got = client.lease_or_claim(name, timeout=left, **asked)
         if isinstance(got, Attachment):
-            return Lease(client, got, access, user=user, timeout=left)
+            if got.moves:
+                from .park import wake_and_lease  # few entries are parked
+
+                try:
+                    got = wake_and_lease(client, got, user, lambda: client.lease(name, **asked))
+                except (BusyError, NotFoundError, MismatchError):  # others were faster, or it is gone: look again
+                    continue
+            return Lease(client, got, access, user=user, timeout=left, follow=follow)
         before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
             version = _load_and_publish(client, name, load, meta, writable, whole, updatable, swap, ttl, got)
@@ -224,15 +245,15 @@ def attach_or_publish(
             # It may be that the claim has passed on, and that another published meanwhile what is wanted.
             with contextlib.suppress(NotFoundError, MismatchError):
                 theirs = client.lease(name, access=wire_access(access), expect=meta or None, owner=uid)
-                return Lease(client, theirs, access, user=user)
+                return Lease(client, theirs, access, user=user, follow=follow)
             raise
         finally:
             _loading.reset(before)
         if got.answer is not None:
             got.answer.owner = None  # it is fulfilled: nothing to give back
-        with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
+        with contextlib.suppress(*missed):  # replaced, removed or parked already: look again
             again = client.lease(name, version=version, access=wire_access(access))
-            return Lease(client, again, access, user=user)
+            return Lease(client, again, access, user=user, follow=follow)
 
 
 def _load_and_publish(
