@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from tests.keeper_here import later
 from tests.processes import update_children as children
 from tests.processes.test_update import child, steps, tear, write
-from tests.processes.update_children import ROWS, publish, seen
+from tests.processes.update_children import ROWS, publish, seen, seen_here
 
 import vram
 from vram import driver as drivers
@@ -97,28 +97,6 @@ def test_an_update_waits_for_nobody_in_the_current_version_and_for_who_is_one_be
         thread.join(SOON)
         assert came == [None]
         assert seen(lease) == seen(other) == (3, [3])
-
-
-def seen_here(lease: vram.Lease) -> list[int]:
-    """Return which numbers stand in the arrays, inside of a section."""
-    return sorted({int(number) for array in lease.values() for number in np.unique(array.to_host())})
-
-
-def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        assert seen(lease) == (1, [1])
-        assert lease._page is not None
-        for version, word, waits in ((1, 1, False), (2, 2, False), (3, 2, True), (3, 3, True), (3, 4, True)):
-            lease._page.slots[9] = word
-            if waits:
-                with pytest.raises(BusyError):
-                    write(version + 1, timeout=0.02)
-            else:
-                write(version + 1, timeout=0.02)
-        lease._page.slots[9] = 1
-        write(4, timeout=0.02)
-        assert seen(lease) == (4, [4])
 
 
 def test_who_enters_says_so_of_both_slots_until_it_knows_which() -> None:
