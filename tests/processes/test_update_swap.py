@@ -99,6 +99,23 @@ def test_an_update_waits_for_nobody_in_the_current_version_and_for_who_is_one_be
         assert seen(lease) == seen(other) == (3, [3])
 
 
+def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        assert lease._page is not None
+        for version, word, waits in ((1, 1, False), (2, 2, False), (3, 2, True), (3, 3, True), (3, 4, True)):
+            lease._page.slots[9] = word
+            if waits:
+                with pytest.raises(BusyError):
+                    write(version + 1, timeout=0.02)
+            else:
+                write(version + 1, timeout=0.02)
+        lease._page.slots[9] = 1
+        write(4, timeout=0.02)
+        assert seen(lease) == (4, [4])
+
+
 def test_who_enters_says_so_of_both_slots_until_it_knows_which() -> None:
     """Or the publisher could look in between: at a thread that has looked where it will be, and has not said so."""
     publish(swap=True)

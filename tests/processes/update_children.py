@@ -39,23 +39,6 @@ def seen_here(lease: vram.Lease) -> list[int]:
     return sorted({int(number) for array in lease.values() for number in np.unique(array.to_host())})
 
 
-def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
-    publish(swap=True)
-    with vram.attach("w") as lease:
-        assert seen(lease) == (1, [1])
-        assert lease._page is not None
-        for version, word, waits in ((1, 1, False), (2, 2, False), (3, 2, True), (3, 3, True), (3, 4, True)):
-            lease._page.slots[9] = word
-            if waits:
-                with pytest.raises(BusyError):
-                    write(version + 1, timeout=0.02)
-            else:
-                write(version + 1, timeout=0.02)
-        lease._page.slots[9] = 1
-        write(4, timeout=0.02)
-        assert seen(lease) == (4, [4])
-
-
 def read_until(path: str, pipe: Connection, last: int) -> None:
     """Read until a version; say how many sections there were, or what was seen that is of no one version."""
     os.environ["VRAM_KEEPER"] = path
