@@ -56,7 +56,7 @@ GOLDEN = [
     (m.Notice(0, "a", 1, "replaced", 2), "96a66e6f7469636500a16101a87265706c6163656402"),
     (m.Page(19, 4), "93a4706167651304"),
     (m.Update(20, "a", 1), "94a675706461746514a16101"),
-    (m.Pages(21, "a", 1, 4), "95a5706167657315a1610104"),
+    (m.Pages(21, "a", 1, 4, 2), "96a5706167657315a161010402"),
     (m.Updated(22, "a", 1, 3, True), "96a77570646174656416a1610103c3"),
     (m.UpdateState(23, 4), "93ac7570646174655f73746174651704"),
     (
@@ -119,6 +119,10 @@ def test_s9_a_publication_of_before_there_were_updates() -> None:
     before = "9ba77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007"
     asked = m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, False)
     assert m.decode_request(bytes.fromhex(before)) == asked
+
+
+def test_s9_a_look_at_readers_of_before_there_were_two_slots() -> None:
+    assert m.decode_request(bytes.fromhex("95a5706167657315a1610104")) == m.Pages(21, "a", 1, 4, 0)
 
 
 def test_s9_what_was_said_before_entries_could_be_parked() -> None:

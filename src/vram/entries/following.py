@@ -51,7 +51,7 @@ __all__ = ["refresh", "tell_of_growth"]
 class Movable(Protocol):
     """What is known here of a lease, which imports this module."""
 
-    _arrays: dict[str, Array]
+    _arrays: dict[Any, Array]
     _attachment: Attachment
     _callbacks: list[tuple[Callable[[Any], object], bool]]
     _client: KeeperClient

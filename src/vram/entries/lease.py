@@ -154,7 +154,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._user = user
         self._client = client
         self._attachment = attachment
-        self._arrays: dict[str, Array] = {}
+        self._arrays: dict[str | tuple[int, str], Array] = {}  # by name; of two slots by the slot's number and the name
         self._signal: Signal | None = None
         self._subscriptions: list[Subscription] = []
         self._callbacks: list[tuple[Callable[[Lease], object], bool]] = []  # of the subscriptions, to move them
@@ -184,6 +184,11 @@ class Lease(Owned, Mapping[str, Array]):
                 from .reading import words_of  # few leases are on what is updated
 
                 self._words = words_of(fds[-1], attachment.name)
+                if self._manifest.slots > 1 and access == "cow":
+                    raise UsageError(
+                        f"{attachment.name!r} was published with swap=True: its bytes move from one memory to another, "
+                        f'and no private copy of either stays whole; attach with access="r"'
+                    )
             depends = (claim.handle,)
             # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
             # others; what the kernel needs is not that.
@@ -230,6 +235,9 @@ class Lease(Owned, Mapping[str, Array]):
             close_fds(fds, client.path)  # what is mapped holds descriptors of its own
             attachment.fds.clear()
         self._regions = tuple(regions)
+        if self._manifest.slots > 1:
+            for region in regions:
+                region.is_updatable = True  # no array on it may leave this process: it is of no version for long
         self._claim = claim
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -268,12 +276,29 @@ class Lease(Owned, Mapping[str, Array]):
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
+            if manifest.slots > 1:
+                return self._array_in(self.slot, name)
             whose = self._client.path, leased.name, leased.version
             made = array_on(self._regions[entry.memory], manifest, *whose, name, self.access)
             array = self._arrays.setdefault(name, made)
             if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
                 self._arrays.pop(name, None)
                 return self[name]
+        return array
+
+    def _array_in(self, slot: int, name: str) -> Array:
+        """Return an array of one of two slots, the same one each time."""
+        self.handle  # noqa: B018
+        array = self._arrays.get((slot, name))
+        if array is None:
+            manifest, leased = self._manifest, self._attachment
+            entry = manifest.arrays.get(name)
+            if entry is None:
+                raise NotFoundError(f"{leased.name!r} version {leased.version} has no array {name!r:.80}")
+            region = self._regions[entry.memory + slot * manifest.memories_of_a_slot]
+            whose = self._client.path, leased.name, leased.version
+            made = array_on(region, manifest, *whose, name, self.access, slot)
+            array = self._arrays.setdefault((slot, name), made)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -325,15 +350,17 @@ class Lease(Owned, Mapping[str, Array]):
         """Show each memory once, as bytes, and every array as a part of that."""
         wholes: dict[int, _W] = {}
         found: dict[str, _P] = {}
+        first = self._manifest.memories_of_a_slot * self.slot if self._manifest.slots > 1 else 0
         for name, entry in self._manifest.arrays.items():
-            memory = self._manifest.memories[entry.memory]
+            number = first + entry.memory
+            memory = self._manifest.memories[number]
             part = None
             dtype = dtype_of(entry.dtype) if entry.nbytes else None
             if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
-                whole = wholes.get(entry.memory)
+                whole = wholes.get(number)
                 if whole is None:
-                    region = self._regions[entry.memory]
-                    whole = wholes[entry.memory] = show(Array(region, "uint8", region.nbytes))
+                    region = self._regions[number]
+                    whole = wholes[number] = show(Array(region, "uint8", region.nbytes))
                 part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
             # What is seldom, or wrong, is looked at alone.
             found[name] = alone(self[name]) if part is None else part
@@ -474,6 +501,38 @@ class Lease(Owned, Mapping[str, Array]):
         return self._words is not None
 
     @property
+    def slots(self) -> tuple[Mapping[str, Array], ...]:
+        """The arrays of each slot: two mappings of what was published with ``swap=True``, else one.
+
+        Addresses in a slot never change, so that a CUDA graph that reads one can be captured for each, anywhere, and
+        launched inside of a section: ``graphs[lease.slot]``. What is in them is of one version there only, in the slot
+        that the section is in.
+        """
+        if self._manifest.slots == 1:
+            return (self,)
+        from .swap import slots  # few leases are on what has several
+
+        return slots(self)
+
+    @property
+    def slot(self) -> int:
+        """Which of :attr:`slots` the calling thread's section is in, 0 or 1, until it ends; 0 where there is one.
+
+        Inside of the section ``lease["w"]``, :meth:`numpy` and :meth:`torch` are of this slot.
+
+        Raises
+        ------
+        UsageError
+            If there are two, and this thread is in no section of this lease (:meth:`reading`).
+        """
+        self.handle  # noqa: B018
+        if self._manifest.slots == 1:
+            return 0
+        from .swap import current
+
+        return current(self)
+
+    @property
     def torn(self) -> bool:
         """Whether an update was begun and never finished, so that the bytes are of no one version.
 
@@ -496,6 +555,9 @@ class Lease(Owned, Mapping[str, Array]):
         ``with lease.reading() as version:`` waits until no update is under way, and keeps the publisher from beginning
         one until the block ends. `version` is 1 for what was published, and 1 more for each update since. It costs no
         call of the keeper. Keep sections short: the publisher waits for them. They nest; each thread has its own.
+
+        Of what was published with ``swap=True`` a section waits for nobody: it is in the slot that is current where it
+        begins (:attr:`slot`), and keeps only the update after the next one waiting. Ask for the arrays inside.
 
         Where memory of a GPU is in the entry, the block's end waits for the work of this process on that GPU, which
         may still read it; with `stream` for the work on that one alone. A section costs nothing else there.
@@ -749,9 +811,11 @@ def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Man
 
 
 def array_on(
-    region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str
+    region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str, slot: int = 0
 ) -> Array:
     """Make an array of a version, on the region that its memory was mapped as; see :class:`Provenance` for the rest.
+
+    One of two slots has no provenance: by its name nobody gets the bytes that it has.
 
     Raises
     ------
@@ -759,12 +823,15 @@ def array_on(
         If the publisher described it in a way that no array is.
     """
     entry = manifest.arrays[array]
-    offset = manifest.memories[entry.memory].offset + entry.offset
+    memory = entry.memory + manifest.memories_of_a_slot if slot else entry.memory
+    offset = manifest.memories[memory].offset + entry.offset
     try:
         dtype = dtype_of(entry.dtype)
         if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
             raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
-        provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
+        provenance = None
+        if manifest.slots == 1:
+            provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
         return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
     except UsageError as error:  # not this caller's mistake, but the publisher's
         raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None

@@ -323,9 +323,11 @@ class KeeperClient(Queries):
         access: str = "r",
         timeout: float | None = None,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment | PublishClaim:
-        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`."""
-        found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
+        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`, also
+        for `purpose`."""
+        found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner, purpose=purpose)
         if isinstance(found, Attachment):
             return found
         reply = found.reply

@@ -276,12 +276,16 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
-    """Who reads the version that this connection updates, of the leases that are above `after`?"""
+    """Who reads the version that this connection updates, of the leases that are above `after`?
+
+    A word that is `but` does not count: who is in that slot of what has two. An older keeper ignores this.
+    """
 
     call: Number
     name: Name
     version: Number
     after: Number = 0
+    but: Annotated[int, Meta(ge=0, le=2)] = 0
 
 
 class Updated(Struct, frozen=True, array_like=True, tag="updated"):

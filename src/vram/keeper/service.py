@@ -606,7 +606,7 @@ class Service:
             pages, holder = pages + 1, lease.session
             key = holder.pid, holder.uid
             looked[key] = looked.get(key, 0) + 1
-            if not is_zero(lease.page.fds[0]):
+            if not is_zero(lease.page.fds[0], request.but):
                 rows.append(m.PageRow(lease.id, *key, holder.label, holder.host))
         found = [(*key, count) for key, count in looked.items()]
         connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))

@@ -137,6 +137,9 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     `handles`, `pools` and `events` are for what is lent directly: memory that no keeper could keep. What is `updatable`
     has one descriptor more, the last: the page of its publisher's words. What may grow has `serials`, one for each
     segment of all memories: by them a reader knows a newer version that begins with what it has mapped.
+
+    What has several `slots` is in memory as often: the memories of the first slot come first, and the arrays are said
+    to lie in those. In each other slot they lie at the same places, in the memories that come behind.
     """
 
     version: int
@@ -147,6 +150,12 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     events: Annotated[tuple[EventEntry, ...], Meta(max_length=MAX_EVENTS)] = ()
     updatable: bool = False
     serials: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**62)], ...], Meta(max_length=MAX_SEGMENTS)] = ()
+    slots: Annotated[int, Meta(ge=1, le=2)] = 1
+
+    @property
+    def memories_of_a_slot(self) -> int:
+        """How many of the memories each slot has."""
+        return len(self.memories) // self.slots
 
     @property
     def descriptors(self) -> int:
@@ -303,15 +312,32 @@ def decode_manifest(
     _check_handles(manifest)
     if manifest.updatable and (manifest.handles or manifest.pools or manifest.events):
         raise ProtocolError("memory that only its maker can keep is said to be updated in place")
+    if manifest.slots > 1:
+        _check_slots(manifest)
+    count = len(manifest.memories) // manifest.slots
     for name, entry in manifest.arrays.items():
-        if entry.memory >= len(manifest.memories):
-            raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {len(manifest.memories)}")
+        if entry.memory >= count:
+            raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {count}")
         room = manifest.memories[entry.memory].nbytes
         if entry.offset + entry.nbytes > room:
             raise ProtocolError(
                 f"array {name!r} names bytes {entry.offset} to {entry.offset + entry.nbytes} of a memory of {room}"
             )
     return manifest
+
+
+def _check_slots(manifest: Manifest) -> None:
+    """Raise ProtocolError unless what lies in a memory of the first slot has as much room in that of each other."""
+    count, memories = manifest.memories_of_a_slot, manifest.memories
+    if not manifest.updatable or len(memories) % manifest.slots:
+        raise ProtocolError(f"{len(memories)} memories, updatable={manifest.updatable}, are said to be two slots")
+    for number, memory in enumerate(memories[count:]):
+        first = memories[number % count]
+        if memory.device != first.device or memory.nbytes < first.nbytes:
+            raise ProtocolError(
+                f"the memories of two slots differ: {first.nbytes} bytes on {first.device!r:.80}, and {memory.nbytes} "
+                f"on {memory.device!r:.80}"
+            )
 
 
 def _count(outline: _Outline, most: int) -> None:
