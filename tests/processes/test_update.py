@@ -586,6 +586,12 @@ def test_what_is_updated_does_not_grow_under_its_readers() -> None:
             vram.resize({mine: 4096})
         assert mine.shape == (4,)
         mine.resize(4)
+        vram.remove("growing")
+        with pytest.raises(BusyError, match="Copy it to grow it"):
+            mine.resize(4096)  # who had a lease may have mapped it
+        mine.resize(0)
+        mine.resize(4096)
+        assert vram.publish("grown", {"a": mine}, updatable=True, whole=True).zero_copy
 
 
 def test_a_forked_child_has_no_section_and_no_update() -> None:

@@ -138,6 +138,8 @@ class _Change:
             for chunk in self.dropped:
                 chunk.undo.is_idle = True
             mapped.unmap(self.dropped)
+            if not self.nbytes:  # what others could see is gone, and what comes next is new
+                self.region.is_updatable = False
             self.region._reached = min(self.region._reached, mapped.mapped)
         if mapped.zeros is not None:
             mapped.zeros.mend()
