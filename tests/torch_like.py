@@ -91,16 +91,21 @@ class TorchLike(ModuleType):
         self.settings = "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"
         self.keep_lock = keep_lock
         self.pools: list[_MemPool] = []
+        self.ordinary = _MemPool()  # where it allocates in no pool
+        self.ordinary.uses = 0  # so that its cache is emptied
         self.entered: list[tuple[int, _MemPool]] = []
         self.frees = 0
         self.emptying = threading.Lock()
         self.capturing = False
+        self.workspaces: dict[object, int] = {}  # addresses by thread and stream
         self._C = SimpleNamespace(
             _cuda_customAllocator=lambda allocate, free: (allocate, free),
             _cuda_releasePool=self._release,
+            _cuda_beginAllocateCurrentThreadToPool=self._begin,
+            _cuda_endAllocateToPool=self._end,
             _accelerator_setAllocatorSettings=lambda settings: setattr(self, "settings", settings),
             _accelerator_getAllocatorSettings=lambda: self.settings,
-            _cuda_clearCublasWorkspaces=lambda: None,
+            _cuda_clearCublasWorkspaces=self._clear_workspaces,
         )
         self.cuda = SimpleNamespace(
             MemPool=self._make,
@@ -136,23 +141,36 @@ class TorchLike(ModuleType):
 
     @contextmanager
     def _use(self, pool: _MemPool, device: int) -> Iterator[None]:
-        entry = (threading.get_ident(), pool)
-        self.lock.pass_by()
-        assert pool.uses
-        assert pool not in [one for _, one in list(self.entered)], "already recording to mempool_id"
-        pool.uses += 1  # nobody else has it: the pool under test sees to that
-        self.entered.append(entry)
+        self._begin(device, pool.id)
         try:
             yield
         finally:
-            self.lock.pass_by()
-            self.entered.remove(entry)
+            self._end(device, pool.id)
             self._release(device, pool.id)
+
+    def _begin(self, device: int, number: tuple[int, int]) -> None:
+        self.lock.pass_by()
+        pool = self._pool(number)
+        assert pool.uses
+        pool.uses += 1  # nobody else has it: the pool under test sees to that
+        if pool in [one for _, one in list(self.entered)]:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.entered.append((threading.get_ident(), pool))
+
+    def _end(self, device: int, number: tuple[int, int]) -> None:
+        self.lock.pass_by()
+        found = [entry for entry in list(self.entered) if entry[1].id == number]
+        if not found:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.entered.remove(found[0])
+
+    def _pool(self, number: tuple[int, int]) -> _MemPool:
+        return next(one for one in self.pools if one.id == number)
 
     @contextmanager
     def _graph(self, graph: object, pool: tuple[int, int], stream: object, capture_error_mode: str) -> Iterator[None]:
         """Capture: the graph uses the pool as long as it lives."""
-        entry = (threading.get_ident(), next(one for one in self.pools if one.id == pool))
+        entry = (threading.get_ident(), self._pool(pool))
         entry[1].uses += 1
         self.entered.append(entry)
         self.capturing = True
@@ -164,7 +182,7 @@ class TorchLike(ModuleType):
 
     def _release(self, device: int, number: tuple[int, int]) -> None:
         self.lock.pass_by()
-        pool = next(one for one in self.pools if one.id == number)
+        pool = self._pool(number)
         pool.uses -= 1
         assert pool.uses >= 0
 
@@ -177,7 +195,7 @@ class TorchLike(ModuleType):
         self.lock.pass_by()
         return [
             {"address": address, "blocks": [{"address": address, "size": size, "state": state}]}
-            for pool in list(self.pools)
+            for pool in (self.ordinary, *list(self.pools))
             for state, found in (("inactive", pool.cached), ("active_allocated", pool.taken))
             for address, size in found.copy().items()
         ]
@@ -186,7 +204,7 @@ class TorchLike(ModuleType):
         """Allocate as ``torch.empty`` does, and return the address."""
         size = -(-nbytes // (2 << 20)) * (2 << 20)
         me = threading.get_ident()
-        pool = next(one for thread, one in reversed(list(self.entered)) if thread == me)
+        pool = next((one for thread, one in reversed(list(self.entered)) if thread == me), self.ordinary)
         address = next((one for one, cached in pool.cached.items() if cached >= size), None)
         if address is not None:
             pool.taken[address] = pool.cached[address]  # first: no snapshot is to miss it
@@ -199,28 +217,40 @@ class TorchLike(ModuleType):
                 address = pool.allocate(size, 0, None)
         if not address:
             raise OutOfMemoryError("CUDA out of memory")
-        assert not any(address in (*one.cached, *one.taken) for one in self.pools), "one address twice"
+        assert not any(address in (*one.cached, *one.taken) for one in (self.ordinary, *self.pools)), "twice"
         pool.taken[address] = size
         return address
 
+    def multiply(self, stream: object = 0) -> int:
+        """Multiply matrices on a stream, and return where the workspace for that is, which stays."""
+        key = (threading.get_ident(), stream)
+        if key not in self.workspaces:
+            self.workspaces[key] = self.empty(8 << 20)
+        return self.workspaces[key]
+
+    def _clear_workspaces(self) -> None:
+        while self.workspaces:
+            self.drop(self.workspaces.popitem()[1])
+
     def drop(self, address: int) -> None:
         """Free a "tensor": its segment stays in the cache."""
-        pool = next(one for one in self.pools if address in one.taken)
+        pool = next(one for one in (self.ordinary, *self.pools) if address in one.taken)
         pool.cached[address] = pool.taken[address]
         del pool.taken[address]
 
     def give_back(self) -> None:
         """Have nothing any more, as after the last tensor and the last pool."""
         self.capturing = False
-        for pool in self.pools:
+        for pool in (self.ordinary, *self.pools):
             pool.cached.clear()
             pool.taken.clear()
+        self.workspaces.clear()
         self.frees += 1
 
     def empty_cache(self) -> None:
         """Give back the cached segments of pools that nobody uses any more."""
         with self.emptying:
-            for pool in list(self.pools):
+            for pool in (self.ordinary, *list(self.pools)):
                 while not pool.uses and pool.cached:
                     address, size = pool.cached.popitem()
                     self.frees += 1

@@ -125,6 +125,10 @@ class DefaultModelLoader:
         """From disk, in place."""
         model_config.loads.append("in place")
 
+    def get_all_weights(self, model_config: Any, model: Any) -> Any:
+        """What is in the checkpoint."""
+        yield "checkpoint", model_config.model
+
 
 def modules() -> dict[str, ModuleType]:
     """Return the modules, by name."""
@@ -152,6 +156,12 @@ def modules() -> dict[str, ModuleType]:
             "register_model_loader": lambda name: lambda kind: loaders.__setitem__(name, kind),
         },
         "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": DefaultModelLoader},
+        "vllm.model_executor.model_loader.reload": {},
+        "vllm.model_executor.model_loader.reload.layerwise": {
+            "get_layerwise_info": lambda layer: layer.__dict__.setdefault(
+                "info", SimpleNamespace(restore_device="meta")
+            )
+        },
         "vllm.model_executor.model_loader.weight_cache": {},
         "vllm.model_executor.model_loader.weight_cache.ipc_loader": {"IpcModelLoader": IpcModelLoader},
         "vllm.model_executor.model_loader.weight_cache.protocol": {

@@ -261,16 +261,19 @@ class Handle:
             if _released:
                 _settle()
 
-    def drop_dependency(self, other: Handle) -> None:
-        """Give up the newest claim that this handle has on `other`."""
+    def drop_dependency(self, *others: Handle) -> None:
+        """Give up the newest claim that this handle has on each of `others`; of them the newest first."""
+        due = set(others)
         try:
             with _lock:
                 for serial, handle in reversed(self._depends.copy().items()):
+                    if not due:
+                        break
                     # A finalizer may run here and drop the same dependency: whoever pops it has it, the other looks on.
-                    if handle is not other or uninterrupted(self._depends.pop, serial, None) is None:
+                    if handle not in due or uninterrupted(self._depends.pop, serial, None) is None:
                         continue
-                    _released.append((other, serial))
-                    break
+                    _released.append((handle, serial))
+                    due.discard(handle)
         finally:
             _settle()
 

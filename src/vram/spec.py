@@ -1,11 +1,13 @@
-"""Frozen values that every room speaks: places, rights, kinds of handles, sizes."""
+"""Frozen values that every room speaks: places, rights, kinds of handles, sizes, and seconds to wait."""
 
 from __future__ import annotations
 
 import enum
+import numbers
 import operator
 import re
 from dataclasses import dataclass
+from typing import Any, cast
 
 from .errors import UsageError
 
@@ -15,6 +17,7 @@ __all__ = [
     "AllocationSpec",
     "HandleKind",
     "Location",
+    "check_timeout",
     "format_count",
     "format_size",
     "parse_size",
@@ -217,3 +220,24 @@ def format_count(number: int, thing: str, things: str = "") -> str:
 def round_up(value: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def check_timeout(timeout: object, what: str = "timeout") -> float | None:
+    """Return how many seconds a caller is willing to wait; None is for ever.
+
+    Raises
+    ------
+    UsageError
+        For what is neither a number of seconds nor None.
+    """
+    if timeout is None:
+        return None
+    kind, number = type(timeout), cast("Any", timeout)
+    is_number = kind in (float, int) or (kind is not bool and isinstance(timeout, numbers.Real))
+    try:
+        if is_number and number >= 0:  # not so for NaN
+            return float(number)
+        shown = f"{timeout!r:.40}"
+    except (OverflowError, ValueError):  # an int that no float holds, or of more digits than Python writes
+        shown = "of so many digits"
+    raise UsageError(f"{what} {shown} is not a number of seconds from 0, or None for ever")

@@ -307,3 +307,53 @@ def test_what_cannot_be_unmapped_is_said_and_the_rest_has_changed_i1() -> None:
     assert take_back_what_is_stuck() == 1
     here.check()
     here.close()
+
+
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "for good"])
+def test_what_cannot_be_unmapped_at_once_is_unmapped_one_by_one_i1(forever: bool) -> None:
+    """One call unmaps what lies side by side. Where that fails, each chunk is tried, and each that fails is said."""
+    from faults.test_memory_faults import take_back_what_is_stuck
+
+    driver = FaultyDriver(HostDriver())
+    with Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=4 * G) as region:
+        driver.clear()
+        said = pytest.warns(Warning, match="could not take back mapping") if forever else contextlib.nullcontext()
+        with driver.inject("mem_unmap", forever=forever) as fault, said:
+            region.shrink(G)
+        assert fault.fired
+        assert driver.calls.count("mem_unmap") == 4  # one for all, and then one each
+        assert region.nbytes == region.mapped == G
+        assert take_back_what_is_stuck() == (3 if forever else 0)
+        assert driver.live().mappings == 1
+        region.grow(4 * G)
+        assert load(driver, region.address + 3 * G, 9) == bytes(9)
+    assert driver.live().mappings == 0
+
+
+@pytest.mark.filterwarnings("ignore::vram.errors.ReleaseWarning")  # what is stuck is looked for below
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_an_interrupt_where_many_are_unmapped_at_once_leaves_none_behind_i12(done: bool) -> None:
+    """It comes before the driver has done anything, or when it has, and nobody was told yet."""
+
+    class Interrupted(HostDriver):
+        due = False
+
+        def mem_unmap(self, address: int, nbytes: int) -> None:
+            is_due, self.due = self.due, False
+            if is_due and not done:
+                raise KeyboardInterrupt
+            super().mem_unmap(address, nbytes)
+            if is_due:
+                raise KeyboardInterrupt
+
+    driver, stuck = Interrupted(), len(lifetime.stuck())
+    with Region.create(HOST, driver=driver, capacity=8 * G, chunk=G, nbytes=4 * G) as region:
+        driver.due = True
+        with pytest.raises(KeyboardInterrupt):
+            region.shrink(G)
+        assert region.nbytes == region.mapped == G
+        assert lifetime.stuck()[stuck:] == ()
+        assert driver.live().mappings == 1
+        region.grow(4 * G)
+        assert load(driver, region.address + 3 * G, 9) == bytes(9)
+    assert driver.live().mappings == 0

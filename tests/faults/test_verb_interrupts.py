@@ -209,6 +209,35 @@ def to_update(s: Scene) -> None:
     s.other = vram.attach("updated", timeout=SOON)
 
 
+def to_swap(s: Scene) -> None:
+    with array() as one, array() as two:
+        vram.publish("updated", {"a": one, "b": two}, updatable=True, swap=True)
+    s.other = vram.attach("updated", timeout=SOON)
+
+
+def update_one(s: Scene) -> None:
+    """The other array is copied over."""
+    with vram.update("updated", only=["a"], timeout=SOON / 4) as arrays:
+        arrays["a"].fill(0)
+
+
+def swapped(s: Scene) -> None:
+    """Nothing is ever torn, and nobody is kept from the next one (I14)."""
+
+    def seen() -> set[float]:
+        with s.other.reading(timeout=SOON / 4):
+            return {float(number) for one in s.other.values() for number in one.numpy()[::3, ::999].ravel()}
+
+    gc.collect()  # what the interrupt came out of
+    assert len(seen()) == 1
+    assert not s.other.torn
+    for number in (2, 3):
+        update(s, number)
+        assert seen() == {float(number)}
+    s.other.close()
+    vram.remove("updated")
+
+
 def update(s: Scene, number: int = 1) -> None:
     with vram.update("updated", timeout=SOON / 4) as arrays:
         for one in arrays.values():
@@ -440,6 +469,9 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "publish in place": (own_array, lambda s: vram.publish("published", {"a": s.mine}), published),
     "update": (to_update, update, updated),
     "reading, first section": (to_update, read_section, updated),
+    "update two slots": (to_swap, update, swapped),
+    "update one array of two slots": (to_swap, update_one, swapped),
+    "reading of two slots": (to_swap, read_section, swapped),
     "park": (to_park, lambda s: vram.park("parked", timeout=0), parked),
     "wake": (to_wake, lambda s: vram.attach("parked", wake=True, timeout=0).close(), parked),
     "lend": (own_array, lambda s: vram.lend({"a": s.mine}, at=s.at), lendable),

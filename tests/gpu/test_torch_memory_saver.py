@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import vram
-from vram import driver as drivers
+from torch_on_gpu import MIB, end, free_bytes
 from vram.engines.torch_memory_saver import TorchMemorySaver
 from vram.errors import AsleepError, OutOfMemoryError
-from vram.spec import Location
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch", reason="could not import 'torch'")
-GPU = Location("cuda", 0)
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -25,18 +20,7 @@ def saver() -> Iterator[TorchMemorySaver]:
     made = TorchMemorySaver()
     made.hook_mode = "torch"
     yield made
-    gc.collect()
-    torch.cuda.synchronize()
-    for pool in made._ensure_initialized()._pools.values():
-        pool.close()
-    torch.cuda.empty_cache()
-    vram.trim()
-
-
-def free_bytes() -> int:
-    torch.cuda.synchronize()
-    free, _ = drivers.get(GPU).mem_info(GPU)
-    return free
+    end(made._ensure_initialized().pools.values())
 
 
 def test_each_kind_of_backup_brings_the_bytes_back(saver: TorchMemorySaver, tmp_path: Path) -> None:

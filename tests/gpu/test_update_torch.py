@@ -68,6 +68,50 @@ def test_a_graph_is_captured_outside_of_sections_and_launched_inside() -> None:
 
 
 @pytest.mark.usefixtures("kept")
+def test_a_graph_is_captured_for_each_of_two_slots() -> None:
+    vram.publish("w", {"w": torch.ones(1000, device="cuda:0")}, updatable=True, swap=True)
+    with vram.attach("w") as lease:
+        found, stream, graphs = torch.zeros(1000, device="cuda:0"), torch.cuda.Stream(), []
+        lease.reading()  # the page is made, and nothing is waited for
+        for slot in lease.slots:
+            graphs.append(torch.cuda.CUDAGraph())
+            shown = slot["w"].torch()
+            with torch.cuda.graph(graphs[-1], stream=stream):
+                found.copy_(shown)
+        for value in range(2, 7):
+            with vram.update("w", stream=stream) as arrays, torch.cuda.stream(stream):
+                arrays["w"].torch().fill_(value)
+            with lease.reading(stream=stream) as version, torch.cuda.stream(stream):
+                graphs[lease.slot].replay()
+            assert (version, lease.torn, found.unique().tolist()) == (value, False, [value])
+        with lease.reading(stream=stream) as version:  # and nobody waits for who stays inside
+            with vram.update("w", timeout=0) as arrays:
+                arrays["w"].torch().fill_(7)
+            with torch.cuda.stream(stream):
+                graphs[lease.slot].replay()
+        assert (version, found.unique().tolist()) == (6, [6])
+        del shown, found, graphs, arrays, slot
+
+
+@pytest.mark.usefixtures("kept")
+def test_work_on_streams_of_torch_is_waited_for_before_its_slot_is_written() -> None:
+    vram.publish("w", {"w": torch.ones(LARGE, device="cuda:0")}, updatable=True, swap=True)
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    with vram.attach("w") as lease:
+        for value in range(2, 12):
+            found = torch.zeros(LARGE, device="cuda:0")
+            torch.cuda.synchronize()
+            with lease.reading(stream=theirs) as version, torch.cuda.stream(theirs):
+                shown = lease["w"].torch()
+                for _ in range(8):
+                    found.copy_(shown)
+                with vram.update("w", stream=ours) as arrays, torch.cuda.stream(ours):
+                    arrays["w"].torch().fill_(value)
+            assert (version, found.min().item(), found.max().item()) == (value - 1, value - 1, value - 1)
+        del shown, found, arrays
+
+
+@pytest.mark.usefixtures("kept")
 def test_tensors_of_a_pool_are_updated_where_they_are() -> None:
     pool = vram.TorchPool("cuda:0")
     with pool.use("weights"):

@@ -406,3 +406,26 @@ def test_the_demo_proves_its_story_on_a_gpu(file: Path, tmp_path: Path) -> None:
     assert "killed with SIGKILL" in told
     assert "byte for byte" in told
     assert told.splitlines()[-1].startswith("proved:")
+
+
+def test_the_doctor_exits_by_what_is_needed(kept: vram.Keeper) -> None:
+    printed = run("doctor", "--need", "host", "--need", "keeper", VRAM_KEEPER=kept.path)
+    assert re.search(r"^ ok +shared memory ", printed, re.MULTILINE)
+    done = subprocess.run(
+        [VRAM, "doctor", "--need", "cuda:99", "--socket", kept.path], capture_output=True, text=True, timeout=SOON
+    )
+    assert done.returncode == 1
+    assert done.stdout.endswith("needed: cuda:99: nothing of that name was looked at\n")
+    assert done.stderr == ""
+
+
+def test_the_doctor_answers_programs(kept: vram.Keeper) -> None:
+    said = json.loads(run("doctor", "--json", VRAM_KEEPER=kept.path))
+    assert said["unmet"] == []
+    assert {one["area"] for one in said["findings"]} == {"host", "keeper", "gpu", "packages"}
+    assert set(said["findings"][0]) == {"area", "check", "verdict", "said", "code", "remedy"}
+
+
+def test_the_doctor_prints_words_of_others_as_words(tmp_path: Path) -> None:
+    (tmp_path / "\x1b[2J").mkdir()
+    assert "\x1b" not in run("doctor", VRAM_KEEPER=str(tmp_path / "\x1b[2J/k.sock"))

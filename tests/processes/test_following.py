@@ -37,7 +37,8 @@ from vram.errors import (
     PeerGoneError,
     UsageError,
 )
-from vram.keeper.client import close_client
+from vram.keeper import notices
+from vram.keeper.client import KeeperClient, Segment, close_client
 from vram.keeper.private import KeeperProcess
 from vram.testing.faults import FaultyDriver
 from vram.testing.keeper import SOON, until
@@ -583,6 +584,60 @@ def test_a_reader_is_told_once_until_it_goes_on(array: Array, lease: vram.Lease)
     lease.on_grow(late.append)  # there is one already
     until(lambda: late == [lease], what="the callback of who came late")
     assert heard == [first, first + 2]
+
+
+def test_news_that_are_no_growth_use_nothing_up(array: Array, lease: vram.Lease) -> None:
+    heard: list[object] = []
+    lease.on_grow(heard.append)
+    with made(start=3) as other:
+        news = lease.fileno()
+        for _ in range(3):
+            assert select.select([news], [], [], 0)[0] == []
+            vram.publish("n", {"x": other})
+            assert select.select([news], [], [], SOON)[0] == [news]  # which is told after the callback
+            assert (heard, len(lease._subscriptions)) == ([], 1)
+            # The lease's own descriptor is of its version, which was replaced: this one is of what there is.
+            signal = notices.signal(lease._client, ("n", vram.entry("n").version))
+            news = signal.fileno()
+    grow(array, 16)
+    publish(x=array)
+    until(lambda: heard == [lease], what="the callback")
+    assert lease.refresh() == ("x",)
+    grow(array, 24)
+    publish(x=array)
+    until(lambda: heard == [lease, lease], what="the callback for the version that it went on to")
+
+
+def test_a_version_that_is_parked_is_no_growth_and_what_follows_may_be(array: Array, lease: vram.Lease) -> None:
+    heard: list[object] = []
+    with made(start=3) as other:
+        vram.publish("n", {"x": other})
+        park_by_hand(lease._client)
+    lease.on_grow(heard.append)
+    assert select.select([lease], [], [], SOON)[0] == [lease]
+    assert heard == []
+    grow(array, 16)
+    publish(x=array)
+    until(lambda: heard == [lease], what="the callback")
+
+
+def park_by_hand(client: KeeperClient) -> None:
+    """Have memory of the host count as parked, which no verb does."""
+    by = client.lease("n", purpose="park")
+    segments = [Segment(one.size) for one in by.segments]
+    client.publish("n", segments, by.fds, manifest=by.manifest, lease=by.lease_id)
+    client.release([by.lease_id])
+    assert vram.entry("n").parked
+
+
+def test_a_lease_that_was_closed_hears_nothing_of_growth_behind_other_news(array: Array) -> None:
+    heard: list[object] = []
+    with vram.attach("n") as lease, made(start=3) as other:
+        lease.on_grow(heard.append)
+        vram.publish("n", {"x": other})
+        assert select.select([lease], [], [], SOON)[0] == [lease]
+    until(lambda: not any(t.name == "vram: revoked leases" for t in threading.enumerate()), what="the thread")
+    assert heard == []
 
 
 def test_losing_the_keeper_is_no_growth() -> None:

@@ -82,6 +82,12 @@ AROUND = {
         "def step(w, version):\n    read.append((version, *w))",
         "assert read == [(2, 2.0, 2.0)]\nkept.close()",
     ),
+    'vram.publish("actor"': Around(
+        KEPT + "weights, biases = (vram.asarray([1.0, 1.0], device='host') for _ in range(2))\nread = []\n"
+        "def step(w, b, version):\n    read.append((version, *w, *b))",
+        "assert read == [(1, 1.0, 1.0, 1.0, 1.0)]\nwith vram.attach('actor') as lease, lease.reading():\n"
+        "    assert [array.tolist() for array in lease.numpy().values()] == [[2.0, 2.0], [1.0, 1.0]]\nkept.close()",
+    ),
     "ours, theirs = vram.ArrayChannel.pair()": Around(
         "import multiprocessing\nfrom worker_of_the_guide import work\nstep = 3\n" + MAKES_EMB,
         "assert ours.recv(timeout=100.0) == 'done'\nprocess.join(100)\nassert process.exitcode == 0\nours.close()",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
-import sys
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,13 @@ from tests.keeper_here import later, open_to_all, serving
 from tests.processes import park_children as children
 from tests.processes.other_users import OTHER, as_user
 from tests.processes.park_children import NAME, publish
+from tests.processes.spawned import child
 
 import vram
 from vram import driver as drivers
 from vram.driver.protocol import LiveObjects
+from vram.entries import park as parking
+from vram.entries.keepers import connect
 from vram.errors import (
     AccessDeniedError,
     AsleepError,
@@ -38,46 +40,10 @@ from vram.keeper.server import KeeperServer
 from vram.spec import Location
 from vram.testing.keeper import SOON, until
 
-SPAWN = multiprocessing.get_context("spawn")
 GPU, OTHER_GPU = "cuda:0", "cuda:1"
 SIZE = 4 << 20
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.filterwarnings("default::DeprecationWarning")]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
-
-resource_tracker.ensure_running()
-
-
-class Child:
-    """A process and the pipe to it."""
-
-    def __init__(self, work: Callable[..., None], *given: Any) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=work, args=(theirs, *given), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def said(self) -> Any:
-        assert self.pipe.poll(SOON), "nothing was said"
-        return self.pipe.recv()
-
-    def tell(self) -> None:
-        self.pipe.send(None)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(SOON)
-
-
-@contextlib.contextmanager
-def child(work: Callable[..., None], *given: Any) -> Iterator[Child]:
-    made = Child(work, *given)
-    try:
-        yield made
-    finally:
-        made.pipe.close()
-        made.process.join(0 if sys.exc_info()[0] else SOON)  # where a test fails, nobody waits
-        made.kill()
-        made.process.close()
 
 
 def is_parked() -> bool:
@@ -140,6 +106,20 @@ class Parking:
         assert vram.park(NAME).freed == SIZE
         vram.remove(NAME)
 
+    def test_what_is_known_of_what_was_published_does_not_grow(self) -> None:
+        client = connect(None)
+        with publish(GPU):
+            for number in range(20):
+                with vram.zeros(4, device=GPU) as array:
+                    vram.publish(f"n{number}", {"a": array})
+            assert client.placed is not None
+            assert {NAME} <= client.placed.keys()
+            assert len(client.placed) < 5
+            assert vram.park(NAME).freed == 0
+        for number in range(20):
+            vram.publish(f"n{number}", {"a": np.zeros(4)})
+        assert not client.placed
+
     def test_a_publisher_elsewhere_is_named(self) -> None:
         with child(children.publish_and_wait, GPU) as maker:
             maker.said()
@@ -181,10 +161,40 @@ class Parking:
                 parker.tell()
                 kind, text, moves = parker.said()
                 assert (kind, moves) == ("BusyError", 0)
-                assert "attached" in text
+                assert f"held by: pid {os.getpid()}, uid {os.getuid()}" in text
+                assert "which has attached it" in text
                 check(lease)
             assert not is_parked()
             check_whole()
+
+    def test_all_waits_of_one_call_are_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Once the copy was made it waited as long as before the copy."""
+        publish(GPU).close()
+        vram.park(NAME)
+        waits: list[float | None] = []
+        lease, copy = KeeperClient.lease, parking._copy
+
+        def leasing(client: KeeperClient, *arguments: Any, timeout: float | None = 0.0, **options: Any) -> Any:
+            waits.append(timeout)
+            return lease(client, *arguments, timeout=timeout, **options)
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.3)
+            copy(*arguments)
+
+        monkeypatch.setattr(KeeperClient, "lease", leasing)
+        monkeypatch.setattr(parking, "_copy", slow)
+        for timeout, left in ((None, None), (SOON, SOON - 0.3), (0.2, 0.1), (0, 0)):
+            waits.clear()
+            with vram.attach(NAME, wake=True, timeout=timeout) as found:
+                check(found)
+            first, second = waits
+            if timeout is None or left is None or not timeout:
+                assert (first, second) == (timeout, left)
+            else:
+                assert first is not None
+                assert 0 < (second or 0) < left
+            vram.park(NAME)
 
     def test_one_of_many_wakes_it(self) -> None:
         publish(GPU).close()
@@ -454,6 +464,17 @@ def test_another_user_neither_parks_nor_wakes(monkeypatch: pytest.MonkeyPatch) -
             assert kind is AsleepError
             del lease
         close_client(path)
+
+
+def test_what_another_library_has_is_known_of_so_many_names() -> None:
+    """Nobody says when it lets go."""
+    client: Any = SimpleNamespace(placed=None)
+    for number in range(1100):
+        parking.remember(client, f"n{number}", 1, [(None, 1)])
+    assert len(client.placed) == 1024
+    assert "n1099" in client.placed
+    parking.remember(client, "n1099", 2, [])
+    assert len(client.placed) == 1023
 
 
 def _segment(lease: Any) -> Any:

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import gc
 import mmap
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests.keeper_here import later
+from tests.processes import spawned
 from tests.processes import update_children as children
 from tests.processes.update_children import publish, seen
 
@@ -43,43 +42,11 @@ from vram.open_files import close_fds
 from vram.testing.keeper import SOON, until
 
 pytestmark = pytest.mark.usefixtures("kept")
-SPAWN = multiprocessing.get_context("spawn")
-
-resource_tracker.ensure_running()
 
 
-class Child:
-    """A process and the pipe to it."""
-
-    def __init__(self, act: Callable[..., None], *given: Any) -> None:
-        self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=act, args=(os.environ["VRAM_KEEPER"], theirs, *given), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def said(self) -> Any:
-        assert self.pipe.poll(SOON), "nothing was said"
-        return self.pipe.recv()
-
-    def tell(self) -> None:
-        self.pipe.send(None)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(SOON)
-        assert not self.process.is_alive()
-        self.pipe.close()
-        self.process.close()
-
-
-@contextlib.contextmanager
-def child(act: Callable[..., None], *given: Any) -> Iterator[Child]:
-    made = Child(act, *given)
-    try:
-        yield made
-    finally:
-        if not made.pipe.closed:
-            made.kill()
+def child(act: Callable[..., None], *given: Any) -> contextlib.AbstractContextManager[spawned.Child]:
+    """Run a function that is told the keeper's path and a pipe in a process of its own, which is killed in the end."""
+    return spawned.child(act, *given, first=(os.environ["VRAM_KEEPER"],), may_end=False)
 
 
 def write(value: int, *, timeout: float | None = SOON) -> None:
@@ -408,7 +375,7 @@ def test_an_update_that_is_dropped_without_its_end_is_torn() -> None:
         assert seen(lease) == (2, [3])
 
 
-def steps(act: Callable[..., None], *, beside: Callable[[Child], Any]) -> Iterator[tuple[str, Child]]:
+def steps(act: Callable[..., None], *, beside: Callable[[spawned.Child], Any]) -> Iterator[tuple[str, spawned.Child]]:
     """Run a child again and again, each time up to its next step, until there is no further one."""
     for number in range(1, 30):
         with child(act, number) as victim:
@@ -423,7 +390,7 @@ def steps(act: Callable[..., None], *, beside: Callable[[Child], Any]) -> Iterat
 def test_a_publisher_may_be_killed_at_any_step() -> None:
     leases: list[vram.Lease] = []
 
-    def attach(victim: Child) -> None:
+    def attach(victim: spawned.Child) -> None:
         assert victim.said() == "published"
         leases.append(vram.attach("w"))
         assert seen(leases[0]) == (1, [1])
@@ -607,6 +574,24 @@ def test_what_is_updated_is_not_shared_frozen_or_moved_besides(tmp_path: Path) -
     with vram.attach("w") as lease:
         write(2)
         assert seen(lease) == (2, [2])
+
+
+def test_what_is_updated_does_not_grow_under_its_readers() -> None:
+    """Its last chunk is with them, and they would see rows that nobody has published."""
+    with vram.zeros((4,), "uint8", device="host", capacity=1 << 20) as mine:
+        vram.publish("growing", {"a": mine}, updatable=True)
+        with pytest.raises(BusyError, match="Copy it to grow it"):
+            mine.resize(4096)
+        with pytest.raises(BusyError, match="Copy it to grow it"):
+            vram.resize({mine: 4096})
+        assert mine.shape == (4,)
+        mine.resize(4)
+        vram.remove("growing")
+        with pytest.raises(BusyError, match="Copy it to grow it"):
+            mine.resize(4096)  # who had a lease may have mapped it
+        mine.resize(0)
+        mine.resize(4096)
+        assert vram.publish("grown", {"a": mine}, updatable=True, whole=True).zero_copy
 
 
 def test_a_forked_child_has_no_section_and_no_update() -> None:

@@ -16,12 +16,14 @@ from vram.entries import reading, update
 ROWS = 4096  # 32 KiB an array: more than one page, so that half an update would be seen
 
 
-def publish(name: str = "w", value: int = 1, count: int = 3, device: str = "host") -> dict[str, vram.Array]:
+def publish(
+    name: str = "w", value: int = 1, count: int = 3, device: str = "host", *, swap: bool = False
+) -> dict[str, vram.Array]:
     """Publish some arrays that are full of one number, to be updated in place."""
     arrays = {f"a{number}": vram.empty((ROWS,), "int64", device=device) for number in range(count)}
     for array in arrays.values():
         array.fill(value)
-    vram.publish(name, arrays, updatable=True)
+    vram.publish(name, arrays, updatable=True, swap=swap)
     return arrays
 
 
@@ -30,6 +32,11 @@ def seen(lease: vram.Lease, timeout: float = 20.0) -> tuple[int, list[int]]:
     with lease.reading(timeout=timeout) as version:
         views = [array.numpy() if str(array.device) == "host" else array.to_host() for array in lease.values()]
         return version, sorted({int(number) for view in views for number in np.unique(view)})
+
+
+def seen_here(lease: vram.Lease) -> list[int]:
+    """Return which numbers stand in the arrays, inside of a section."""
+    return sorted({int(number) for array in lease.values() for number in np.unique(array.to_host())})
 
 
 def read_until(path: str, pipe: Connection, last: int) -> None:
@@ -65,10 +72,10 @@ def _stopping(pipe: Connection, stop_at: int) -> Callable[[str, Any], Any]:
     return wrap
 
 
-def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "host") -> None:
+def write_stopping(path: str, pipe: Connection, stop_at: int, device: str = "host", swap: bool = False) -> None:
     """Publish, and when told begin an update, which stops before its n-th step."""
     os.environ["VRAM_KEEPER"] = path
-    arrays = publish(device=device)
+    arrays = publish(device=device, swap=swap)
     pipe.send("published")
     pipe.recv()
     wrap = _stopping(pipe, stop_at)

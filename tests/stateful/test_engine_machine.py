@@ -102,6 +102,7 @@ class Area:
         self.content[self.mapped :] = 0
         self.reached = min(max(self.reached, count * ROW), self.mapped)
         self.left = min(self.left, self.mapped // G)
+        self.updatable = self.updatable and count > 0
 
 
 @dataclass
@@ -179,6 +180,8 @@ class EngineMachine(RuleBasedStateMachine):
         if area.asleep:
             wrong.append(AsleepError)
         if count < min(area.rows, area.least):
+            wrong.append(BusyError)
+        if count > area.rows and area.updatable:  # its readers would see the rows before anybody publishes them
             wrong.append(BusyError)
         return wrong
 

@@ -126,7 +126,7 @@ def test_everything_runs_on_a_gpu_and_leaves_nothing_behind(tmp_path: Path, monk
     assert {name: len(cases) for name, cases in targets.items()} == {
         "calls": 9,
         "grow": 4,
-        "attach": 1,
+        "attach": 3,
         "handover": 2,
         "share": 8,
         "engine": 10,

@@ -9,8 +9,8 @@ import pytest
 
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
 from vram.keeper.accounts import Quotas
-from vram.keeper.catalogue import Catalogue
-from vram.keeper.records import Effect, Free, Granted, Lease, Refused, Session, Version, Waiter
+from vram.keeper.catalogue import SERVED, Catalogue
+from vram.keeper.records import Effect, Free, Granted, Lease, Refused, Serve, Session, Version, Waiter
 
 KEEPER, ANN, BOB = 1000, 1001, 1002
 
@@ -144,10 +144,13 @@ def test_who_attaches_what_is_being_parked_has_it(books: Catalogue, ann: Session
     half = books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
     reader = lease(books, bob)
     books.release(bob, reader.id)  # what was read meanwhile may have been passed on: it is no more parked for that
-    with pytest.raises(BusyError, match="attached"):
+    with pytest.raises(BusyError, match="attached") as refused:
         books.commit(half, "host memory", 2.0)
-    with pytest.raises(BusyError, match="attached"):
+    assert refused.value.holders == (f"{bob}, which has attached it",)  # also when that is over
+    books.disconnect(bob, 2.0)
+    with pytest.raises(BusyError, match="attached") as refused:
         books.begin(ann, "w", nbytes=80, handles=2, lease=by.id)
+    assert "pid 12, uid 1002, label 'bob'" in str(refused.value)
     assert (version.token, version.parked, version.move) == ("gpu memory", False, None)
     assert used(books, ANN)[0] == (100, 1, 3, 0)
     books.release(ann, by.id)
@@ -277,8 +280,9 @@ def test_a_waker_that_stands_still_keeps_nobody_for_ever(books: Catalogue, ann: 
     both = [(stuck, slow), (ann, granted.lease)]
     (fast, by), (other, late) = both if first == "slow" else reversed(both)
     moved(books, fast, by, "gpu memory of the first")
-    with pytest.raises(BusyError, match="woken"):
+    with pytest.raises(BusyError, match="woken") as refused:
         books.begin(other, "w", nbytes=80, handles=2, lease=late.id)
+    assert refused.value.holders == (f"{fast}, which has woken it",)
     assert (version.parked, version.token) == (False, "gpu memory of the first")
     assert books.expire(2000.0) == []
 
@@ -297,6 +301,45 @@ def test_another_user_waits_only_while_somebody_wakes(books: Catalogue, ann: Ses
     (refused,) = books.at_once(books.release(ann, by.id), 3.0)
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, AccessDeniedError)
+
+
+def test_another_user_who_came_first_goes_on_waiting_while_the_owner_is_next(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    version = parked(books, ann)
+    by = lease(books, ann, "wake")
+    wait(books, bob, 1)
+    wait(books, ann, 2)
+    wait(books, bob, 3)
+    effects = books.release(ann, by.id)
+    # Before the owner has had its turn others come: one waits with them, and one does not wait at all.
+    wait(books, bob, 4)
+    with pytest.raises(BusyError, match="being served"):
+        books.attach(bob, "w", 2.0, purpose="wake")
+    (granted,) = books.at_once(effects, 3.0)
+    assert isinstance(granted, Granted)
+    assert (granted.call, granted.lease.purpose) == (2, "wake")
+    _, (_, *rest) = moved(books, ann, granted.lease, "gpu memory again")
+    assert [one.call for one in rest if isinstance(one, Granted)] == [1, 3, 4]
+    assert not version.parked
+
+
+def test_another_user_who_comes_while_those_in_line_are_refused_is_refused_with_them(
+    books: Catalogue, ann: Session, bob: Session
+) -> None:
+    parked(books, ann)
+    by = lease(books, ann, "wake")
+    many = [books.connect(BOB, 100 + number) for number in range(SERVED + 1)]
+    for session in many:
+        wait(books, session, 1)
+    (more,) = books.release(ann, by.id)
+    assert isinstance(more, Serve)
+    effects = books.serve_on("w", 3.0)  # some of them
+    assert len(effects) == SERVED + 1
+    wait(books, bob, 2)
+    refused = books.at_once(effects[-1:], 3.0)
+    assert [one.call for one in refused if isinstance(one, Refused)] == [1, 2]
+    assert books.waiting == 0
 
 
 def test_the_time_of_who_waits_ends(books: Catalogue, ann: Session) -> None:

@@ -40,6 +40,7 @@ GOLDEN = [
     (m.Leases(18, "a", 2), "94a66c656173657312a16102"),
     (m.Remove(16, "a", 1, True, True), "96a672656d6f766510a16101c3c3"),
     (m.Statistics(17), "92aa7374617469737469637311"),
+    (m.Measure(17), "92a76d65617375726511"),
     (m.Takeover(18, True, True, True), "95a874616b656f76657212c3c3c3"),
     (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
     (m.Published(5, 3), "93a97075626c69736865640503"),
@@ -55,7 +56,7 @@ GOLDEN = [
     (m.Notice(0, "a", 1, "replaced", 2), "96a66e6f7469636500a16101a87265706c6163656402"),
     (m.Page(19, 4), "93a4706167651304"),
     (m.Update(20, "a", 1), "94a675706461746514a16101"),
-    (m.Pages(21, "a", 1, 4), "95a5706167657315a1610104"),
+    (m.Pages(21, "a", 1, 4, 2), "96a5706167657315a161010402"),
     (m.Updated(22, "a", 1, 3, True), "96a77570646174656416a1610103c3"),
     (m.UpdateState(23, 4), "93ac7570646174655f73746174651704"),
     (
@@ -120,6 +121,10 @@ def test_s9_a_publication_of_before_there_were_updates() -> None:
     assert m.decode_request(bytes.fromhex(before)) == asked
 
 
+def test_s9_a_look_at_readers_of_before_there_were_two_slots() -> None:
+    assert m.decode_request(bytes.fromhex("95a5706167657315a1610104")) == m.Pages(21, "a", 1, 4, 0)
+
+
 def test_s9_what_was_said_before_entries_could_be_parked() -> None:
     publish = "9ca77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007c3"
     asked = m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, True)
@@ -148,7 +153,7 @@ def test_every_message_has_golden_bytes() -> None:
     assert set(m.Succession.__args__) == {type(message) for message, _ in SUCCESSION} | {m.Descriptors, m.Error}
     assert set(m.Request.__args__) | set(m.Reply.__args__) | {m.Hello} == golden | {
         # their rows are for people; they change with what is shown
-        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics),
+        *(m.Listing, m.VersionList, m.HolderList, m.KeeperStatistics, m.Measurements),
     }
 
 

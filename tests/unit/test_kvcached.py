@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import itertools
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -368,3 +369,95 @@ def test_kvcached_takes_it_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_loads_without_torch() -> None:
     code = "import sys; from vram.engines import kvcached; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=SOON).returncode == 0
+
+
+# -- the limit ----------------------------------------------------------------------------------------------------
+def shared(name: str, *, ahead: bool = False) -> kvcached.PageAllocator:
+    """An allocator whose pages are another process's."""
+    pages = allocator(name, enable_page_prealloc=ahead)
+    pages.set_use_worker_ipc(True)
+    pages.set_broadcast_map_callback(lambda world, offsets: None)
+    pages.set_broadcast_unmap_callback(lambda world, offsets: None)
+    return pages
+
+
+def limit(name: str) -> list[int]:
+    return memoryview(Path("/dev/shm", name).read_bytes()).cast("q").tolist()
+
+
+def set_limit(name: str, pages: int) -> None:
+    """As kvctl does it."""
+    with Path("/dev/shm", name).open("r+b") as file:
+        file.write((pages * PAGE * 4).to_bytes(8, "little"))
+
+
+def test_an_allocator_made_anew_keeps_its_limit_when_the_first_one_goes(name: str) -> None:
+    first = shared(name)
+    first.alloc_page()
+    second = shared(name)
+    del first
+    gc.collect()
+    assert limit(name) == [8 * PAGE * 4, 0, 0]
+    second.alloc_page()
+    assert limit(name) == [8 * PAGE * 4, PAGE * 4, 0]
+    assert second.check_and_get_resize_target(8 * PAGE) == -1
+    del second
+    gc.collect()
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_the_end_of_one_engine_leaves_the_other_its_limit(name: str) -> None:
+    engine, other = shared(name), shared(name)
+    set_limit(name, 6)
+    assert engine.check_and_get_resize_target(8 * PAGE) == 6 * PAGE
+    del other  # whose file it was: it was made last
+    gc.collect()
+    assert engine.check_and_get_resize_target(6 * PAGE) == -1
+    page = engine.alloc_page()
+    assert limit(name) == [6 * PAGE * 4, PAGE * 4, 0], "what kvctl said last holds, and not a limit of 0"
+    assert engine.check_and_get_resize_target(6 * PAGE) == -1
+    engine.free_page(page.page_id)
+    del engine
+    gc.collect()
+    assert not Path("/dev/shm", name).exists(), "it is removed by who made it again"
+
+
+def test_without_a_descriptor_no_page_is_lost(name: str) -> None:
+    pages = shared(name)
+    pages._most = 2
+    taken = [pages.alloc_page().page_id for _ in range(3)]
+    held: list[int] = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        taken += [pages.alloc_page().page_id for _ in range(5)]
+        assert pages.check_and_get_resize_target(8 * PAGE) == -1
+        pages.free_pages(taken)
+        pages.trim()
+        assert pages.get_page_state() == {"total_pages": 8, "free_pages": 8, "inuse_pages": 0, "reserved_pages": 0}
+        another = shared(f"{name}-another")  # which nobody can set the limit of yet
+        another.alloc_page()
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(pages.alloc_page().page_id for _ in range(8)) == list(range(8))
+    assert limit(name) == [8 * PAGE * 4, 8 * PAGE * 4, 0]
+    another.alloc_page()
+    assert limit(f"{name}-another") == [8 * PAGE * 4, 2 * PAGE * 4, 0]
+
+
+def test_threads_that_map_ahead_end_with_their_allocator(name: str) -> None:
+    pages = shared(name, ahead=True)
+    pages.start_prealloc_thread()
+    threads = list(pages._threads)
+    assert len(threads) == 2
+    pages._ends = None  # as if an interrupt had kept it from being told
+    del pages
+    gc.collect()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from vram.entries import manifests
 from vram.errors import ProtocolError
-from vram.keeper.client import Attachment, Segment
+from vram.keeper.client import Attachment, KeeperClient, Segment
+from vram.sharing.channel import Channel
 from vram.sharing.descriptor import (
     MANIFEST_VERSION,
     ArrayEntry,
@@ -17,6 +20,13 @@ from vram.sharing.descriptor import (
 )
 
 GRANULE = 2 << 20
+
+
+@pytest.fixture
+def client() -> Iterator[KeeperClient]:
+    one, other = Channel.pair()
+    with one, other:
+        yield KeeperClient(one, "/nowhere", "", 0)
 
 
 def leased(number: int, data: bytes) -> Attachment:
@@ -30,21 +40,23 @@ def described(arrays: int) -> bytes:
     return encode_manifest(Manifest(MANIFEST_VERSION, (memory,), entries))
 
 
-def test_a_short_manifest_that_comes_again_is_not_read_again() -> None:
-    first = manifests.read_manifest(leased(1, described(2)))
-    assert manifests.read_manifest(leased(2, described(2))) is first
-    other = manifests.read_manifest(leased(3, described(3)))
+def test_a_short_manifest_that_comes_again_is_not_read_again(client: KeeperClient) -> None:
+    first = manifests.read_manifest(client, leased(1, described(2)))
+    assert manifests.read_manifest(client, leased(2, described(2))) is first
+    other = manifests.read_manifest(client, leased(3, described(3)))
     assert (list(first.arrays), list(other.arrays)) == (["layer.0", "layer.1"], ["layer.0", "layer.1", "layer.2"])
 
 
-def test_a_long_one_is_not_remembered() -> None:
+def test_a_long_one_is_not_remembered(client: KeeperClient) -> None:
     data = described(500)
     assert len(data) > 4096
-    assert manifests.read_manifest(leased(1, data)) is not manifests.read_manifest(leased(2, bytes(bytearray(data))))
+    assert manifests.read_manifest(client, leased(1, data)) is not manifests.read_manifest(
+        client, leased(2, bytes(bytearray(data)))
+    )
 
 
-def test_s7_what_is_wrong_is_refused_each_time() -> None:
+def test_s7_what_is_wrong_is_refused_each_time(client: KeeperClient) -> None:
     wrong = described(2)[:-1]
     for number in (1, 2):
         with pytest.raises(ProtocolError, match="not a manifest"):
-            manifests.read_manifest(leased(number, wrong))
+            manifests.read_manifest(client, leased(number, wrong))

@@ -212,7 +212,7 @@ def test_the_budget_of_driver_calls_of_many(direct: bool) -> None:
 
 
 @pytest.mark.standin
-def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
+def test_one_access_and_one_unmap_for_each_span_and_one_wait_for_each_gpu() -> None:
     import standin
 
     control = standin.Standin()
@@ -226,7 +226,7 @@ def test_one_access_for_each_span_and_one_wait_for_each_gpu() -> None:
         control.clear()
         vram.resize(dict.fromkeys(arrays, 1))
         called = control.called()
-        assert (called["cuMemUnmap"], called["cuCtxSynchronize"]) == (16, 1)
+        assert (called["cuMemUnmap"], called["cuMemRelease"], called["cuCtxSynchronize"]) == (4, 16, 1)
     finally:
         for array in arrays:
             array.close()
@@ -261,6 +261,18 @@ def test_what_is_kept_is_zeroed_in_one_stream_of_each_gpu(monkeypatch: pytest.Mo
     for array in arrays:
         assert not array[2:].to_host().any()
         array.close()
+
+
+@pytest.mark.usefixtures("nothing_ready")
+@pytest.mark.parametrize("odd", ["x", -1, float("nan"), True, 10**400], ids=["text", "-1", "nan", "bool", "huge"])
+def test_what_is_no_number_of_seconds_to_wait(odd: object) -> None:
+    prepared = vram.prepare("host", "2MiB", chunk="2MiB")
+    with pytest.raises(UsageError, match="number of seconds"):
+        prepared.wait(odd)  # type: ignore[arg-type]
+    assert prepared.wait(10**9)
+    with pytest.raises(UsageError, match="number of seconds"):
+        prepared.wait(odd)  # type: ignore[arg-type]  # also when there is nothing to wait for
+    prepared.close()
 
 
 @pytest.mark.usefixtures("nothing_ready")

@@ -19,7 +19,7 @@ import pytest
 import vram
 from vram.driver.books import Reservation
 from vram.errors import AsleepError, BusyError, UsageError
-from vram.memory import Region
+from vram.memory import PhysicalAllocation, Region
 from vram.memory.backups import Backup, FileBackup, NamedFileBackup, PageableBackup, PinnedBackup
 from vram.memory.sleep import Remapped, sleep_regions, wake_regions
 from vram.testing.keeper import SOON
@@ -232,6 +232,28 @@ def test_nothing_is_told_where_nothing_changes(tmp_path: Path) -> None:
             assert array.numpy().tolist() == [1]
         finally:
             end()
+
+
+def test_what_was_ever_lent_is_held_for_good_and_the_error_says_why(tmp_path: Path) -> None:
+    """The lender sees its borrowers go. It does not see a descriptor that one of them kept, or passed on."""
+    with vram.asarray([1.0, 2.0], device="host") as array:
+        with vram.lend(array, at=str(tmp_path / "s")):
+            (allocation,), _ = array.region.segments(0, 16)
+            passed_on = os.dup(allocation.export())  # as whoever was sent it may
+            allocation.close()
+        with pytest.raises(BusyError, match=r"kept or passed on.*also when a loan is over.*Copy it") as caught:
+            vram.sleep(array, tmp_path)
+        assert [one.partition(" (")[0] for one in caught.value.holders] == ["whoever it was exported to"]
+        with (
+            PhysicalAllocation.import_(array.region.driver, passed_on, array.region.mapped) as theirs,
+            Region.from_allocations(array.region.driver, [theirs], nbytes=16) as seen,
+            vram.Array(seen, array.dtype, array.shape) as shown,
+        ):
+            assert shown.numpy().tolist() == [1, 2]
+        os.close(passed_on)
+        assert vram.sleep(array, tmp_path, shared="unmap").freed == 0
+        vram.wake(array)
+        assert array.numpy().tolist() == [1, 2]
 
 
 def test_asleep_it_is_not_published_sent_or_lent(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
     monkeypatch.setattr(torch_pool, "_looked", {})
     yield made
     made.give_back()
-    for segment in list(torch_pool._segments.copy().values()):
-        segment.is_known = True
+    for segment in torch_pool._segments.copy():
+        segment.is_noted = True
         segment.pool.trim()
     gc.collect()
     vram.trim()
@@ -74,6 +74,10 @@ def read(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
 
+def places_of_segments() -> set[int]:
+    return {one.views.region.address for one in torch_pool._segments.copy()}
+
+
 def tensor(address: int, nbytes: int, **more: Any) -> Any:
     return SimpleNamespace(
         is_cuda=True, is_contiguous=lambda: True, device="cuda:0", dtype=np.uint8, shape=(nbytes,), nbytes=nbytes,
@@ -84,7 +88,7 @@ def tensor(address: int, nbytes: int, **more: Any) -> Any:
 def usage(saver: adapter.TorchMemorySaver) -> tuple[int, int]:
     """Return the bytes that are awake, and asleep, in all pools."""
     assert saver._impl is not None
-    every = [one for pool in saver._impl._pools.values() for one in pool.usage().values()]
+    every = [one for pool in saver._impl.pools.values() for one in pool.usage().values()]
     return sum(one.awake for one in every), sum(one.asleep for one in every)
 
 
@@ -218,7 +222,7 @@ def test_two_gpus_are_paused_and_resumed_together_or_not_at_all(
             made.append(torch.empty(2 * MIB))
         write(made[-1], b"%d" % ordinal)
     assert saver._impl is not None
-    assert [str(pool.location) for pool in saver._impl._pools.values()] == ["cuda:0", "cuda:1"]
+    assert [str(pool.location) for pool in saver._impl.pools.values()] == ["cuda:0", "cuda:1"]
     saver.pause("weights")
     assert usage(saver) == (0, 4 * MIB)
     with standin.Standin().failing("cuMemCreate", nth=2, code=2), pytest.raises(OutOfMemoryError):
@@ -405,12 +409,52 @@ def test_in_disable_torch_allocates_as_ever(torch: TorchLike, saver: adapter.Tor
                 pass
         third = torch.empty(2 * MIB)
     assert usage(saver) == (6 * MIB, 0)
-    assert {first, second, third} == set(torch_pool._segments)
+    assert {first, second, third} == places_of_segments()
     assert saver._impl is not None
     assert not saver._impl._binary_wrapper.cdll.tms_get_interesting_region()
     torch.drop(other)
     torch.empty_cache()
     assert other not in [found["address"] for found in torch.snapshot()]
+    saver.pause()
+    saver.resume()
+
+
+@on_gpu
+def test_who_switches_the_region_off_allocates_as_ever(torch: TorchLike, saver: adapter.TorchMemorySaver) -> None:
+    """As slime does around the buffers of deep_ep, which must not go when the model is paused."""
+    library = saver._ensure_initialized()._binary_wrapper.cdll
+    for on in (False, True):  # there is no region to leave or to come back to
+        library.tms_set_interesting_region(on)
+        assert library.tms_get_interesting_region() is False
+    with saver.region("weights"):
+        first = torch.empty(2 * MIB)
+        for _ in range(2):
+            library.tms_set_interesting_region(False)
+            library.tms_set_interesting_region(False)
+            assert library.tms_get_interesting_region() is False
+            other = torch.empty(2 * MIB)
+            with pytest.raises(UsageError, match="inside of a region"), saver.disable():
+                pass
+            with saver.region("weights"):  # whose end is not that of the outer one
+                library.tms_set_interesting_region(True)
+                second = torch.empty(2 * MIB)
+                library.tms_set_interesting_region(False)
+            assert library.tms_get_interesting_region() is False
+            assert torch.empty(2 * MIB) not in torch_pool._segments, "this one is left still"
+            library.tms_set_interesting_region(True)
+            assert library.tms_get_interesting_region() is True
+            assert other not in torch_pool._segments
+            assert {first, second} <= set(torch_pool._segments)
+        with saver.disable():
+            library.tms_set_interesting_region(False)
+            library.tms_set_interesting_region(True)
+            assert torch.empty(2 * MIB) not in torch_pool._segments, "it is disabled still"
+        assert torch.empty(2 * MIB) in torch_pool._segments
+        library.tms_set_interesting_region(False)  # and never on again
+    assert library.tms_get_interesting_region() is False
+    with saver.region("weights"):
+        assert torch.empty(2 * MIB) in torch_pool._segments
+    assert not torch.entered
     saver.pause()
     saver.resume()
 
@@ -440,12 +484,12 @@ def test_the_memory_of_a_graph_is_paused_and_used_by_nothing_else(
             places.add(found := torch.empty(2 * MIB))
             torch.drop(found)
     assert len(places) == 1
-    assert places < set(torch_pool._segments)
+    assert places < places_of_segments()
     with saver.cuda_graph("fifth", pool=shared, tag="other"):
         assert torch.empty(2 * MIB) not in places
     assert usage(saver) == (12 * MIB, 0)
     assert saver._impl is not None
-    for pool in saver._impl._pools.values():
+    for pool in saver._impl.pools.values():
         pool.close()
     with saver.cuda_graph("sixth", pool=shared, tag="shared"):
         assert torch.entered[-1][1].uses == 2

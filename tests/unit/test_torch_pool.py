@@ -26,8 +26,9 @@ import standin
 import vram
 from torch_like import OutOfMemoryError, TorchLike
 from vram import driver as drivers
-from vram.arrays import torch_pool
+from vram.arrays import torch_allocator, torch_pool
 from vram.errors import AsleepError, ForkedError, UnsupportedError, UsageError
+from vram.memory.sleep import sleep_regions
 from vram.spec import Location
 from vram.testing.keeper import SOON
 
@@ -45,8 +46,8 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[TorchLike]:
     monkeypatch.setattr(torch_pool, "_looked", {})
     yield made
     made.give_back()
-    for segment in list(torch_pool._segments.copy().values()):
-        segment.is_known = True
+    for segment in torch_pool._segments.copy():
+        segment.is_noted = True
         segment.pool.trim()
     vram.trim()
     made.lock.close()
@@ -70,6 +71,10 @@ def write(address: int, text: bytes) -> None:
     ctypes.memmove(address, text, len(text))  # what is a GPU's memory on hardware is the host's here
 
 
+def tag_at(address: int) -> str:
+    return next(one.tag for one in torch_pool._segments.copy() if one.views.region.address == address)
+
+
 def read(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
@@ -87,7 +92,7 @@ class Tensor:
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UnsupportedError, match=r"a pool for torch needs torch; have no such package"):
-        torch_pool._check_torch(torch_pool._import())
+        torch_allocator.check_torch(torch_allocator.import_torch())
 
 
 @pytest.mark.skipif(
@@ -99,7 +104,7 @@ def test_a_torch_built_without_cuda_is_told() -> None:
     if real.version.cuda is not None:
         pytest.fail("CI's torch is one without CUDA")
     with pytest.raises(UnsupportedError, match=r"_cuda_customAllocator.*built without CUDA"):
-        torch_pool._check_torch(real)
+        torch_allocator.check_torch(real)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +112,7 @@ def test_a_torch_built_without_cuda_is_told() -> None:
     [
         ("_C._cuda_customAllocator", None, r"needs torch\._C\._cuda_customAllocator; have torch 2\.11\.0\+like, built"),
         ("_C._cuda_releasePool", None, r"needs torch\._C\._cuda_releasePool"),
+        ("_C._cuda_endAllocateToPool", None, r"needs torch\._C\._cuda_endAllocateToPool"),
         ("_C._accelerator_setAllocatorSettings", None, r"needs torch\._C\._accelerator_setAllocatorSettings"),
         ("cuda.use_mem_pool", None, r"needs torch\.cuda\.use_mem_pool"),
         ("cuda.memory._snapshot", None, r"needs torch\.cuda\.memory\._snapshot"),
@@ -127,14 +133,14 @@ def test_a_torch_that_lacks_something_is_told(torch: TorchLike, name: str, value
         place = getattr(place, part)
     setattr(place, last, value)
     with pytest.raises(UnsupportedError, match=wanted):
-        torch_pool._check_torch(torch)
+        torch_allocator.check_torch(torch)
 
 
 def test_settings_that_somebody_else_made_are_kept(torch: TorchLike) -> None:
     before = torch.settings
-    torch_pool._check_torch(torch)
+    torch_allocator.check_torch(torch)
     assert torch.settings == before + ",release_lock_on_cudamalloc:True"
-    torch_pool._release_lock(torch)
+    torch_allocator.release_lock(torch)
     assert torch.settings == before + ",release_lock_on_cudamalloc:True"
     for given, wanted in {
         "": "release_lock_on_cudamalloc:True",
@@ -143,7 +149,7 @@ def test_settings_that_somebody_else_made_are_kept(torch: TorchLike) -> None:
         ),
     }.items():
         torch.settings = given
-        torch_pool._release_lock(torch)
+        torch_allocator.release_lock(torch)
         assert torch.settings == wanted
 
 
@@ -152,7 +158,7 @@ def test_settings_are_read_from_a_snapshot_where_torch_has_no_other_way(torch: T
     torch.cuda.memory = SimpleNamespace(
         _snapshot=lambda: {"allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
     )
-    torch_pool._release_lock(torch)
+    torch_allocator.release_lock(torch)
     assert torch.settings == "expandable_segments:True,release_lock_on_cudamalloc:True"
 
 
@@ -316,7 +322,7 @@ def test_blocks_nest_and_each_thread_has_its_own(torch: TorchLike, pool: vram.To
                 thread.join(SOON)
                 assert not thread.is_alive()
         made.append(("weights", torch.empty(2 * MIB)))
-    assert {address: torch_pool._segments[address].tag for _, address in made} == {at: tag for tag, at in made}
+    assert {address: tag_at(address) for _, address in made} == {at: tag for tag, at in made}
     assert pool.usage()["weights"].awake == 7 * 2 * MIB
     assert not torch.entered
 
@@ -369,7 +375,7 @@ def test_an_interrupt_never_comes_back_as_an_address(torch: TorchLike, monkeypat
     time the address of the segment before.
     """
     main, stop = threading.get_ident(), threading.Event()
-    monkeypatch.setattr(torch_pool, "_allocate", lambda nbytes: nbytes * 2)
+    monkeypatch.setattr(torch_pool, "_allocate", lambda nbytes, graph: nbytes * 2)
     serving = torch_pool._serve(torch)
     allocate = torch._make(serving.allocator).allocate
     raising = [False]
@@ -410,7 +416,7 @@ def test_an_interrupt_never_comes_back_as_an_address(torch: TorchLike, monkeypat
         torch_pool._here.failed = None
     assert wrong is None
     assert interrupted >= 50
-    torch_pool._check_serving(serving)
+    serving.check()
 
 
 @on_gpu
@@ -434,15 +440,256 @@ def test_what_torch_frees_with_is_native(torch: TorchLike) -> None:
     assert handed[0][1] == ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
 
 
+# -- cuBLAS's workspaces ----------------------------------------------------------------------------------------
+def takes(pool: vram.TorchPool, address: int) -> bool:
+    """Whether a segment of a pool begins there."""
+    return any(one.views.region.address == address for one in pool._of(None))
+
+
+@on_gpu
+def test_a_workspace_in_memory_that_a_block_made_is_let_go_of_at_its_end(
+    torch: TorchLike, pool: vram.TorchPool
+) -> None:
+    """So that what is captured next on that stream, by whomever, holds none in memory of the pool."""
+    with pool.use("weights"):
+        assert takes(pool, torch.multiply())
+    assert torch.workspaces == {}
+    assert not takes(pool, torch.multiply())
+
+
+@on_gpu
+def test_a_workspace_that_graphs_of_torchs_may_hold_is_left_where_it_is(torch: TorchLike, pool: vram.TorchPool) -> None:
+    """Whatever torch puts there next would be written to by a graph that holds it."""
+    held = torch.multiply()
+    with pool.use("weights"):
+        pass
+    assert list(torch.workspaces.values()) == [held]
+    with pool.use("kv"):
+        torch.drop(torch.empty(8 * MIB))
+        torch.capturing = True  # this thread captures, and leaves a block within
+    torch.capturing = False
+    assert list(torch.workspaces.values()) == [held]
+    pool.close()  # by then there may be one of the pool's
+    assert torch.workspaces == {}
+
+
+@on_gpu
+@pytest.mark.parametrize("how", ["pool", "regions", "publish", "close"])
+def test_a_workspace_in_memory_that_a_block_found_is_let_go_of_when_that_is_to_go(
+    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper, how: str
+) -> None:
+    with pool.use("weights"):
+        weights, room = torch.empty(2 * MIB), torch.empty(8 * MIB)
+    torch.drop(room)
+    with pool.use("weights"):
+        assert torch.multiply() == room
+    assert torch.workspaces
+    if how == "pool":
+        pool.sleep(discard=["weights"])
+    elif how == "regions":
+        sleep_regions(dict.fromkeys(pool.regions(["weights"])))
+    elif how == "publish":
+        assert vram.publish("w", {"w": Tensor(weights, 2 * MIB)}).copied == {}
+    else:
+        pool.close()
+        assert pool.usage() == {"weights": torch_pool.Usage(2 * MIB, 0)}
+    assert torch.workspaces == {}
+
+
+@on_gpu
+def test_a_graph_takes_a_workspace_of_its_own_and_leaves_none(torch: TorchLike, pool: vram.TorchPool) -> None:
+    before = torch.multiply(7)
+    with pool.capture("graph") as number, torch.cuda.graph(object(), number, None, "global"):
+        own = torch.multiply(7)
+    assert own != before
+    assert takes(pool, own)
+    assert torch.workspaces == {}
+    other = torch.multiply(7)
+    assert not takes(pool, other)
+    pool.sleep(offload=["graph"])
+    assert torch.multiply(7) == other  # none can be in memory that sleeps: it is left where it is
+    pool.wake()
+
+
+# -- graphs and bypasses ----------------------------------------------------------------------------------------
+@on_gpu
+def test_a_graph_has_its_memory_wherever_it_is_captured(torch: TorchLike, pool: vram.TorchPool) -> None:
+    """Outside of the block that gave its number, in a block of another tag, and in another thread."""
+    made: list[int] = []
+    with pool.capture("graph") as number:
+        pass
+
+    def capture() -> None:
+        with torch.cuda.graph(object(), number, None, "global"):
+            made.append(torch.empty(2 * MIB))
+
+    capture()
+    with pool.use("kv"):
+        capture()
+    thread = threading.Thread(target=capture)
+    thread.start()
+    thread.join(SOON)
+    assert [tag_at(one) for one in made] == ["graph"] * 3
+    assert "captured graph" in torch_pool._why_not_whole({made[2]: [(0, MIB)]})[made[2]]
+
+
+@on_gpu
+@pytest.mark.parametrize("ends", [True, False])
+def test_memory_that_a_thread_took_outside_of_blocks_is_found_when_it_is_freed(
+    torch: TorchLike, pool: vram.TorchPool, ends: bool
+) -> None:
+    """It has come back from torch if it is over, or if torch has the memory in its books; it never comes by here."""
+    captured, stop = threading.Event(), threading.Event()
+    with pool.capture("graph") as number:
+        pass
+
+    def capture() -> None:
+        with torch.cuda.graph(object(), number, None, "global"):
+            torch.empty(2 * MIB)
+        captured.set()
+        stop.wait(0 if ends else SOON)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert captured.wait(SOON)
+    if ends:
+        thread.join(SOON)
+    else:
+        torch.frees += 1
+        assert pool.trim() == 0
+    torch.pools[0].taken.clear()
+    torch.frees += 1
+    assert pool.trim() == 2 * MIB
+    stop.set()
+    thread.join(SOON)
+
+
+@on_gpu
+def test_what_a_thread_of_no_pythons_asked_for_is_left_alone_until_torch_has_it(
+    torch: TorchLike, pool: vram.TorchPool
+) -> None:
+    """Such as those of backward, in a graph. Python may know it only while it calls, and not until torch has noted."""
+    with pool.capture("graph"):
+        pass
+    made, native = torch.pools[-1], ctypes.CDLL(None)
+    thread, address = ctypes.c_void_p(), ctypes.c_void_p()
+    begin = ctypes.cast(made.allocate, ctypes.c_void_p)
+    assert native.pthread_create(ctypes.byref(thread), None, begin, ctypes.c_void_p(2 * MIB)) == 0
+    assert native.pthread_join(thread, ctypes.byref(address)) == 0
+    assert address.value is not None
+    assert tag_at(address.value) == "graph"
+    torch.frees += 1
+    assert pool.trim() == 0
+    made.taken[address.value] = 2 * MIB
+    torch.frees += 1
+    assert pool.trim() == 0
+    made.taken.clear()
+    torch.frees += 1
+    assert pool.trim() == 2 * MIB
+
+
+@on_gpu
+def test_what_failed_outside_of_blocks_is_no_note_on_what_fails_in_one(torch: TorchLike, pool: vram.TorchPool) -> None:
+    total = drivers.get(GPU).device_info(GPU).total_bytes
+    with pool.capture("graph") as number:
+        pass
+    with pytest.raises(OutOfMemoryError), torch.cuda.graph(object(), number, None, "global"):
+        torch.empty(2 * total)
+    torch.capturing = False
+
+    def fail() -> None:
+        with pool.use("kv"):
+            raise LookupError
+
+    with pytest.raises(LookupError) as caught:
+        fail()
+    assert not hasattr(caught.value, "__notes__")
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["use", "capture", "bypass"])
+def test_a_block_is_left_by_the_thread_that_entered_it(torch: TorchLike, pool: vram.TorchPool, kind: str) -> None:
+    block = pool.bypass() if kind == "bypass" else getattr(pool, kind)("kv")
+    block.__enter__()
+    raised: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            block.__exit__(None, None, None)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join(SOON)
+    assert [type(error) for error in raised] == [UsageError]
+    assert "left by another thread" in str(raised[0])
+    assert not torch_pool._here.within
+    assert not torch.entered
+    with pool.use("kv"):  # this thread goes on as if it had left it
+        assert takes(pool, torch.empty(2 * MIB))
+
+
+@on_gpu
+def test_in_a_bypass_torch_allocates_in_its_ordinary_memory_and_goes_on_with_it(
+    torch: TorchLike, pool: vram.TorchPool
+) -> None:
+    other = vram.TorchPool("cuda:0")
+    with pool.use("weights"), other.use("kv"), other.use("weights"):
+        uses = [one.uses for one in torch.pools]
+        with other.bypass():
+            ordinary = torch.empty(2 * MIB)
+            with pool.bypass():
+                assert torch.empty(2 * MIB) in torch.ordinary.taken
+            with pool.use("kv"):
+                nested = torch.empty(2 * MIB)
+                with pool.bypass():
+                    torch.drop(ordinary)
+                    assert torch.empty(2 * MIB) == ordinary  # no cache of its own that grows
+                again = torch.empty(2 * MIB)
+            assert torch.empty(2 * MIB) in torch.ordinary.taken
+        assert [one.uses for one in torch.pools[:3]] == uses
+        last = torch.empty(2 * MIB)
+        torch.capturing = True
+        with pool.bypass():
+            captured = torch.empty(2 * MIB)  # which a graph, or the block, holds on to
+        torch.capturing = False
+    assert [tag_at(one) for one in (nested, again, last, captured)] == ["kv", "kv", "weights", "weights"]
+    assert takes(other, last)
+    assert len(torch.pools) == 4
+    assert not torch.entered
+
+
+def test_a_bypass_that_is_interrupted_leaves_all_as_it_was(
+    torch: TorchLike, pool: vram.TorchPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = torch._C._cuda_endAllocateToPool
+    with pool.use("weights"):
+        for done in (False, True):
+
+            def interrupted(device: int, number: tuple[int, int], done: bool = done) -> None:
+                if done:
+                    end(device, number)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patched:
+                patched.setattr(torch._C, "_cuda_endAllocateToPool", interrupted)
+                with pytest.raises(KeyboardInterrupt), pool.bypass():
+                    pass
+            assert [one.uses for _, one in torch.entered] == [2]
+            assert len(torch_pool._here.within) == 1
+    assert [one.uses for one in torch.pools] == [1]
+
+
 # -- threads ----------------------------------------------------------------------------------------------------
 SCRIPT = """
     import faulthandler, sys, threading, time
-    faulthandler.dump_traceback_later(DUMP, exit=True)
-    sys.setswitchinterval(1e-5)
     from torch_like import TorchLike
     torch = sys.modules["torch"] = TorchLike(keep_lock="keep" in sys.argv)
     import vram
     pool = vram.TorchPool("cuda:0")
+    faulthandler.dump_traceback_later(DUMP, exit=True)  # now that all is imported, which takes long on a busy machine
+    sys.setswitchinterval(1e-5)
     ended = []
 
     def allocate(tag):
@@ -515,6 +762,20 @@ def test_torch_puts_nothing_more_into_memory_that_was_published(
     with pool.use("kv"):
         assert torch.empty(4 * MIB) == cache
     assert torch.pools[0].uses == 0  # torch gives the rest back when it is asked to
+
+
+@on_gpu
+def test_torch_is_asked_once_for_all_that_is_published_together(
+    torch: TorchLike, pool: vram.TorchPool, kept: vram.Keeper
+) -> None:
+    """What it has takes the longer to list the more that is."""
+    with pool.use("weights"):
+        state = {str(number): Tensor(torch.empty(2 * MIB), 2 * MIB) for number in range(8)}
+    asked: list[None] = []
+    look = torch.cuda.memory_snapshot
+    torch.cuda.memory_snapshot = lambda: (asked.append(None), look())[1]
+    assert vram.publish("w", state).copied == {}
+    assert len(asked) == 1
 
 
 @on_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import standin
 import vram
+from interrupts import interrupt, room
 from vram import driver as drivers
 from vram.arrays import upload, weights
 from vram.arrays.file_copy import changed, copy_file
@@ -20,7 +22,7 @@ from vram.arrays.upload import Ring, close_rings, ring_of
 from vram.bench.files import write_weights
 from vram.errors import ClosedError, DriverError, UsageError
 from vram.memory import Region
-from vram.spec import Location
+from vram.spec import HOST, Location
 
 pytestmark = pytest.mark.standin
 GPU = Location("cuda", 0)
@@ -158,6 +160,95 @@ def test_two_threads_take_turns(ring: Ring, file: tuple[int, bytes], region: Reg
         thread.join(120)
     assert errors == []
     assert bytes_at(region, 0, 2 * half) == data[: 2 * half]
+
+
+# -- the other way ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("sizes", [[], [1], [SLOT // 16], [3 * MIB + 1, 5, 0, SLOT // 16 + 1, 2 * MIB], [70_001] * 40])
+def test_every_byte_comes_back_to_where_it_belongs(ring: Ring, region: Region, sizes: list[int]) -> None:
+    """Of several spans at once, and with copies that wait until somebody waits for them."""
+    data = np.random.default_rng(8).bytes(region.nbytes)
+    region.driver.copy_in(region.address, memoryview(data))
+    host: Any = drivers.get(HOST)
+    control = standin.Standin()
+    with Region.create(HOST, driver=host, capacity=16 * MIB, nbytes=16 * MIB) as target:
+        host.fill(target.address, 0xEE, target.nbytes)
+        blocks, at = [], 3
+        for size in sizes:
+            blocks.append((region.address + at, target.address + 2 * at, size))
+            at += size
+        control.clear()
+        control.defer()
+        try:
+            ring.download(blocks)
+            assert control.live().get("pending", 0) == 0
+            assert control.illegal() == 0
+        finally:
+            control.defer(on=False)
+        wanted = bytearray(b"\xee" * target.nbytes)
+        for source, destination, size in blocks:
+            there, here = destination - target.address, source - region.address
+            wanted[there : there + size] = data[here : here + size]
+        with host.buffer(target.address, target.nbytes, readonly=True) as view:
+            assert view == wanted
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamSynchronize"])
+@pytest.mark.parametrize("nth", [1, 5])
+def test_a_driver_call_that_fails_on_the_way_back_is_raised(ring: Ring, region: Region, call: str, nth: int) -> None:
+    host: Any = drivers.get(HOST)
+    with Region.create(HOST, driver=host, capacity=8 * MIB, nbytes=8 * MIB) as target:
+        blocks = [(region.address, target.address, 3 * MIB)]
+        nth = 1 if call == "cuStreamSynchronize" else nth
+        with standin.Standin().failing(call, nth=nth), pytest.raises(DriverError) as caught:
+            ring.download(blocks)
+        assert caught.value.call == call
+        ring.download(blocks)
+        with host.buffer(target.address, 3 * MIB, readonly=True) as view:
+            assert view == b"\xee" * (3 * MIB)
+
+
+@pytest.mark.parametrize("way", ["upload", "download"])
+def test_an_interrupt_leaves_no_thread_at_memory_that_may_be_given_up(
+    ring: Ring, file: tuple[int, bytes], region: Region, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I12: threads that have not begun begin nothing, and those that have are waited for."""
+    host: Any = drivers.get(HOST)
+    fd, data = file
+    at_work: set[int] = set()
+    is_left = threading.Event()
+    shots = [signal.SIGINT]
+
+    def act() -> None:
+        if way == "upload":
+            ring.upload(fd, [(0, region.address, 2 * MIB)], cut_short)
+        else:
+            ring.download([(region.address, target.address, 2 * MIB)])
+
+    real = upload._Work.next
+
+    def noted(work: Any) -> Any:
+        me = threading.get_ident()
+        at_work.discard(me)
+        found = real(work)
+        if found is not None:
+            at_work.add(me)
+            if shots:
+                signal.pthread_kill(threading.main_thread().ident or 0, shots.pop())
+                is_left.wait(0.3)  # it is still at work when whoever does not wait for it has left
+        return found
+
+    with Region.create(HOST, driver=host, capacity=8 * MIB, nbytes=8 * MIB) as target:
+        came = [interrupt(nth, act, room("arrays/upload.py", "lifetime.py")) for nth in range(1, 60)]
+        assert sum(came) > 20
+        monkeypatch.setattr(upload._Work, "next", noted)
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        still = set(at_work)
+        is_left.set()
+        assert not still
+        act()
+        if way == "upload":
+            assert bytes_at(region, 0, 2 * MIB) == data[: 2 * MIB]
 
 
 # -- bad days ---------------------------------------------------------------------------------------------------

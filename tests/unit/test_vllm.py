@@ -166,6 +166,29 @@ def test_an_engine_that_lacks_what_an_adapter_needs_runs_on(
     assert "registered nothing" in said
 
 
+@pytest.mark.parametrize(
+    ("module", "lacks"),
+    [
+        ("vllm.model_executor.model_loader.weight_cache.ipc_loader", "IpcModelLoader"),
+        ("vllm.model_executor.model_loader", "register_model_loader"),
+        ("vllm.distributed.weight_transfer.factory", "WeightTransferTrainerFactory"),
+    ],
+)
+def test_what_is_said_to_register_nothing_registers_nothing(
+    module: str, lacks: str, torch: Any, like_vllm: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from vram.engines import vllm
+
+    delattr(like_vllm[module], lacks)
+    vllm.register()
+    (said,) = caplog.messages
+    assert "registered nothing" in said
+    sleeps = like_vllm["vllm.device_allocator.sleep_mode_backend"].SleepModeBackendFactory
+    transfers = like_vllm["vllm.distributed.weight_transfer.factory"].WeightTransferEngineFactory
+    loaders = like_vllm["vllm.model_executor.model_loader"]._LOAD_FORMAT_TO_MODEL_LOADER
+    assert (sleeps._registry, transfers._registry, loaders) == ({}, {}, {})
+
+
 # -- weights --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def torch() -> Any:
@@ -196,7 +219,13 @@ def config(torch: Any) -> Any:
         return model
 
     return SimpleNamespace(
-        model="tiny", construct=construct, load=load, loads=[], enable_sleep_mode=False, sleep_mode_backend="cumem"
+        model="tiny",
+        revision=None,
+        construct=construct,
+        load=load,
+        loads=[],
+        enable_sleep_mode=False,
+        sleep_mode_backend="cumem",
     )
 
 
@@ -321,6 +350,90 @@ def test_loading_again_writes_to_nothing_that_is_shared(torch: Any, keeper: str,
     assert config.loads == ["tiny"]
     loader.load_weights(config.load(), config)
     assert config.loads == ["tiny", "in place"]
+
+
+def test_what_is_read_again_is_the_checkpoint_but_for_what_is_shared(torch: Any, keeper: str, config: Any) -> None:
+    from vram.engines.vllm_loader import VramModelLoader
+
+    loader = VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
+    shared, copied = load(config, keeper), load(config, keeper, mode="copy")
+    assert list(loader.get_all_weights(config, shared)) == []
+    assert list(loader.get_all_weights(config, copied)) == [("checkpoint", "tiny")]
+    config.model = "other"
+    with pytest.raises(UsageError, match="'tiny', shared with other engines"):
+        loader.get_all_weights(config, shared)
+    for layer in copied.modules():
+        assert layer.info.restore_device == torch.device("cpu"), "and not where it was built, which is nowhere"
+
+
+@pytest.mark.standin  # only memory of a GPU is parked
+def test_what_is_parked_is_no_external_memory_and_is_woken(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vram.engines import vllm_loader
+
+    loader = vllm_loader.VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
+    named: list[Any] = []
+    loader._then = lambda *said: named.append(said)
+    loader._with_key(engine(config), config)
+    ((expect, name),) = named
+    with vram.zeros(4 << 20, dtype="uint8", device="cuda:0") as array:
+        vram.publish(name, {"w": array}, meta=expect, keeper=keeper)
+    assert loader.get_external_weight_memory(engine(config)) >= 4 << 20
+    vram.park(name, keeper=keeper)
+    assert loader.get_external_weight_memory(engine(config)) == 0
+    monkeypatch.setattr(vllm_loader, "_state", lambda lease: lease)  # this torch is for the CPU
+    monkeypatch.setattr(loader, "_build_model", lambda *said: torch.nn.Module())
+    model = loader.load_model(engine(config), config)
+    assert config.loads == []
+    assert not vram.entry(name, keeper=keeper).parked
+    model.vram_lease.close()
+
+
+@pytest.mark.standin
+def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vram.engines import vllm_loader
+
+    real = vram.attach_or_publish
+
+    def parked_and_removed(name: str, *given: Any, **how: Any) -> Any:
+        monkeypatch.setattr(vram, "attach_or_publish", real)
+        with vram.zeros(4 << 20, dtype="uint8", device="cuda:0") as array:
+            vram.publish(name, {"w": array}, meta=how["expect"], keeper=keeper)
+        vram.park(name, keeper=keeper)
+        try:
+            return real(name, *given, **how)
+        finally:
+            vram.remove(name, keeper=keeper)
+
+    monkeypatch.setattr(vram, "attach_or_publish", parked_and_removed)
+    monkeypatch.setattr(vllm_loader, "_LOOK", 0.2)
+    model = load(config, keeper)
+    assert config.loads == ["tiny"]
+    model.vram_lease.close()
+
+
+@pytest.mark.parametrize("error", [UsageError("a test's"), RuntimeError("a test's")])
+def test_what_cannot_be_read_leaves_no_lease_and_the_loader_as_it_was(
+    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from vram.engines import vllm_loader
+
+    def fails(lease: Any) -> Any:
+        raise error
+
+    load(config, keeper)
+    loader = vllm_loader.VramModelLoader(vllm_like.LoadConfig({"keeper": keeper, "fallback": False}))
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_loader, "_state", fails)
+        with pytest.raises(type(error), match="a test's"):
+            loader.load_model(engine(config), config)
+    gc.collect()
+    assert vram.holders(keeper=keeper) == []
+    assert loader.load_model(engine(config), config).vram_lease.version == 1
+    assert config.loads == ["tiny"]
 
 
 def test_a_model_that_cannot_be_built_leaves_no_lease(torch: Any, keeper: str, config: Any) -> None:

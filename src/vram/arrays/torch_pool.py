@@ -11,7 +11,7 @@ would wait for ever. So neither needs it (decision 036):
 - To free is native code that does nothing. Which segments torch has given back is found out later, by asking torch
   which it still has (:func:`_find_freed`), and they are unmapped by whoever comes next and captures no graph.
 - To allocate is Python, but torch lets go of its lock around it: ``release_lock_on_cudamalloc``, a setting of torch's
-  that is switched on here for the whole process (:func:`_release_lock`).
+  that is switched on here for the whole process (:mod:`.torch_allocator`).
 
 What fails in it becomes torch's own out-of-memory error, with ours as a note.
 
@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -39,29 +39,31 @@ from ..errors import (
     AsleepError,
     CapacityError,
     ForkedError,
-    InternalError,
     OutOfMemoryError,
-    UnsupportedError,
     UsageError,
 )
 from ..memory import Region
-from ..memory.sleep import Place, SleepReport, WakeReport, sleep_regions, wake_regions
+from ..memory.sleep import Place, Remapped, SleepReport, WakeReport, on_remap, sleep_regions, wake_regions
 from ..spec import Location, format_size
 from . import streams
-from .views import RegionViews, handed_out
+from .torch_allocator import (
+    Serving,
+    Workspaces,
+    check_thread,
+    check_torch,
+    immortal,
+    import_torch,
+    release_lock,
+    serve,
+)
+from .views import RegionViews, Spans, handed_out
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["TorchPool", "Usage"]
 
-# torch passes a device and a stream as well. What reads fewer arguments than it is passed is right on x86-64 and arm64.
-_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
-_NEEDED = ("cuda.MemPool", "cuda.use_mem_pool", "cuda.memory_snapshot", "cuda.memory._snapshot",
-           "_C._cuda_customAllocator", "_C._cuda_releasePool", "_C._accelerator_setAllocatorSettings")  # fmt: skip
-_OLDEST = (2, 10)  # before, the end of a pool that a graph uses ended the process, and inner pools were ignored
 _OfGraph = tuple[str, tuple[int, int] | None]
-_OPEN = "release_lock_on_cudamalloc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +83,51 @@ class Usage:
 class _Segment:
     """Memory that torch was given: a region, and what the pool remembers of it."""
 
-    __slots__ = ("claims", "is_known", "of_graph", "pool", "tag", "views")
+    __slots__ = ("asked", "is_noted", "of_graph", "pool", "tag", "views")
 
-    def __init__(self, region: Region, block: _Block) -> None:
+    def __init__(self, region: Region, block: _Block, asked: _Given) -> None:
         self.views = RegionViews.of(region)  # so that tensors on it are recognized as ours, and shared without a copy
         self.pool, self.tag, self.of_graph = block
-        self.is_known = False  # whether torch has noted it: the call that asked for it is over
-        self.claims = [None]  # none from when on somebody unmaps it
+        self.is_noted = False  # whether torch has it in its books: the call that asked for it is over
+        self.asked = weakref.ref(asked)  # which goes with the thread that asked, and then the call is over as well
 
-    def others(self, spans: Sequence[tuple[int, int]]) -> str:
-        """Return what else of torch's is in it besides these spans, or may be later; see :data:`.views.handed_out`.
+    @property
+    def is_known(self) -> bool:
+        """Whether torch has, or had, noted it."""
+        return self.is_noted or self.asked() is None
 
-        What is published is read-only from then on: a kernel that wrote to another tensor in it would end the context.
-        """
+    def why_it_fills(self) -> str:
+        """Return why torch may put more into it, or writes to it by itself; have it not do so if that is possible."""
         if self.of_graph:
             return "it is memory of a captured graph, which writes to it whenever it is launched"
         if not self.pool._retire(self.tag):
             return f"a thread is in a block of use({self.tag!r}), so that torch may put more into that memory"
-        torch, first = _import(), self.views.region.address
-        for found in torch.cuda.memory_snapshot():
-            if found["address"] != first:
+        return ""
+
+
+def _why_not_whole(asked: Mapping[int, Spans]) -> dict[int, str]:
+    """Return why segments cannot be published as they are; see :data:`.views.handed_out`.
+
+    What is published is read-only from then on: a kernel that wrote to another tensor in it would end the context.
+    """
+    found = {
+        address: segment.why_it_fills()
+        for segment in _segments.copy()
+        if (address := segment.views.region.address) in asked
+    }
+    unsaid = {address for address, reason in found.items() if not reason}
+    if unsaid:
+        torch = import_torch()
+        _workspaces.let_go(torch)
+        for held in torch.cuda.memory_snapshot():  # once for all: it takes longer the more torch has
+            if (first := held["address"]) not in unsaid:
                 continue
-            for block in found["blocks"]:
+            for block in held["blocks"]:
                 start, stop = block["address"] - first, block["address"] - first + block["size"]
                 is_free = block["state"] == "inactive"
-                if not is_free and not any(start < end and begin < stop for begin, end in spans):
-                    return "another tensor of torch's is in the same memory"
-        return ""
+                if not is_free and not any(start < end and begin < stop for begin, end in asked[first]):
+                    found[first] = "another tensor of torch's is in the same memory"
+    return found
 
 
 class _Block(NamedTuple):
@@ -118,42 +138,51 @@ class _Block(NamedTuple):
     of_graph: bool = False
 
 
+class _Given(list[_Segment]):
+    """Segments that a thread was given, and that torch may not have noted yet."""
+
+
 class _Here(threading.local):
     """What a thread allocates for: the innermost ``with pool.use(tag)``."""
 
     def __init__(self) -> None:
         self.within: list[_Block] = []
-        self.given: list[_Segment] = []  # that torch may not have noted yet
+        self.entered: list[tuple[int, Any]] = []  # the pools of torch's that it allocates in, and their GPUs
+        self.given = _Given()
+        if threading.get_ident() not in [thread.ident for thread in threading.enumerate()]:
+            immortal(self.given)  # not a thread of Python's, which may know it only while it calls: see _Segment.asked
+        self.taken = 0  # how many it was ever given
         self.failed: BaseException | None = None
 
 
-class _Serving(NamedTuple):
-    """What torch calls on one thread to allocate, and torch's object for it."""
+class _Graphs(NamedTuple):
+    """A pool of torch's for captured graphs, and what serves it on whichever thread captures."""
 
-    requests: Any  # a generator
-    allocator: object
+    made: Any
+    serving: Serving
 
 
-_segments: dict[int, _Segment] = {}  # by address; each step is one dictionary operation
+_segments: dict[_Segment, None] = {}  # whoever takes one out is the one to unmap it
 _freed: deque[_Segment] = deque()  # that torch gave back, and that are not unmapped yet
 _looked: dict[int, int] = {}  # how often torch had freed on each GPU when all that it had freed was known
-_serving: dict[int, _Serving] = {}  # by thread; as long as the process
+_serving: dict[int, Serving] = {}  # by thread; as long as the process
+_workspaces = Workspaces()
 _here = _Here()
 
 
-def _requests() -> Generator[int, int, None]:
+def _requests(graph: _Block | None) -> Generator[int, int, None]:
     """Take sizes and give addresses; 0 sends torch to its own out-of-memory path.
 
-    A generator, one a thread, since nothing may be raised to ctypes: torch would take for an address what happened to
-    be on the stack. An interrupt at the first instruction of a function is raised before any ``try`` in it. Here it is
-    raised where the generator waits, inside of one.
+    A generator, since nothing may be raised to ctypes: torch would take for an address what happened to be on the
+    stack. An interrupt at the first instruction of a function is raised before any ``try`` in it. Here it is raised
+    where the generator waits, inside of one. Each serves one thread, or one graph: it cannot be entered twice at once.
     """
     address = 0
     while True:
         try:
             while True:
                 try:
-                    address = _allocate((yield address))
+                    address = _allocate((yield address), graph)
                 except BaseException as error:  # noqa: BLE001  (see TorchPool.use, which raises it)
                     address = 0
                     _here.failed = error
@@ -162,11 +191,11 @@ def _requests() -> Generator[int, int, None]:
             _here.failed = error
 
 
-def _allocate(nbytes: int) -> int:
+def _allocate(nbytes: int, graph: _Block | None) -> int:
     _note_given()  # torch has come back for more: it has noted what it was given before
     if isinstance(_here.failed, Exception):
         _here.failed = None  # whoever asked has been told, by torch
-    block = _here.within[-1]
+    block = graph or _here.within[-1]  # a graph's is the graph's wherever it is captured
     pool = block.pool
     try:
         region = pool._create(nbytes)
@@ -174,10 +203,11 @@ def _allocate(nbytes: int) -> int:
         if not pool.trim():  # what torch has given back, to try again
             raise
         region = pool._create(nbytes)
-    segment = _Segment(region, block)
+    segment = _Segment(region, block, _here.given)
     _here.given.append(segment)
-    _segments[region.address] = segment
-    handed_out[region.address] = segment.others
+    _here.taken += 1
+    _segments[segment] = None
+    handed_out[region.address] = _why_not_whole
     return region.address
 
 
@@ -185,7 +215,7 @@ def _note_given() -> None:
     """Note that torch knows all that this thread gave it. Not to be called where a request is under way."""
     given = _here.given
     while given:
-        given[-1].is_known = True
+        given[-1].is_noted = True
         given.pop()
 
 
@@ -202,17 +232,19 @@ def _find_freed(torch: Any, ordinal: int) -> None:
     if _looked.get(ordinal) == times != -1:
         return
     segments = _segments.copy()
-    known = {address: segment for address, segment in segments.items() if segment.is_known}
-    if known:
+    known = [segment for segment in segments if segment.is_known]
+    if segments:
         held = {found["address"] for found in torch.cuda.memory_snapshot()}
-        for address, segment in known.items():
-            if address in held:
+        for segment in segments:
+            if segment.views.region.address in held:
+                segment.is_noted = True  # also if the thread that asked for it never comes by again
+        for segment in known:
+            if (address := segment.views.region.address) in held:
                 continue
             try:
-                segment.claims.pop()  # one of those who look at once
-            except IndexError:
+                _segments.pop(segment)  # before it is unmapped and the address is given out again
+            except KeyError:  # another thread looks as well
                 continue
-            del _segments[address]  # before it is unmapped and the address is given out again
             handed_out.pop(address, None)
             _freed.append(segment)
     if len(known) == len(segments):
@@ -232,12 +264,16 @@ def _unmap_freed() -> int:
 
 def _at_exit() -> None:
     """Leave everything to the end of the process, which takes its memory along: nothing is freed in between."""
-    for segment in (*_segments.copy().values(), *_freed.copy()):
-        _immortal(segment)
+    for segment in (*_segments.copy(), *_freed.copy()):
+        immortal(segment)
 
 
-def _immortal(thing: object) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+def _before_remap(what: Remapped) -> None:
+    """Memory goes, perhaps with workspaces in it."""
+    if (what.verb, what.when) == ("sleep", "before") and _workspaces.may_be_ours:
+        ours = {segment.views.region.address for segment in _segments.copy()}
+        if any(address in ours for _, address, _ in what.spans):
+            _workspaces.let_go(import_torch())
 
 
 class TorchPool:
@@ -279,12 +315,12 @@ class TorchPool:
         if location.kind != "cuda" or not isinstance(location.id, int):
             raise UsageError(f"a pool of torch's is on a GPU, such as 'cuda:0', not on {location}")
         self.location = location
-        self._ordinal = location.id
-        _check_torch(_import())
+        self._ordinal, self._driver = location.id, drivers.get(location)
+        check_torch(import_torch())
         self.margin = 0
         self._pools: dict[tuple[str, int, int], Any] = {}  # that nobody is in, by tag, thread, depth
         self._entered: dict[tuple[str, int, int], None] = {}  # those that a thread is in, or is about to enter
-        self._graphs: dict[_OfGraph, Any] = {}  # for captured graphs, by tag and the number that torch has for it
+        self._graphs: dict[_OfGraph, _Graphs] = {}  # by tag and the number that torch has for it
         self._shared: dict[_OfGraph, tuple[int, int]] = {}  # which of these for what was passed as a pool
         self._tags: set[str] = set()
         self._process = os.getpid()
@@ -298,8 +334,8 @@ class TorchPool:
     def use(self, tag: str) -> Iterator[None]:
         """Have what this thread allocates with torch on this GPU, in a block, come from this pool.
 
-        Blocks nest. Other threads, such as those of backward, and other GPUs are served by torch as ever: see
-        :meth:`tag_of`.
+        Blocks nest, and are left by the thread that entered them. Other threads, such as those of backward, and other
+        GPUs are served by torch as ever: see :meth:`tag_of`.
 
         Parameters
         ----------
@@ -318,6 +354,9 @@ class TorchPool:
     def capture(self, tag: str, pool: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
         """Have the memory of a CUDA graph come from this pool: pass what this gives to ``torch.cuda.graph(pool=)``.
 
+        Capture inside of the block, from whichever thread. A graph that is captured later has its memory here, too;
+        but where its stream computed before, it may hold a workspace of cuBLAS's that is let go of with the next block.
+
         Parameters
         ----------
         tag : str
@@ -330,38 +369,46 @@ class TorchPool:
         ------
         AsleepError
             If memory of this tag is asleep.
+        UsageError
+            If another thread leaves the block than has entered it.
         """
-        with self._block(tag, enters=False) as serving:
-            number = pool if (tag, pool) in self._graphs else self._shared.get((tag, pool))
-            if number is None or (tag, number) not in self._graphs:
-                made = self._make(_import(), serving)
-                number = made.id
-                self._graphs[tag, number] = made
+        with self._block(tag, enters=False):
+            graphs = self._graphs.get((tag, pool)) or self._graphs.get((tag, self._shared.get((tag, pool))))
+            if graphs is None:
+                torch = import_torch()
+                serving = serve(torch, _requests(_Block(self, tag, of_graph=True)))
+                graphs = _Graphs(self._make(torch, serving), serving)
+                self._graphs[tag, graphs.made.id] = graphs
                 if pool is not None:
-                    self._shared[tag, pool] = number
-            yield number
+                    self._shared[tag, pool] = graphs.made.id
+            yield graphs.made.id
+            graphs.serving.check()
 
     @contextlib.contextmanager
     def bypass(self) -> Iterator[None]:
-        """Have what this thread allocates on this GPU, in a block inside of :meth:`use`, come from torch as ever."""
+        """Have what this thread allocates on this GPU, in a block inside of :meth:`use`, come from torch as ever.
+
+        It is in torch's ordinary memory, which torch goes on with after the block. What a graph allocates while it is
+        captured stays the graph's.
+        """
         self._check_process()
-        torch, within = _import(), _here.within
-        depth = len(within)
-        with torch.cuda.device(self._ordinal):
-            made = torch.cuda.MemPool()
-        _immortal(made)  # as in _make
+        torch, thread, within, entered = import_torch(), threading.get_ident(), _here.within, _here.entered
+        depth, elsewhere = len(within), [one for one in entered if one[0] != self._ordinal]
+        left: list[Any] = []
         try:
-            with torch.cuda.use_mem_pool(made, device=self._ordinal):
+            if not torch.cuda.is_current_stream_capturing():
                 within.append(_Block(self, ""))
-                try:
-                    yield
-                finally:
-                    del within[depth:]
+                _here.entered = elsewhere
+                self._leave_all(torch, entered, left)
+            yield
         finally:
-            torch._C._cuda_releasePool(self._ordinal, made.id)
+            del within[depth:]
+            check_thread(thread, "bypass()")
+            _here.entered = entered
+            self._enter_again(torch, left)
 
     @contextlib.contextmanager
-    def _block(self, tag: str, *, enters: bool = True) -> Iterator[_Serving]:
+    def _block(self, tag: str, *, enters: bool = True) -> Iterator[None]:
         """Serve this thread in a block; `enters` if torch is to allocate in a pool for it, and not for a graph."""
         if not isinstance(tag, str) or not tag:
             raise UsageError(f"a tag is a name, not {tag!r:.40}")
@@ -370,17 +417,21 @@ class TorchPool:
             raise AsleepError(f"{tag!r} of {self!r} is asleep: wake it first")
         self.trim()
         self._tags.add(tag)
-        torch = _import()
-        _release_lock(torch)
+        torch = import_torch()
+        release_lock(torch)
         serving = _serve(torch)
-        within, here = _here.within, _Block(self, tag, of_graph=not enters)
+        if not enters:
+            _workspaces.let_go(torch, always=True)
+        thread, within, here = threading.get_ident(), _here.within, _Block(self, tag, of_graph=not enters)
+        if not within and isinstance(_here.failed, Exception):
+            _here.failed = None  # of a graph that was captured outside of any block
         with contextlib.ExitStack() as block:
-            depth = len(within)
+            depth, taken = len(within), _here.taken
             if enters and within[-1:] != [here]:
                 block.enter_context(self._enter(torch, tag, within.count(here), serving))
             within.append(here)
             try:
-                yield serving
+                yield
             except BaseException as error:
                 failed, _here.failed = _here.failed, None
                 if failed is not None and not isinstance(failed, Exception):
@@ -390,16 +441,18 @@ class TorchPool:
                 raise
             finally:
                 del within[depth:]
+                check_thread(thread, f"a block of {tag!r}")
                 _note_given()
-                _leave_workspaces(torch)
+                _workspaces.leave(torch, grew=not enters or _here.taken > taken)
         failed, _here.failed = _here.failed, None
-        _check_serving(serving)
+        serving.check()
         if failed is not None and not isinstance(failed, Exception):
             raise failed.with_traceback(None)
 
     @contextlib.contextmanager
-    def _enter(self, torch: Any, tag: str, again: int, serving: _Serving) -> Iterator[None]:
-        key = (tag, threading.get_ident(), again)
+    def _enter(self, torch: Any, tag: str, again: int, serving: Serving) -> Iterator[None]:
+        key, entered = (tag, threading.get_ident(), again), _here.entered
+        depth = len(entered)
         self._entered[key] = None  # first: see _retire
         made = None
         try:
@@ -407,11 +460,26 @@ class TorchPool:
             if made is None:
                 made = self._make(torch, serving)
             with torch.cuda.use_mem_pool(made, device=self._ordinal):
+                entered.append((self._ordinal, made))
                 yield
         finally:
+            del entered[depth:]
             if made is not None:
                 self._pools[key] = made
             self._entered.pop(key, None)
+
+    def _leave_all(self, torch: Any, entered: list[tuple[int, Any]], left: list[Any]) -> None:
+        for ordinal, made in reversed(entered):
+            if ordinal == self._ordinal:
+                left.append(made)
+                torch._C._cuda_endAllocateToPool(ordinal, made.id)
+
+    def _enter_again(self, torch: Any, left: list[Any]) -> None:
+        while left:
+            with contextlib.suppress(RuntimeError):  # after an interrupt it may not have been left
+                torch._C._cuda_beginAllocateCurrentThreadToPool(self._ordinal, left[-1].id)
+            torch._C._cuda_releasePool(self._ordinal, left[-1].id)  # which was counted as used before
+            left.pop()
 
     def _retire(self, tag: str) -> bool:
         """Have torch put nothing more into the memory of a tag, but take other memory; false if a thread is about to.
@@ -425,24 +493,24 @@ class TorchPool:
             self._pools.update(taken)
             return False
         for made in taken.values():
-            _import()._C._cuda_releasePool(self._ordinal, made.id)
+            import_torch()._C._cuda_releasePool(self._ordinal, made.id)
         return True
 
-    def _make(self, torch: Any, serving: _Serving) -> Any:
+    def _make(self, torch: Any, serving: Serving) -> Any:
         with torch.cuda.device(self._ordinal):  # which a pool belongs to from its making on
             made = torch.cuda.MemPool(serving.allocator)
-        _immortal(made)  # its end would end the process, were it to come while anything is captured
+        immortal(made)  # its end would end the process, were it to come while anything is captured
         return made
 
     def _create(self, nbytes: int) -> Region:
         if self.margin:
-            free, _ = drivers.get(self.location).mem_info(self.location)
+            free, _ = self._driver.mem_info(self.location)
             if nbytes + self.margin > free:
                 raise CapacityError(
                     f"{format_size(nbytes)} more would leave less than the margin of {format_size(self.margin)} of the "
                     f"{format_size(free)} that are free on {self.location}"
                 )
-        return Region.create(self.location, capacity=nbytes, nbytes=nbytes, managed=True)
+        return Region.create(self.location, capacity=nbytes, nbytes=nbytes, managed=True, driver=self._driver)
 
     # -- sleep --------------------------------------------------------------------------------------------------
     def sleep(
@@ -514,7 +582,7 @@ class TorchPool:
         Empties torch's cache (:func:`torch.cuda.empty_cache`). The pool can be used again afterwards.
         """
         self._check_process()
-        torch = _import()
+        torch = import_torch()
         every: tuple[dict[Any, Any], ...] = (self._pools, self._graphs)
         for pools in every:
             while pools:
@@ -522,8 +590,10 @@ class TorchPool:
                     _, made = pools.popitem()
                 except KeyError:  # another thread closes it as well
                     break
-                torch._C._cuda_releasePool(self._ordinal, made.id)
+                number = (made.made if isinstance(made, _Graphs) else made).id
+                torch._C._cuda_releasePool(self._ordinal, number)
         if _segments and not torch.cuda.is_current_stream_capturing():
+            _workspaces.let_go(torch)
             torch.cuda.empty_cache()
         self.trim()
 
@@ -572,15 +642,14 @@ class TorchPool:
 
     def trim(self) -> int:
         """Give the device back what torch gave back; return the bytes. Nothing while this thread captures a graph."""
-        if (_segments or _freed) and not (torch := _import()).cuda.is_current_stream_capturing():
+        if (_segments or _freed) and not (torch := import_torch()).cuda.is_current_stream_capturing():
             _find_freed(torch, self._ordinal)
             return _unmap_freed()
         return 0
 
     # -- inside -------------------------------------------------------------------------------------------------
     def _of(self, tags: Iterable[str] | None) -> list[_Segment]:
-        known = _segments.copy().values()
-        return [one for one in known if one.claims and one.pool is self and (tags is None or one.tag in tags)]
+        return [one for one in _segments.copy() if one.pool is self and (tags is None or one.tag in tags)]
 
     def _check_tags(self, tags: set[str]) -> None:
         self._check_process()
@@ -590,13 +659,6 @@ class TorchPool:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ForkedError(f"{self!r} belongs to the parent of this fork: start workers with the spawn method")
-
-
-def _leave_workspaces(torch: Any) -> None:
-    """Have torch take its cuBLAS workspaces anew where it next needs them: they are to outlive what sleeps here."""
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
 
 
 def _discards(region: Region) -> bool:
@@ -610,90 +672,27 @@ def _tags(given: Iterable[str]) -> set[str]:
     return set(given)
 
 
-# -- torch ------------------------------------------------------------------------------------------------------
-def _import() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise UnsupportedError(
-            "a pool for torch", "torch", "no such package", "Install it, or use vram.empty(...).torch()"
-        ) from error
-    return torch
-
-
-def _check_torch(torch: Any) -> None:
-    """Check that this torch has all that a pool needs, and have it let go of its lock."""
-    built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
-    have = f"torch {torch.__version__}, built {built}"
-    missing = [f"torch.{name}" for name in _NEEDED if not _has(torch, name)]
-    if missing or torch.version.cuda is None:
-        raise UnsupportedError("a pool for torch", ", ".join(missing) or "a torch built with CUDA", have)
-    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < _OLDEST:
-        raise UnsupportedError("a pool for torch", f"torch {_OLDEST[0]}.{_OLDEST[1]} or newer", have)
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
-        raise UnsupportedError("a pool for torch", "torch's own allocator", f"{backend} (PYTORCH_ALLOC_CONF)")
-    _release_lock(torch)
-    if torch.cuda.memory._snapshot()["allocator_settings"].get(_OPEN) is not True:
-        raise UnsupportedError("a pool for torch", f"torch's setting {_OPEN}, which has no effect here", have)
-
-
-def _has(torch: Any, name: str) -> bool:
-    found = torch
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is not None
-
-
-def _release_lock(torch: Any) -> None:
-    """Have torch let go of its allocator's lock while it calls :func:`_allocate`.
-
-    Without it, a thread that allocates in a pool holds torch's lock and waits for Python's, and one that enters a pool
-    holds Python's and waits for torch's. The settings that somebody else made last are kept; torch drops those that are
-    not named again.
-    """
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    given = read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
-    settings = [*filter(None, given.replace(" ", "").strip(",").split(",")), f"{_OPEN}:True"]
-    if settings[-2:-1] != settings[-1:]:
-        torch._C._accelerator_setAllocatorSettings(",".join(settings))
-
-
-def _serve(torch: Any) -> _Serving:
+# -- what torch calls --------------------------------------------------------------------------------------------
+def _serve(torch: Any) -> Serving:
     """Return what serves this thread, which is made once: torch may call it as long as there is a process."""
     thread = threading.get_ident()
     serving = _serving.get(thread)
     if serving is None:
         if not _serving:
             atexit.register(_at_exit)
-        requests = _requests()
-        next(requests)
-        allocate = _ALLOCATE(requests.send)
-        release = ctypes.CDLL(None).labs  # native, and does nothing: it takes an integer and returns another
-        allocator = torch._C._cuda_customAllocator(
-            *(ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, release))
-        )
-        for thing in (requests, allocate, allocator):
-            _immortal(thing)
-        serving = _serving[thread] = _Serving(requests, allocator)
-    _check_serving(serving)
+        serving = _serving[thread] = serve(torch, _requests(None))
+    serving.check()
     return serving
-
-
-def _check_serving(serving: _Serving) -> None:
-    if serving.requests.gi_frame is None:
-        raise InternalError(
-            "an interrupt in the midst of another came while torch was allocating: what it allocated on this thread "
-            "may be anywhere. End the process"
-        )
 
 
 def _after_fork_in_child() -> None:
     """What torch has there is the parent's."""
-    for address in _segments:
-        handed_out.pop(address, None)
+    for segment in _segments:
+        handed_out.pop(segment.views.region.address, None)
     _segments.clear()
     _freed.clear()
 
 
+on_remap(_before_remap)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)

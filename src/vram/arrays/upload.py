@@ -1,8 +1,9 @@
-"""Files to GPU memory: several threads read into a pinned ring, and the GPU copies out of it meanwhile.
+"""Files to GPU memory, and GPU memory to new memory of the host, by several threads through a pinned ring.
 
 One thread reads the page cache slower than the bus takes it, so there are several, each with two slots of the ring: it
-reads into one while the GPU copies the other. Pinning memory costs some 0.4 s for a GiB, so the ring is pinned at the
-first file and kept until :func:`close_rings`.
+reads into one while the GPU copies the other. The other way the kernel has to find and clear each page of new memory,
+which one thread does at a thirtieth of the speed of the bus. Pinning memory costs some 0.4 s for a GiB, so the ring is
+pinned at the first use and kept until :func:`close_rings`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from itertools import chain, zip_longest
+from typing import Any, Generic, TypeVar, cast
 
 from .. import driver as drivers
-from ..driver.protocol import StreamOrdered
+from ..driver.protocol import HostAddressable, StreamOrdered
 from ..errors import ClosedError
-from ..lifetime import noted, own, unwinding
+from ..lifetime import Gate, begin, noted, own, unwinding
 from ..memory import Region
 from ..spec import HOST, Location
 
@@ -25,7 +27,9 @@ __all__ = ["Ring", "close_rings", "ring_of"]
 
 THREADS = 8
 SLOT = 8 << 20  # bytes; two for each thread
-_Block = tuple[int, int, int]  # from where in the file, to which address, how many bytes
+_Read = tuple[int, int, int, int]  # of which file, from where in it, to which address, how many bytes
+_Copy = tuple[int, int, int]  # from which address of the GPU's, to which of the host's, how many bytes
+_P = TypeVar("_P")  # either of them
 
 _rings: dict[Location, Ring] = {}
 _lock = threading.Lock()
@@ -48,21 +52,21 @@ def close_rings() -> None:
 
 
 class Ring:
-    """Pinned memory in slots, a stream, and an event for each slot.
+    """Pinned memory in slots, a stream, and an event for each slot; one call at a time is served.
 
     Parameters
     ----------
     threads, slot : int
-        How many read, and the bytes of each of their two slots.
+        How many copy, and the bytes of each of their two slots.
     """
 
     def __init__(self, driver: StreamOrdered, location: Location, *, threads: int = THREADS, slot: int = SLOT) -> None:
         self._driver = driver
+        self._host = host = drivers.get(HOST)
         self._location = location
         self._slot = slot
         self._busy = threading.Lock()  # one file at a time; nothing in a finalizer comes here
         nbytes = threads * 2 * slot
-        host: Any = drivers.get(HOST)
         memory = Region.create(HOST, driver=host, capacity=nbytes, nbytes=nbytes, populate=True, managed=True)
         self._claim = own(f"pinned ring for {location}", None, depends=[memory.handle])
         address = memory.address
@@ -76,7 +80,7 @@ class Ring:
             for _ in range(threads * 2):
                 self._events.append(event := driver.event_create(location))
                 self._keep("event of a ring", partial(driver.event_destroy, event))
-            self._buffer = host.buffer(address, nbytes, readonly=False)
+            self._buffer = cast("HostAddressable", host).buffer(address, nbytes, readonly=False)
         except BaseException as error:
             with unwinding(error):
                 self._claim.release()
@@ -98,16 +102,38 @@ class Ring:
         changed : callable
             Returns the error for a file that ends too early.
         """
+        self.upload_files(((fd, *block) for block in blocks), changed)
+
+    def upload_files(self, blocks: Iterable[_Read], changed: Callable[[], Exception]) -> None:
+        """Do as :meth:`upload`, for pieces of several open files, each with its descriptor before it."""
         work = _Work(
-            (start + done, address + done, min(self._slot, nbytes - done))
-            for start, address, nbytes in blocks
+            (fd, start + done, address + done, min(self._slot, nbytes - done))
+            for fd, start, address, nbytes in blocks
             for done in range(0, nbytes, self._slot)
         )
+        self._do(work, partial(self._read_in, changed))
+
+    def download(self, blocks: Iterable[_Copy]) -> None:
+        """Copy pieces of the GPU's memory to addresses of the host's, and return when they are there.
+
+        Parameters
+        ----------
+        blocks : iterable of (int, int, int)
+            From which address, to which address, how many bytes. Threads work in several of them at once: of new memory
+            each is a file to the kernel, in which it finds pages one after another.
+        """
+        rows = [
+            [(source + done, target + done, min(self._slot, nbytes - done)) for done in range(0, nbytes, self._slot)]
+            for source, target, nbytes in blocks
+        ]
+        self._do(_Work(filter(None, chain.from_iterable(zip_longest(*rows)))), self._write_out)
+
+    def _do(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None]) -> None:
         with self._busy:
             if self._claim.is_released:
                 raise ClosedError(f"the ring for {self._location} was closed; ask ring_of for another")
             try:
-                self._share_out(fd, work, changed)
+                self._share_out(work, run)
                 if work.error is not None:
                     raise work.error
             except BaseException as error:
@@ -118,75 +144,108 @@ class Ring:
                 raise
             self._settle()
 
-    def _share_out(self, fd: int, work: _Work, changed: Callable[[], Exception]) -> None:
-        """Have the pieces read, by no more threads than there are pieces, and wait for the threads."""
+    def _share_out(self, work: _Work[_P], run: Callable[[int, _Work[_P]], None]) -> None:
+        """Have the pieces copied, by no more threads than there are pieces, and wait for the threads."""
         count = min(len(self._events) // 2, work.pieces)
-        if count == 1:  # a small tensor: not worth a thread
-            self._run(0, fd, work, changed)
+        if count < 2:  # a small tensor: not worth a thread
+            work.run(run, 0)
             return
-        started: list[threading.Thread] = []
         try:
             for number in range(count):
-                arguments = (number, fd, work, changed)
-                thread = threading.Thread(target=self._run, args=arguments, name="vram upload", daemon=True)
-                thread.start()
-                started.append(thread)
-            for thread in started:
-                thread.join()
-        except BaseException:  # an interrupt: they stop at the next piece
+                thread = threading.Thread(target=work.run, args=(run, number), name="vram upload", daemon=True)
+                begin(thread, otherwise=work.fail)
+            work.done.wait()
+        finally:  # after an interrupt they stop at the next piece, and who has not begun takes none
             work.stop()
-            raise
-        finally:
-            for thread in started:
-                thread.join()
+            work.done.wait()
 
     def _settle(self) -> None:
         """The GPU may still read the slots and write the destination: not before this may either be given up."""
         self._driver.stream_synchronize(self._stream, self._location)
 
-    def _run(self, number: int, fd: int, work: _Work, changed: Callable[[], Exception]) -> None:
+    def _read_in(self, changed: Callable[[], Exception], number: int, work: _Work[_Read]) -> None:
         driver, stream = self._driver, self._stream
-        turn = 0
-        try:
-            for start, address, nbytes in iter(work.next, None):
-                slot = number * 2 + turn % 2
-                turn += 1
-                if turn > 2:
-                    driver.event_synchronize(self._events[slot])
-                offset = slot * self._slot
-                with self._buffer[offset : offset + nbytes] as buffer:
-                    _read(fd, start, buffer, changed)
-                driver.copy_async(address, self._address + offset, nbytes, stream)
-                driver.event_record(self._events[slot], stream)
-        except BaseException as error:  # noqa: BLE001  (raised where upload was called)
-            work.fail(error)
+        for turn, (fd, start, address, nbytes) in enumerate(iter(work.next, None)):
+            slot = number * 2 + turn % 2
+            if turn > 1:
+                driver.event_synchronize(self._events[slot])
+            offset = slot * self._slot
+            with self._buffer[offset : offset + nbytes] as buffer:
+                _read(fd, start, buffer, changed)
+            driver.copy_async(address, self._address + offset, nbytes, stream)
+            driver.event_record(self._events[slot], stream)
+
+    def _write_out(self, number: int, work: _Work[_Copy]) -> None:
+        driver, stream = self._driver, self._stream
+        due: list[tuple[int, int, int]] = []  # a slot that is being filled, and what it is for
+        for turn, (source, target, nbytes) in enumerate(iter(work.next, None)):
+            slot = number * 2 + turn % 2
+            driver.copy_async(self._address + slot * self._slot, source, nbytes, stream)
+            driver.event_record(self._events[slot], stream)
+            if due:
+                self._empty(*due.pop())
+            due.append((slot, target, nbytes))
+        if due:
+            self._empty(*due.pop())
+
+    def _empty(self, slot: int, target: int, nbytes: int) -> None:
+        self._driver.event_synchronize(self._events[slot])
+        self._host.copy(target, self._address + slot * self._slot, nbytes)
 
     def _keep(self, label: str, undo: Callable[[], object]) -> None:
         self._claim.handle.adopt(own(label, undo))
 
 
-class _Work:
-    """Pieces that several threads take, until there are none or one of them failed."""
+class _Work(Generic[_P]):
+    """Pieces that several threads take, until there are none or one of them failed.
 
-    def __init__(self, pieces: Iterable[_Block]) -> None:
+    `done` opens when no thread is at any of them and none will be.
+    """
+
+    def __init__(self, pieces: Iterable[_P]) -> None:
         waiting = list(pieces)
         self.pieces = len(waiting)
         self._pieces = iter(waiting)
         self._lock = threading.Lock()
         self._stopped = False
+        self._inside = 0  # threads that may be at a piece
+        self.done = Gate()
         self.error: BaseException | None = None
 
-    def next(self) -> _Block | None:
+    def run(self, act: Callable[[int, _Work[_P]], None], number: int) -> None:
+        """Take pieces, and whatever goes wrong with them is the error."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._inside += 1
+        try:
+            act(number, self)
+        except BaseException as error:  # noqa: BLE001  (raised where the work was given)
+            self.fail(error)
+        finally:
+            with self._lock:
+                self._inside -= 1
+                self._end()  # there are no more pieces, or something failed
+
+    def fail(self, error: BaseException) -> None:
+        """Have this error raised, unless another came before, and nobody take another piece."""
+        with self._lock:
+            self.error = self.error or error
+            self._end()
+
+    def next(self) -> _P | None:
         with self._lock:
             return None if self._stopped else next(self._pieces, None)
 
     def stop(self) -> None:
-        self._stopped = True
-
-    def fail(self, error: BaseException) -> None:
+        """Have nobody take another piece."""
         with self._lock:
-            self.error = self.error or error
-            self._stopped = True
+            self._end()
+
+    def _end(self) -> None:
+        self._stopped = True
+        if not self._inside:
+            self.done.open()
 
 
 def _read(fd: int, start: int, buffer: memoryview, changed: Callable[[], Exception]) -> None:

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from ..driver.protocol import HostAddressable
@@ -29,6 +29,7 @@ from .numpy_on_use import np
 __all__ = [
     "Exporter",
     "RegionViews",
+    "Spans",
     "buffer",
     "bytes_of",
     "claimed_writable",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 NDArray: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Spans: TypeAlias = Sequence[tuple[int, int]]  # from where to where, in bytes from the first of a region
 
 
 class RegionViews:
@@ -280,9 +282,10 @@ class _AllRegionViews:
 
 _all_views = _AllRegionViews()
 
-# For memory that somebody gives out in parts, by the address of its region: returns why it cannot be published as it
-# is, told where the arrays are that are to be. Empty if nothing else is in it, and nothing else will be.
-handed_out: dict[int, Callable[[Sequence[tuple[int, int]]], str]] = {}
+# For memory that somebody gives out in parts, by the address of its region: a function that is told, by the addresses
+# of regions, where in them the arrays are that are to be published, and returns by address why one cannot be published
+# as it is. Empty, or not named, if nothing else is in it, and nothing else will be. It is asked once for all of them.
+handed_out: dict[int, Callable[[Mapping[int, Spans]], Mapping[int, str]]] = {}
 
 
 def _after_fork_in_child() -> None:

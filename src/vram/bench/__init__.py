@@ -45,7 +45,7 @@ NAMES = {
 GPU_NAMES = {
     "calls": "each call of virtual memory management; against the bare call of cuda-bindings",
     "grow": "an array grown in place; against bare calls, and what allocates anew and copies",
-    "attach": "64 segments by name, mapped and readable; against bare import, map and set_access",
+    "attach": "64 segments by name, and 64 GiB in fresh processes; against bare import, map and set_access",
     "handover": "an array to another process and back; against a raw unix socket, and torch's tensors",
     "share": "memory of any kind lent to another process; against bare calls of each route, torch, raw sockets",
     "engine": "memory asleep and awake, arrays grown, a pool, weights updated; against copies, bare calls, torch",

@@ -14,6 +14,7 @@ import vram
 from ..spec import format_size
 from .children import Child, child, own_keeper
 from .measure import Figure, Result, Row, in_turns, timed
+from .update_wait import waits
 
 __all__ = ["measure"]
 
@@ -48,6 +49,7 @@ def measure(quick: bool) -> Result:
             {"write": lambda: timed(lambda: weights.fill(1)), "update": lambda: timed(lambda: _update(keeper))}, rounds
         )
         stalls = [stalled for one in others for stalled in one.ask("stop")]
+        waited = waits(quick, keeper)
     plain = Row("with threading.Lock()", Figure.of(took["lock"], "us", scale=1e6))
     written = Row(
         f"{format_size(nbytes)} written, nobody reads in sections", Figure.of(updates["write"], "ms", scale=1e3)
@@ -66,6 +68,7 @@ def measure(quick: bool) -> Result:
     ]
     if stalls:
         rows.append(Row("what a reader waited for an update, of those who waited", Figure.of(stalls, "ms", scale=1e3)))
+    rows += waited
     notes = [
         f"processor time of the thread a section, over {sections} empty ones. {len(stalls)} sections took longer than "
         f"a millisecond while the updates were made; on a machine with fewer processors than readers most of that is "

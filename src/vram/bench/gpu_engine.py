@@ -15,6 +15,7 @@ import vram
 from .. import driver as drivers
 from ..spec import Location, format_size
 from .bare_calls import Bare, bare_calls, ordinal_of
+from .gpu_kvcached import kvcached_growth
 from .gpu_torch import torch_on
 from .gpu_update import updates
 from .machine import fitting
@@ -26,6 +27,7 @@ _NBYTES = 32 << 30
 _CHUNKS = (80 << 20, 512 << 20)  # layers of a model, and large tables
 _GROWN = 64  # tensors
 _STEP = 64 << 20  # bytes by which each of them grows
+_ROOM = 4  # steps that each has addresses for
 _TENSOR = 256 << 20
 _TENSORS = 16
 _REST = 1.0  # seconds asleep
@@ -189,7 +191,7 @@ def _grown(bare: Bare, location: Location, count: int, rounds: int, notes: list[
     step = fitting(location, _STEP, count, 2.5, notes)
     with contextlib.ExitStack() as stage:
         arrays = [
-            stage.enter_context(vram.empty(0, "uint8", device=location, capacity=4 * step, chunk=step))
+            stage.enter_context(vram.empty(0, "uint8", device=location, capacity=_ROOM * step, chunk=step))
             for _ in range(count)
         ]
 
@@ -207,29 +209,37 @@ def _grown(bare: Bare, location: Location, count: int, rounds: int, notes: list[
                 ready.close()
 
         made, mapped = stage.enter_context(_bare_growth(bare, count, step))
-        took = in_turns({"made": made, "grown": grow, "mapped": mapped, "prepared": prepared}, rounds, warm=1)
+        cases = {"made": made, "grown": grow, "mapped": mapped, "prepared": prepared}
+        cases |= stage.enter_context(kvcached_growth(location, count, step, _ROOM * step, notes))
+        took = in_turns(cases, rounds, warm=1)
     figures = {name: Figure.of(seconds, "ms", scale=1e3) for name, seconds in took.items()}
     what = f"{count} tensors by {format_size(step)} each"
     create = Row(f"bare create, map, set_access: {what}", figures["made"])
     only = Row(f"bare map, set_access: {what}", figures["mapped"])
-    return [
+    rows = [
         create,
         Row.held(f"vram.resize: {what}", figures["grown"], create, at_most=1.3),
         only,
         Row.held(f"vram.resize, memory made ahead: {what}", figures["prepared"], only, at_most=1.2),
     ]
+    if "kvcached" in figures:
+        pages = Row(f"kvcached, pages of 2 MiB: {what}", figures["kvcached"])
+        rows += [pages, Row.held(f"vram.resize, again: {what}", figures["grown"], pages)]
+    return rows
 
 
 @contextlib.contextmanager
 def _bare_growth(bare: Bare, count: int, step: int) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
-    """Yield what maps a chunk behind each of many addresses, made for it or before, and returns the seconds."""
+    """Yield what maps a chunk behind each of many addresses, made for it or before, and returns the seconds.
+
+    Each has a range of its own, with room to grow, as the tensors have.
+    """
     api, ok = bare.api, bare.ok
-    base = int(ok(api.cuMemAddressReserve(count * step, 0, 0, 0)))
-    places = range(base, base + count * step, step)
+    places: list[int] = []
 
     def run(*, ahead: bool) -> float:
         handles: list[Any] = []
-        mapped = 0
+        mapped: list[int] = []
         try:
             if ahead:
                 handles += [ok(api.cuMemCreate(step, bare.prop, 0)) for _ in places]
@@ -238,19 +248,22 @@ def _bare_growth(bare: Bare, count: int, step: int) -> Iterator[tuple[Callable[[
                 if not ahead:
                     handles.append(ok(api.cuMemCreate(step, bare.prop, 0)))
                 ok(api.cuMemMap(address, step, 0, handles[number], 0))
-                mapped += step
+                mapped.append(address)
                 ok(api.cuMemSetAccess(address, step, bare.grants, 1))
             return time.perf_counter() - begin
         finally:
-            if mapped:
-                api.cuMemUnmap(base, mapped)
+            for address in mapped:
+                api.cuMemUnmap(address, step)
             for handle in handles:
                 api.cuMemRelease(handle)
 
     try:
+        for _ in range(count):
+            places.append(int(ok(api.cuMemAddressReserve(_ROOM * step, 0, 0, 0))))
         yield lambda: run(ahead=False), lambda: run(ahead=True)
     finally:
-        api.cuMemAddressFree(base, count * step)
+        for address in places:
+            api.cuMemAddressFree(address, _ROOM * step)
 
 
 def _all_at_once(location: Location, nbytes: int, rounds: int, notes: list[str]) -> list[Row]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from .. import driver as drivers
@@ -14,8 +12,6 @@ from ..errors import CapacityError
 from ..spec import HandleKind, Location, format_size
 
 __all__ = ["describe", "fitting"]
-
-_RELEASE = Path("/proc/driver/nvidia/version")
 
 
 def describe(location: Location) -> str:
@@ -26,7 +22,7 @@ def describe(location: Location) -> str:
         driver: Any = drivers.get(location)
         supported, bindings = driver.versions
         words.insert(0, f"{driver.device_info(location).name} ({location})")
-        words += [f"NVIDIA driver {_release()}(CUDA {supported})", f"cuda-bindings {bindings}"]
+        words += [f"NVIDIA driver {driver.release} (CUDA {supported})", f"cuda-bindings {bindings}"]
     words += [_package(name) for name in ("numpy", "torch")]
     return ", ".join(words)
 
@@ -58,15 +54,6 @@ def fitting(location: Location, wanted: int, parts: int, times: float, notes: li
             f"{format_size(free)} are free on {location}"
         )
     return nbytes
-
-
-def _release() -> str:
-    """What NVIDIA calls its driver, such as 580.82.07; empty where the kernel does not say."""
-    try:
-        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", _RELEASE.read_text())
-    except OSError:
-        return ""
-    return f"{found[0]} " if found else ""
 
 
 def _package(name: str) -> str:

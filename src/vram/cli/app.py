@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,10 @@ def keep(
             help="Seconds after which the claim to publish a name passes to the next who waits [default: 600]."
         ),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
+    ] = None,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -122,8 +127,38 @@ def keep(
         command += ["--claim-timeout", claim_timeout]
     if takeover:
         command.append("--takeover")
+    if metrics is not None:
+        _export_metrics(metrics, socket)
     sys.stdout.flush()
     os.execv(sys.executable, command)  # the keeper stays small: nothing of this program remains in it
+
+
+def _export_metrics(address: str, socket: str | None) -> None:
+    """Start ``vram metrics`` for the keeper that this process becomes: it ends when this process does."""
+    from ..metrics import check_installed, parse_address
+
+    check_installed()
+    parse_address(address)
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-P", "-m", "vram.metrics", "--listen", address, "--parent-fd", str(ours)]
+    if socket is not None:
+        command += ["--socket", os.path.abspath(socket)]
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[ours])
+    os.close(ours)
+    os.set_inheritable(theirs, True)  # the keeper has it, knows nothing of it, and it closes when the keeper ends
+
+
+@app.command()
+def metrics(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to answer scrapes.")] = "127.0.0.1:9464",
+    socket: Socket = None,
+) -> None:
+    """Serve the keeper's numbers to Prometheus until Ctrl-C or SIGTERM; so does `vram keep --metrics`."""
+    from ..metrics.__main__ import main as serve
+
+    arguments = ["--listen", listen, *(() if socket is None else ("--socket", socket))]
+    if serve(arguments):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -291,6 +326,33 @@ def demo(
     from .demo import run_demo
 
     run_demo(device=device, weights=weights, workers=workers, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    need: Annotated[
+        list[str] | None,
+        typer.Option(help='Exit with status 1 unless this works: an area ("gpu") or a check ("cuda:0 fabric").'),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that the driver of the GPUs has to answer.")] = 60.0,
+    socket: Socket = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what works here, what does not, why, and what to do. Exit status 1 if something is broken or missing."""
+    from ..doctor import examine, unmet
+
+    found = examine(socket, timeout=timeout)
+    left = unmet(found, need or ())
+    if as_json:
+        _print({"findings": found, "unmet": left}, True, "")
+    else:
+        from .tables import finding_table, show_table
+
+        show_table(finding_table(found))
+        for line in left:
+            print(f"needed: {_one_line(line)}")
+    if left or any(one.verdict == "broken" for one in found):
+        raise typer.Exit(1)
 
 
 def _benchmarks() -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..bench.measure import Result
+from ..doctor.finding import Finding
 from ..entries.publish_file import FILE_META
 from ..keeper.reports import EntryInfo, HolderInfo
 from ..spec import format_size
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from ..transports import Selection
 
 __all__ = [
-    "MOST_META", "bench_tables", "detail_tables", "entry_table", "holder_table", "printer", "route_table", "show_table",
+    "MOST_META", "bench_tables", "detail_tables", "entry_table", "finding_table", "holder_table",
+    "printer", "route_table", "show_table",
 ]  # fmt: skip
 
 MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
@@ -71,6 +73,18 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
             _seconds(entry.age),
             f"({format_size(entry.left_out)}: see vram show)" if entry.left_out else _pairs(entry.meta),
         )
+    return table
+
+
+def finding_table(findings: Sequence[Finding]) -> Table:
+    """One row for each answer, with what can be done about it behind it; packages that are not there share one."""
+    table = Table("", "check", "found", "what to do", box=None)
+    for one in findings:
+        if (one.area, one.verdict) != ("packages", "absent"):
+            table.add_row(one.verdict, one.check, _printable(one.said), _printable(one.remedy))
+    missing = [one.check for one in findings if (one.area, one.verdict) == ("packages", "absent")]
+    if missing:
+        table.add_row("absent", "packages", ", ".join(missing), "vram doctor --json says what each is for")
     return table
 
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import struct
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
 from ..errors import UsageError
+from ..lifetime import Gate, begin
 from .kvcached_tensors import available_bytes, map_to_kv_tensors, unmap_from_kv_tensors
 
 __all__ = ["InternalPage", "PageAllocator"]
+
+_T = TypeVar("_T")
+_MOMENT = 0.02  # seconds in which the tools are done with the file
+_LOOK = 0.1  # seconds after which a thread looks again by itself: an interrupt may keep it from being told
 
 
 class InternalPage:
@@ -82,7 +92,15 @@ class InternalPage:
 
 
 class _Limits:
-    """What ``kvctl`` and ``kvtop`` share with an engine: three numbers in a file under /dev/shm, with a lock on it."""
+    """What ``kvctl`` and ``kvtop`` share with an engine: three numbers in a file under /dev/shm, with a lock on it.
+
+    Everybody may make a file there, and lock one that he can open. So the file is this user's alone: that is enough for
+    the tools, which open it for writing. What another user made under its name is neither believed nor changed, and a
+    lock is waited for a moment. No failure gets out of here: what cannot be noted now is with the next note.
+
+    Whoever has begun last under a name has made its file, and removes it. Others that use the name go on with that
+    file, and make one again when it is gone.
+    """
 
     _FORMAT = struct.Struct("<3q")  # the limit, what is in use, and what is mapped ahead; in bytes
 
@@ -90,39 +108,113 @@ class _Limits:
         self.path = os.path.join("/dev/shm", os.path.basename(name))
         if not os.path.basename(name).strip("."):
             raise UsageError(f"ipc_name is the name of a file in /dev/shm, not {name!r:.80}")
-        self._change(lambda _: (total, 0, 0))
-        weakref.finalize(self, _unlink, self.path, os.getpid())
+        self._limit = total  # as it was last read
+        self._made: list[int] = []  # numbers of the files that were made here
+        self._is_busy = False
+        self._has_said = False
+        weakref.finalize(self, _unlink, self.path, self._made, os.getpid())
+        with self._saying():
+            _unlink(self.path, None, os.getpid())
+            self._make(0, 0)
 
     def note(self, used: int, ahead: int) -> None:
-        """Say what is in use."""
-        self._change(lambda numbers: (numbers[0], used, ahead))
+        """Say what is in use, if that can be said."""
+
+        def write(fd: int) -> None:
+            self._is_busy = not _lock(fd, fcntl.LOCK_EX, 0.0 if self._is_busy else _MOMENT)
+            if self._is_busy:
+                return
+            there = os.pread(fd, self._FORMAT.size, 0)
+            limit = self._FORMAT.unpack(there)[0] if len(there) == self._FORMAT.size else self._limit
+            os.pwrite(fd, self._FORMAT.pack(limit, used, ahead), 0)
+
+        with self._saying():
+            try:
+                _with_file(self.path, os.O_RDWR, write)
+            except FileNotFoundError:
+                self._make(used, ahead)
 
     def total(self) -> int | None:
-        """Return the limit; None if there is none."""
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            there = os.pread(fd, self._FORMAT.size, 0)
-        finally:
-            os.close(fd)
-        return int(self._FORMAT.unpack(there)[0]) if len(there) == self._FORMAT.size else None
+        """Return the limit; None if there is none, or it cannot be read now."""
 
-    def _change(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            there = os.pread(fd, self._FORMAT.size, 0).ljust(self._FORMAT.size, b"\0")
-            os.pwrite(fd, self._FORMAT.pack(*change(self._FORMAT.unpack(there))), 0)
-        finally:
-            os.close(fd)
+        def read(fd: int) -> int | None:
+            there = os.pread(fd, self._FORMAT.size, 0) if _lock(fd, fcntl.LOCK_SH, _MOMENT) else b""
+            return int(self._FORMAT.unpack(there)[0]) if len(there) == self._FORMAT.size else None
 
-
-def _unlink(path: str, maker: int) -> None:
-    if os.getpid() == maker:
+        found: int | None = None
         with contextlib.suppress(OSError):
+            found = _with_file(self.path, os.O_RDONLY, read)
+        if found is not None:
+            self._limit = found
+        return found
+
+    def _make(self, used: int, ahead: int) -> None:
+        numbers = self._FORMAT.pack(self._limit, used, ahead)
+
+        def write(fd: int) -> None:
+            self._made.append(os.fstat(fd).st_ino)
+            _lock(fd, fcntl.LOCK_EX, _MOMENT)
+            os.pwrite(fd, numbers, 0)
+
+        try:
+            _with_file(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, write)
+        except FileExistsError:  # another user's; or another process of this one was quicker
+            _with_file(self.path, os.O_RDWR, lambda _: None)
+
+    @contextlib.contextmanager
+    def _saying(self) -> Iterator[None]:
+        """Say what is wrong, but once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_said:
+                self._has_said = True
+                _say(f"kvctl has no say: {self.path} cannot be used: {error.strerror}")
+
+
+def _say(what: str) -> None:
+    with contextlib.suppress(Exception):
+        sys.stderr.write(f"vram: kvcached: {what}\n")
+
+
+def _with_file(path: str, flags: int, act: Callable[[int], _T]) -> _T:
+    """Call a function with a descriptor of a file of the limits. OSError if it is not there, or none of this user's."""
+    fds: list[int] = []
+    closing = map(os.close, fds)  # made before: between the end and the close no interrupt comes
+    try:
+        fds.extend(map(os.open, [path], [flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK], [0o600]))
+        what = os.fstat(fds[0])
+        if not _is_ours(what):
+            kind = f"{stat.filemode(what.st_mode)}, {what.st_size} bytes, of user {what.st_uid}"
+            raise OSError(errno.EPERM, f"it is there already, and something else ({kind})")
+        return act(fds[0])
+    finally:
+        _ = [*closing]
+
+
+def _is_ours(what: os.stat_result) -> bool:
+    is_this_user_s = stat.S_ISREG(what.st_mode) and what.st_uid == os.geteuid()
+    return is_this_user_s and what.st_size <= _Limits._FORMAT.size
+
+
+def _lock(fd: int, how: int, seconds: float) -> bool:
+    """Lock a file until it is closed; whether that came about in so many seconds."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(0.001)
+
+
+def _unlink(path: str, numbers: list[int] | None, maker: int) -> None:
+    """Remove the file of the limits, if it is one of these, or any of this user's; and only in the process it is of."""
+    with contextlib.suppress(OSError):
+        what = os.lstat(path)
+        if os.getpid() == maker and _is_ours(what) and (numbers is None or what.st_ino in numbers):
             os.unlink(path)
 
 
@@ -174,9 +266,12 @@ class PageAllocator:
         self._free = deque(range(self._total))
         self._reserved: deque[int] = deque()  # free, and mapped
         self._reclaimed: deque[int] = deque()  # beyond the limit
-        self._changed = threading.Condition()
+        # No Condition, which takes its lock in Python code: see lifetime.Gate. What is done to the lists and counts
+        # under the lock is done in steps without a call, so that an interrupt comes before all of them or after.
+        self._lock = threading.RLock()
+        self._changed = Gate()
         self._wanted = False  # of the thread that maps ahead
-        self._ends: threading.Event | None = None
+        self._ends: Gate | None = None
         self._threads: list[threading.Thread] = []
         self._broadcast_map: Callable[[int, list[int]], object] | None = None
         self._broadcast_unmap: Callable[[int, list[int]], object] | None = None
@@ -190,102 +285,129 @@ class PageAllocator:
     # -- pages ----------------------------------------------------------------------------------------------------
     def alloc_page(self) -> InternalPage:
         """Take a page, mapped. RuntimeError if none is left, or there is no memory for it."""
-        with self._changed:
-            self._wait_for_one()
-            self._free_count -= 1
-            if self._reserved:
-                page = self._reserved.popleft()
-                if len(self._reserved) < self._least:
+        page, is_mapped = -1, False
+        try:
+            while True:
+                with self._lock:
+                    is_mapped = len(self._reserved) > 0
+                    source = self._reserved if is_mapped else self._free
+                    if source:
+                        page = source[0]
+                        del source[0]
+                        self._free_count -= 1
+                    else:
+                        changed = self._to_wait_for()
+                if page >= 0:
+                    break
+                changed.wait(_LOOK)  # the thread that maps ahead has them
+            if not is_mapped:
+                self._map([page])
+                is_mapped = True
+            with self._lock:
+                if self._ahead and len(self._reserved) < self._least:
                     self._want()
                 self._note()
-                return InternalPage(page, self._page)
-            page = self._free.popleft()
-        try:
-            self._map([page])
+            return InternalPage(page, self._page)
         except BaseException as error:
-            with self._changed:
-                self._free.appendleft(page)
+            if page < 0:
+                raise
+            with self._lock:
                 self._free_count += 1
-                self._changed.notify_all()
-            if not isinstance(error, Exception):
+                (self._reserved if is_mapped else self._free).appendleft(page)
+                self._changed.open()
+            if is_mapped or not isinstance(error, Exception):
                 raise
             raise RuntimeError(f"Failed to map page {page}: {error}") from error
-        with self._changed:
-            if self._ahead:
-                self._want()
-            self._note()
-        return InternalPage(page, self._page)
 
-    def _wait_for_one(self) -> None:
-        """Wait until a page can be taken. RuntimeError if none will come."""
-        while not self._reserved and not self._free:
-            if self._free_count <= 0:
-                raise RuntimeError("No free pages left")
-            if not self._ahead:
-                raise RuntimeError("Inconsistent page allocator state: no free pages available")
-            self._changed.wait()  # the thread that maps ahead has them
+    def _to_wait_for(self) -> Gate:
+        """Return what opens when a page may be there. RuntimeError if none will come."""
+        if self._free_count <= 0:
+            raise RuntimeError("No free pages left")
+        if not self._ahead:
+            raise RuntimeError("Inconsistent page allocator state: no free pages available")
+        if self._changed.is_open:
+            self._changed = Gate()
+        return self._changed
 
     def free_page(self, page_id: int) -> None:
         """Give a page back: to those that stay mapped, or its memory to the device."""
         self.free_pages([page_id])
 
-    def free_pages(self, page_ids: list[int]) -> None:
-        """Give pages back; see :meth:`free_page`."""
-        with self._changed:
-            room = max(0, self._most - len(self._reserved))
-            self._reserved.extend(page_ids[:room])
-            self._free_count += len(page_ids[:room])
-            self._note()
-            self._changed.notify_all()
-        self._unmap(page_ids[room:], counted=False)
+    def free_pages(self, page_ids: Sequence[int]) -> None:
+        """Give pages back; see :meth:`free_page`. They are free also if their unmapping fails, or is interrupted."""
+        leaving = list(page_ids)
+        count = len(leaving)
+        try:
+            with self._lock:
+                room = max(0, self._most - len(self._reserved))
+                kept = leaving[:room]
+                less = len(kept)
+                self._reserved += kept
+                self._free_count += less
+                leaving = leaving[room:]
+                count -= less
+                self._changed.open()
+            self._unmap(leaving)
+        finally:
+            with self._lock:
+                self._free += leaving  # to map again what is mapped is right
+                self._free_count += count
+                self._note()
+                self._changed.open()
 
     def resize(self, new_mem_size: int) -> bool:
         """Set how many bytes of keys or values of a layer may be in use. False if more are in use."""
         count = new_mem_size // self._page
-        with self._changed:
-            if count < self._total - self._free_count:
-                return False
-            if count >= self._total:
-                more = count - self._total
-                again = min(more, len(self._reclaimed))
-                self._free.extend(self._reclaimed.popleft() for _ in range(again))
-                self._free.extend(range(self._known, self._known + more - again))
-                self._known += more - again
-                self._free_count += more
-                self._total = count
-                self._note()
-                self._changed.notify_all()
-                return True
-            if self._reclaim(count):
-                return True
-            if not self._reserved:
-                return False
-            trimmed = list(self._reserved)
-            self._reserved.clear()
-        self._unmap(trimmed, counted=True)
-        with self._changed:
-            return self._reclaim(count)
-
-    def _reclaim(self, count: int) -> bool:
-        less = self._total - count
-        if len(self._free) < less:
+        if self._limit_to(count):
+            return True
+        if count < self.get_num_inuse_pages():
             return False
-        self._reclaimed.extend(self._free.pop() for _ in range(less))
-        self._free_count -= less
-        self._total = count
-        return True
+        self.trim()
+        return self._limit_to(count)
+
+    def _limit_to(self, count: int) -> bool:
+        """Set how many pages there are. False if that is less than are in use, or mapped ahead."""
+        with self._lock:
+            more = count - self._total
+            if more >= 0:
+                again = list(islice(self._reclaimed, more))
+                new = more - len(again)
+                added = again + list(range(self._known, self._known + new))
+                left = deque(islice(self._reclaimed, len(again), None))
+                self._free += added
+                self._reclaimed = left
+                self._known += new
+            else:
+                stay = len(self._free) + more
+                if stay < 0:
+                    return False
+                left, gone = deque(islice(self._free, stay)), list(islice(self._free, stay, None))
+                gone.reverse()
+                self._free = left
+                self._reclaimed += gone
+            self._free_count += more
+            self._total = count
+            self._note()
+            self._changed.open()
+            return True
 
     def trim(self) -> None:
         """Give the memory of what is mapped ahead back to the device."""
-        with self._changed:
-            trimmed = list(self._reserved)
-            self._reserved.clear()
-            self._note()
-        self._unmap(trimmed, counted=True)
+        leaving: deque[int] = deque()
+        try:
+            with self._lock:
+                none = deque[int]()
+                leaving, self._reserved = self._reserved, none
+            self._unmap(list(leaving))
+        finally:
+            with self._lock:
+                self._free += leaving
+                self._note()
+                self._changed.open()
 
     def reset_free_page_order(self) -> None:
         """Take the lowest free page next."""
-        with self._changed:
+        with self._lock:
             self._free = deque(sorted(self._free))
 
     # -- how many ---------------------------------------------------------------------------------------------------
@@ -307,7 +429,7 @@ class PageAllocator:
 
     def get_page_state(self) -> dict[str, int]:
         """Return all of these, of one moment."""
-        with self._changed:
+        with self._lock:
             return {
                 "total_pages": self._total,
                 "free_pages": self._free_count,
@@ -360,61 +482,74 @@ class PageAllocator:
         """Begin to map ahead, and to look at the limit."""
         if not self._ahead:
             return
-        with self._changed:
-            if self._ends is not None:
-                return
-            self._ends = ends = threading.Event()
-            self._want()
-            self._threads = [
-                threading.Thread(target=work, args=(weakref.ref(self), ends, self._changed), daemon=True, name=name)
-                for work, name in ((_map_ahead, "vram: kvcached pages"), (_watch, "vram: kvcached limit"))
-            ]
-        for thread in self._threads:
-            thread.start()
+        ends = Gate()
+        threads = [
+            threading.Thread(target=work, args=(weakref.ref(self), ends), daemon=True, name=name)
+            for work, name in ((_map_ahead, "vram: kvcached pages"), (_watch, "vram: kvcached limit"))
+        ]
+        try:
+            with self._lock:
+                if self._ends is not None:
+                    return
+                self._want()
+                self._ends, self._threads = ends, threads
+            for thread in threads:
+                begin(thread)
+        except BaseException:
+            with self._lock:
+                ends.open()
+                if self._ends is ends:
+                    self._ends = None
+            raise
 
     def stop_prealloc_thread(self) -> None:
         """End that; returns when it has ended."""
-        with self._changed:
-            ends, self._ends = self._ends, None
-            threads, self._threads = self._threads, []
+        with self._lock:
+            ends, threads = self._ends, self._threads
             if ends is not None:
-                ends.set()
-                self._changed.notify_all()
+                ends.open()
+                self._changed.open()
+                self._ends = None
         for thread in threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join()
+        with self._lock:
+            if self._threads is threads:
+                self._threads = []
 
     def __del__(self) -> None:
         ends = getattr(self, "_ends", None)
         if ends is not None:
-            ends.set()  # nothing is waited for here; the threads look at it
+            ends.open()  # nothing is waited for here; the threads look at it
 
     def _want(self) -> None:
         self._wanted = True
-        self._changed.notify_all()
+        self._changed.open()
 
     def _reserve(self) -> None:
-        """Map what is to be mapped ahead."""
-        with self._changed:
+        """Map what is to be mapped ahead. For a thread, in which no interrupt comes."""
+        with self._lock:
             self._wanted = False
-            missing = min(self._least - len(self._reserved), len(self._free))
-            if missing <= 0:
+            if self._least <= len(self._reserved) or not self._free:
                 return
-            missing = min(missing, self.get_avail_physical_pages())
-            pages = [self._free.popleft() for _ in range(missing)]
-        if not pages:
-            return
+        most = self.get_avail_physical_pages()
+        with self._lock:
+            missing = max(0, min(self._least - len(self._reserved), len(self._free), most))
+            pages, left = list(islice(self._free, missing)), deque(islice(self._free, missing, None))
+            self._free = left
+        is_mapped = False
         try:
-            self._map(pages)
-        except BaseException:
-            with self._changed:
-                self._free.extendleft(reversed(pages))
-                self._changed.notify_all()
-            raise
-        with self._changed:
-            self._reserved.extend(pages)
-            self._note()
-            self._changed.notify_all()
+            if pages:
+                self._map(pages)
+                is_mapped = True
+        finally:
+            with self._lock:
+                if is_mapped:
+                    self._reserved += pages
+                else:
+                    self._free.extendleft(reversed(pages))
+                self._note()
+                self._changed.open()
 
     # -- inside -----------------------------------------------------------------------------------------------------
     def _offsets(self, pages: list[int]) -> list[int]:
@@ -428,53 +563,43 @@ class PageAllocator:
         elif not map_to_kv_tensors(self._offsets(pages), self._group):
             raise RuntimeError("Failed to map pages to KV tensors")
 
-    def _unmap(self, pages: list[int], *, counted: bool) -> None:
-        """Unmap pages that are in no list, and note them as free: also if it fails, since to map them again is right.
-
-        `counted` is whether they count as free already.
-        """
+    def _unmap(self, pages: list[int]) -> None:
         if not pages:
             return
         broadcast = self._broadcast_unmap if self._world > 1 or self._by_ipc else None
-        try:
-            if broadcast is not None:
-                broadcast(self._world, self._offsets(pages))
-            elif not unmap_from_kv_tensors(self._offsets(pages), self._group):
-                raise RuntimeError("Failed to unmap pages from KV tensors")
-        finally:
-            with self._changed:
-                self._free.extend(pages)
-                if not counted:
-                    self._free_count += len(pages)
-                self._note()
-                self._changed.notify_all()
+        if broadcast is not None:
+            broadcast(self._world, self._offsets(pages))
+        elif not unmap_from_kv_tensors(self._offsets(pages), self._group):
+            raise RuntimeError("Failed to unmap pages from KV tensors")
 
     def _note(self) -> None:
         each = self._layers * self._page * self._buffers
         self._limits.note((self._total - self._free_count) * each, len(self._reserved) * each)
 
 
-def _map_ahead(allocator: weakref.ref[PageAllocator], ends: threading.Event, changed: threading.Condition) -> None:
-    while not ends.is_set():
-        with changed:
-            here = allocator()
-            wanted = here is not None and here._wanted
-            del here
-            if not wanted:
-                changed.wait(0.1)  # it may also be collected, which tells nobody
-                continue
+def _map_ahead(allocator: weakref.ref[PageAllocator], ends: Gate) -> None:
+    while not ends.is_open:
         here = allocator()
         if here is None:
             return
+        changed = None
+        with here._lock:
+            if not here._wanted:
+                if here._changed.is_open:
+                    here._changed = Gate()
+                changed = here._changed
         try:
-            here._reserve()
+            if changed is None:
+                here._reserve()
         except Exception as error:  # noqa: BLE001  (the next page is mapped when it is asked for, and says why not)
-            sys.stderr.write(f"vram: kvcached: no pages were mapped ahead: {error}\n")
-        del here
+            _say(f"no pages were mapped ahead: {error}")
+        del here  # it may be collected while this waits, which tells nobody
+        if changed is not None:
+            changed.wait(_LOOK)
 
 
-def _watch(allocator: weakref.ref[PageAllocator], ends: threading.Event, changed: threading.Condition) -> None:
-    while not ends.wait(0.1):
+def _watch(allocator: weakref.ref[PageAllocator], ends: Gate) -> None:
+    while not ends.wait(_LOOK):
         here = allocator()
         if here is None:
             return

@@ -36,8 +36,9 @@ class _Pages:
 
     def __init__(self, driver: Driver, where: Location, count: int, nbytes: int, shared: PhysicalAllocation) -> None:
         self.driver, self.where, self.count, self.nbytes, self.shared = driver, where, count, nbytes, shared
-        self.own: dict[int, PhysicalAllocation] = {}  # by the page's number
+        self.own: dict[int, PhysicalAllocation] = {}  # by the page's number; some of it may be mapped no more
         self._mappings: dict[int, MemoryMapping] = {}
+        self._behind: dict[int, PhysicalAllocation] = {}  # what they are of
         self._reservation = AddressReservation.reserve(driver, count * nbytes)
         try:
             for number in range(count):
@@ -58,8 +59,19 @@ class _Pages:
         before = self._mappings.get(number)
         if before is not None:
             _unmap(before)
-            del self._mappings[number]
+            del self._mappings[number], self._behind[number]
         self._mappings[number] = MemoryMapping.map(self._reservation, number * self.nbytes, memory, access=Access.NONE)
+        self._behind[number] = memory  # no interrupt divides these two steps
+
+    def is_own(self, number: int) -> bool:
+        """Whether memory of its own is mapped there: as the mappings have it, which an interrupt may have changed."""
+        return number in self.own and self._behind.get(number) is self.own[number]
+
+    def drop(self, number: int) -> None:
+        """Give the page's own memory back, if it is not mapped."""
+        if number in self.own and not self.is_own(number):
+            self.own[number].close()
+            del self.own[number]
 
     def open(self, numbers: Iterable[int]) -> None:
         """Give the device access to pages, with one call for those that lie side by side."""
@@ -223,26 +235,22 @@ class _Group:
             if shared is None:
                 return False
             due = self._unmapped(offsets)
-            made: list[PhysicalAllocation] = []
             try:
-                for pages, _ in due:
-                    made.append(
-                        PhysicalAllocation.create(
-                            pages.driver, pages.nbytes, pages.where, handle_kinds=HandleKind.POSIX_FD
-                        )
+                for pages, number in due:
+                    pages.drop(number)
+                    pages.own[number] = PhysicalAllocation.create(
+                        pages.driver, pages.nbytes, pages.where, handle_kinds=HandleKind.POSIX_FD
                     )
-                _exchange([_Change(pages, number, shared, own) for (pages, number), own in zip(due, made, strict=True)])
+                _exchange([_Change(pages, number, shared, pages.own[number]) for pages, number in due])
             except BaseException as error:
                 with unwinding(error):
-                    for one in made:
-                        one.close()
+                    for pages, number in due:
+                        pages.drop(number)
                 raise
-            for (pages, number), own in zip(due, made, strict=True):
-                pages.own[number] = own
             return True
 
     def _unmapped(self, offsets: Iterable[int]) -> list[tuple[_Pages, int]]:
-        return [(pages, number) for pages, number in self._at(offsets) if number not in pages.own]
+        return [(pages, number) for pages, number in self._at(offsets) if not pages.is_own(number)]
 
     def unmap(self, offsets: Iterable[int]) -> bool:
         """Give the memory at some offsets back, in all layers. What is not mapped stays as it is."""
@@ -253,12 +261,13 @@ class _Group:
             return True
 
     def _give_back(self, spots: Iterable[tuple[_Pages, int]], shared: PhysicalAllocation) -> None:
-        due = [(pages, number) for pages, number in spots if number in pages.own]
+        spots = list(spots)
+        due = [(pages, number) for pages, number in spots if pages.is_own(number)]
         for driver, where in {(pages.driver, pages.where) for pages, _ in due}:
             driver.synchronize(where)  # a kernel that still runs there would fault, and lose the device
         _exchange([_Change(pages, number, pages.own[number], shared) for pages, number in due])
-        for pages, number in due:
-            pages.own.pop(number).close()
+        for pages, number in spots:
+            pages.drop(number)  # also what an interrupt left before
 
     def close(self) -> None:
         """Give all memory back; the addresses go with the last tensor."""
@@ -327,11 +336,13 @@ class _State:
             return found
 
     def close(self) -> None:
-        """Forget all of it."""
+        """Forget all of it. It can be called again after an interrupt."""
         with self.lock:
-            groups, self.groups, self.device = self.groups, {}, ""
-        for group in groups.values():
+            self.device = ""
+            groups = self.groups.copy()
+        for number, group in groups.items():
             group.close()
+            self.groups.pop(number, None)
 
 
 _state = _State()

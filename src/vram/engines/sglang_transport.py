@@ -4,19 +4,23 @@ SGLang ships a placeholder under this name. Here the daemon publishes its model'
 to an engine says which; the engine attaches them. The memory outlives the daemon, so that engines need not watch it,
 and are not killed with it.
 
-The daemon's tensors are copied once, unless they lie in a :class:`vram.TorchPool`: with ``torch_ipc`` they are not. An
-engine gets parameters read-only, and buffers as copies of its own.
+The daemon's tensors are copied once, unless they lie in a :class:`vram.TorchPool`: with ``torch_ipc`` they are not, and
+where a GPU has no room for the copy, that is what the daemon uses. An engine gets parameters read-only, and buffers as
+copies of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from sglang.srt.weight_cache.protocol import send_msg
 from sglang.srt.weight_cache.transport import VMM_FD_BACKEND, WeightCacheTransportBackend
 
@@ -24,9 +28,14 @@ import vram
 
 from ..entries.lease import Lease
 from ..errors import ProtocolError, VramError
+from ..spec import format_size, round_up
 from .strides import flat
 
 __all__ = ["VramTransportBackend"]
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 256  # of tensors in what is published, in bytes
+_PIECE = 2 << 20  # bytes that memory of a GPU comes in
 
 
 class VramTransportBackend(WeightCacheTransportBackend):  # type: ignore[misc]
@@ -40,34 +49,22 @@ class VramTransportBackend(WeightCacheTransportBackend):  # type: ignore[misc]
 
     @classmethod
     def can_export_state(cls, state_tensors: Mapping[str, tuple[Any, bool]]) -> bool:
-        """Whether there is a keeper; without one the daemon goes on with ``torch_ipc``."""
+        """Whether there is a keeper, and room for a copy; otherwise the daemon goes on with ``torch_ipc``."""
         try:
             vram.statistics()
         except VramError:
             return False
-        return bool(state_tensors)
+        needed: Counter[Any] = Counter()
+        for tensor in _arrays(state_tensors)[0].values():
+            needed[tensor.device] += round_up(tensor.nbytes, _ALIGNMENT)
+        return bool(state_tensors) and all(_has_room(device, nbytes) for device, nbytes in needed.items())
 
     # -- the daemon -----------------------------------------------------------------------------------------------
     def prepare_export(self, state_tensors: Mapping[str, tuple[Any, bool]]) -> dict[str, dict[str, Any]]:
         """Publish the tensors, each once, and return what an engine has to know of each name."""
-        arrays: dict[str, Any] = {}
-        entries: dict[str, dict[str, Any]] = {}
-        known: dict[tuple[object, ...], str] = {}
-        for name, (tensor, is_param) in state_tensors.items():
-            same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-            array = known.setdefault(same, name) if tensor.numel() else name
-            shown = flat(tensor.data)
-            if array == name:
-                arrays[name] = shown[0]
-            entries[name] = {
-                "array": array,
-                "strides": shown[1],
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "is_param": is_param,
-            }
+        arrays, entries = _arrays(state_tensors)
         # A daemon that is started again replaces what the one before it published.
-        where = sorted({str(tensor.device) for tensor, _ in state_tensors.values()})
+        where = sorted({_place(tensor.device) for tensor, _ in state_tensors.values()})
         digest = hashlib.sha256(json.dumps([where, entries], sort_keys=True).encode()).hexdigest()
         published = vram.publish(f"sglang/{digest[:32]}", arrays)
         self._hold(vram.attach(published.name, version=published.version))
@@ -121,3 +118,45 @@ class VramTransportBackend(WeightCacheTransportBackend):  # type: ignore[misc]
         """Keep the lease as long as this; SGLang keeps this with the model."""
         self._lease = lease
         weakref.finalize(self, lease.close).atexit = False
+
+
+def _arrays(state_tensors: Mapping[str, tuple[Any, bool]]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return what is published, each tensor once, and what an engine has to know of each name."""
+    arrays: dict[str, Any] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    known: dict[tuple[object, ...], str] = {}
+    for name, (tensor, is_param) in state_tensors.items():
+        same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+        array = known.setdefault(same, name) if tensor.numel() else name
+        shown = flat(tensor.data)
+        if array == name:
+            arrays[name] = shown[0]
+        entries[name] = {
+            "array": array,
+            "strides": shown[1],
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "is_param": is_param,
+        }
+    return arrays, entries
+
+
+def _has_room(device: Any, nbytes: int) -> bool:
+    """Whether so much can be published from a device. What torch caches there it is asked to give back."""
+    if device.type != "cuda":
+        return True
+    needed = round_up(nbytes, _PIECE)
+    if torch.cuda.mem_get_info(device)[0] < needed:
+        torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    if free < needed:
+        _log.warning(
+            "the weight cache goes on with torch_ipc: publishing takes a copy of %s on %s, where %s are free",
+            format_size(needed), device, format_size(free),
+        )  # fmt: skip
+    return bool(free >= needed)
+
+
+def _place(device: Any) -> str:
+    """Say where memory is. The number of a GPU depends on which of them a process sees."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)

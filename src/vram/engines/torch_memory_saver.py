@@ -25,7 +25,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -79,6 +79,16 @@ class _Config(threading.local):
         self.enable_disk_backup = _flag("TMS_INIT_ENABLE_DISK_BACKUP")
         self.backend = _backend(os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned")
         self.pool: TorchPool | None = None
+        self.outside: ExitStack | None = None  # of the pool, since who is in a region switched it off
+
+    def switch(self, on: bool) -> None:
+        """Leave the region that this thread is in, until it is switched on again or ends."""
+        if not on and self.is_active and self.pool is not None:
+            self.outside, self.is_active = ExitStack(), False
+            self.outside.enter_context(self.pool.bypass())
+        elif on and self.outside is not None:
+            left, self.outside, self.is_active = self.outside, None, True
+            left.close()
 
 
 class _Bytes:
@@ -304,12 +314,13 @@ class _Saver:
                 "one that torch calls for what is allocated in a region",
                 "Unset it, and allocate what is to be paused in region()",
             )
+        self._hook_mode = "torch"
         self.config = _Config()
         self.retain_cpu_backup = _flag("TMS_RETAIN_CPU_BACKUP")
         self.directory = Path(os.environ.get("TMS_DISK_BACKUP_DIR") or "/tmp")
         self.piece = _chunk_mb() << 20
         self._margin = 0
-        self._pools: dict[_Kind, TorchPool] = {}
+        self.pools: dict[_Kind, TorchPool] = {}
         self._unused: deque[TorchPool] = deque()
         self._mem_pools: dict[tuple[object, ...], _Having] = {}
         self._backups: dict[Region, Backup] = {}
@@ -328,9 +339,9 @@ class _Saver:
         with self._lock:
             having = self._mem_pools.get(kind)
             if having is None:
-                pool = self._pools.get(kind)
+                pool = self.pools.get(kind)
                 if pool is None:
-                    pool = self._pools[kind] = TorchPool(f"cuda:{kind.device}")
+                    pool = self.pools[kind] = TorchPool(f"cuda:{kind.device}")
                     pool.margin = self._margin
                 having = self._mem_pools[kind] = _Having(pool, self._unused)
         return having.pool
@@ -338,7 +349,7 @@ class _Saver:
     def set_margin(self, nbytes: int) -> None:
         """Leave so many bytes of each GPU free."""
         self._margin = nbytes
-        for pool in list(self._pools.values()):
+        for pool in list(self.pools.values()):
             pool.margin = nbytes
 
     @contextmanager
@@ -346,12 +357,13 @@ class _Saver:
         self, tag: str, enable_cpu_backup: bool, cpu_backup_backend: Backend | None, enable_disk_backup: bool = False
     ) -> Iterator[None]:
         config, before = self.config, dict(self.config.__dict__)
-        config.tag, config.is_active = tag, True
+        config.tag, config.is_active, config.outside = tag, True, None
         config.enable_cpu_backup, config.enable_disk_backup = enable_cpu_backup, enable_disk_backup
         config.backend = cpu_backup_backend or config.backend
         try:
             yield
         finally:
+            config.switch(True)
             config.__dict__.update(before)
 
     # -- pause and resume ---------------------------------------------------------------------------------------
@@ -373,14 +385,14 @@ class _Saver:
         """Give back what nobody has any more: pools, what torch has freed, and backups of what is gone."""
         while self._unused:
             self._unused.popleft().close()
-        for pool in list(self._pools.values()):
+        for pool in list(self.pools.values()):
             pool.trim()
         here = self._all()
         for region in [region for region in list(self._backups) if region not in here]:
             self._backups.pop(region, None)
 
     def _all(self) -> dict[Region, _Kind]:
-        return {region: kind for kind, pool in list(self._pools.items()) for region in pool.regions()}
+        return {region: kind for kind, pool in list(self.pools.items()) for region in pool.regions()}
 
     def _due(self, tag: str | None) -> dict[Region, _Kind]:
         self.settle()
@@ -445,6 +457,9 @@ class _Library:
 
     def tms_get_interesting_region(self) -> bool:
         return self._saver.config.is_active
+
+    def tms_set_interesting_region(self, on: bool) -> None:
+        self._saver.config.switch(bool(on))
 
     def tms_get_enable_cpu_backup(self) -> bool:
         return self._saver.config.enable_cpu_backup

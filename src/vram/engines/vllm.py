@@ -31,19 +31,31 @@ def register() -> None:
 
 
 def _register() -> None:
+    # All that may be missing is looked for before the first name is said: a vLLM gets all of them or none.
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.model_executor import model_loader
 
-    if "vram" not in SleepModeBackendFactory._registry:
-        SleepModeBackendFactory.register_backend("vram", "vram.engines.vllm_sleep", "VramSleepModeBackend")
-    for factory, name in (
-        (WeightTransferEngineFactory, "VramWeightTransferEngine"),
-        (WeightTransferTrainerFactory, "VramTrainerWeightTransferEngine"),
-    ):
-        if "vram" not in factory._registry:
-            factory.register_engine("vram", "vram.engines.vllm_transfer", name)
-    if "vram" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
-        from .vllm_loader import VramModelLoader  # vLLM has no way to name a loader by a string
+    from .vllm_loader import VramModelLoader  # vLLM has no way to name a loader by a string
 
-        model_loader.register_model_loader("vram")(VramModelLoader)
+    load_formats, register_model_loader = model_loader._LOAD_FORMAT_TO_MODEL_LOADER, model_loader.register_model_loader
+    places = (
+        (SleepModeBackendFactory._registry, SleepModeBackendFactory.register_backend, "sleep", "VramSleepModeBackend"),
+        (
+            WeightTransferEngineFactory._registry,
+            WeightTransferEngineFactory.register_engine,
+            "transfer",
+            "VramWeightTransferEngine",
+        ),
+        (
+            WeightTransferTrainerFactory._registry,
+            WeightTransferTrainerFactory.register_engine,
+            "transfer",
+            "VramTrainerWeightTransferEngine",
+        ),
+    )
+    for known, say, module, name in places:
+        if "vram" not in known:
+            say("vram", f"vram.engines.vllm_{module}", name)
+    if "vram" not in load_formats:
+        register_model_loader("vram")(VramModelLoader)

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.weight_cache.ipc_loader import IpcModelLoader
 from vllm.model_executor.model_loader.weight_cache.protocol import WeightCacheState, check_ipc_quant_support
 from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
@@ -33,7 +35,16 @@ from vllm.model_executor.model_loader.weight_cache.utils import export_model_att
 import vram
 
 from ..entries.lease import Lease
-from ..errors import MismatchError, NotFoundError, PeerGoneError, VramError
+from ..errors import (
+    AsleepError,
+    BusyError,
+    MismatchError,
+    NotFoundError,
+    PeerGoneError,
+    UsageError,
+    VramError,
+    WaitTimeoutError,
+)
 from .strides import flat
 from .vllm_pools import pool
 
@@ -42,6 +53,7 @@ __all__ = ["VramModelLoader"]
 logger = init_logger(__name__)
 
 _LAYOUT = "vram.layout"  # the array that says what the others are
+_LOOK = 10.0  # seconds to wait for what is parked, before a look whether it was removed or replaced
 _OTHERS = ("socket_path", "socket_dir")  # what the class below takes, and there is no use for here
 
 
@@ -79,11 +91,14 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         self._device = "cpu"
         self._lease: Lease | None = None
         # What is done with the key, once the class above has computed it.
-        self._then: Callable[[dict[str, str], str], Any] = self._attach
+        self._then: Callable[[dict[str, str], str], Any] = self._published_bytes
 
     # -- what vLLM calls ------------------------------------------------------------------------------------------
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Return the bytes that are published already, and that this engine will not need."""
+        """Return the bytes that are on the GPU already, published, and that this engine will not need.
+
+        What is parked is not there: it counts as what this engine loads, which wakes it.
+        """
         if self.mode != "zero_copy":
             return 0
         self._then = self._published_bytes
@@ -105,8 +120,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         self._then = partial(self._attach_or_publish, load)
         try:
             state = self._with_key(vllm_config, model_config)
-        except VramError as error:
-            if not self.fallback:
+        except BaseException as error:
+            self._send_release()
+            if not (self.fallback and isinstance(error, VramError)):
                 raise
             logger.warning("The weights are not shared: %s", error)
             return loaded[0] if loaded else self._fallback_load(vllm_config, model_config, prefix)
@@ -117,12 +133,14 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
                     model = self._rebind(loaded[0], state, sleeps)
                 else:
                     model = self._build_model(vllm_config, model_config, prefix, state)
+                    self._reload_on(model, vllm_config)
         except BaseException:
             self._send_release()
             raise
         if lease is not None and not lease.is_closed:
             model.vram_lease = lease
             weakref.finalize(model, lease.close).atexit = False
+            model.vram_checkpoint = _checkpoint(model_config)
         self._lease = None
         return model
 
@@ -137,6 +155,30 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
             if entry.kind == "buffer" and name in buffers:
                 buffers[name].copy_(entry.rebuild(0))
 
+    def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+        """Return the checkpoint's weights, for vLLM's ``reload_weights``; none for a model that shares its own.
+
+        Those are what they were, asleep or not, and nobody can write to them: vLLM gives each layer its own back.
+
+        Raises
+        ------
+        UsageError
+            If other weights are asked for than those that are shared.
+        """
+        shared = getattr(model, "vram_checkpoint", None)
+        if shared is None:
+            weights: Iterator[tuple[str, Any]] = DefaultModelLoader(self._fallback_load_config()).get_all_weights(
+                model_config, model
+            )
+            return weights
+        if shared != _checkpoint(model_config):
+            raise UsageError(
+                f"this model's parameters are those of {shared[0]!r}, shared with other engines and read-only: to load "
+                f'{model_config.model!r} into it, start it with --model-loader-extra-config \'{{"mode": "copy"}}\''
+            )
+        logger.info("The weights of %r are shared, and are what they were: nothing is read again", shared[0])
+        return iter(())
+
     # -- what the class above calls -------------------------------------------------------------------------------
     def _state_for_key(self, cache_key: Any, *, is_reload: bool = False) -> Any:
         fields = {**dataclasses.asdict(cache_key), "gpu": self._device}
@@ -148,8 +190,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
     def _send_release(self) -> None:
         """Let go of what was copied."""
-        if self._lease is not None:
-            self._lease.close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.close()
 
     # -- what is done with a key ----------------------------------------------------------------------------------
     def _with_key(self, vllm_config: Any, model_config: Any) -> Any:
@@ -163,20 +206,42 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
     def _published_bytes(self, expect: dict[str, str], name: str) -> int:
         try:
-            with vram.attach(name, expect=expect, keeper=self._keeper) as lease:
-                return lease.nbytes
-        except (NotFoundError, MismatchError, PeerGoneError):
+            entries = vram.list_entries(name, keeper=self._keeper)
+        except PeerGoneError:
             return 0
-
-    def _attach(self, expect: dict[str, str], name: str) -> Any:
-        self._lease = vram.attach(name, expect=expect, keeper=self._keeper)
-        return _state(self._lease)
+        return sum(
+            one.nbytes
+            for one in entries
+            if one.name == name and not one.parked and expect.items() <= dict(one.meta).items()
+        )
 
     def _attach_or_publish(self, load: Callable[[], dict[str, Any]], expect: dict[str, str], name: str) -> Any:
         vram.statistics(keeper=self._keeper)  # or there is no keeper: this does not wait for one
-        self._lease = vram.attach_or_publish(name, load, expect=expect, timeout=self._timeout, keeper=self._keeper)
+        until = None if self._timeout is None else time.monotonic() + self._timeout
+        while self._lease is None:
+            try:
+                self._lease = vram.attach_or_publish(
+                    name, load, expect=expect, timeout=self._timeout, keeper=self._keeper
+                )
+            except AsleepError:
+                self._wake(expect, name, until)
         logger.info("The weights are %r version %d", name, self._lease.version)
         return _state(self._lease)
+
+    def _wake(self, expect: dict[str, str], name: str, until: float | None) -> None:
+        """Attach what is parked. If it was replaced or removed meanwhile, leave it to who looks again."""
+        left = _LOOK if until is None else max(0.0, min(_LOOK, until - time.monotonic()))
+        try:
+            self._lease = vram.attach(name, expect=expect, wake=True, timeout=left, keeper=self._keeper)
+        except (BusyError, MismatchError, NotFoundError, WaitTimeoutError):
+            if until is not None and time.monotonic() >= until:
+                raise
+
+    def _reload_on(self, model: Any, vllm_config: Any) -> None:
+        """Have vLLM make the tensors of a reload on the model's device: it notes the one of the construction."""
+        device = torch.device(self.load_config.device or vllm_config.device_config.device)
+        for layer in model.modules():
+            get_layerwise_info(layer).restore_device = device
 
     @contextlib.contextmanager
     def _memory(self, config: Any) -> Iterator[bool]:
@@ -202,6 +267,10 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         if self.mode == "copy":
             self._send_release()
         return model
+
+
+def _checkpoint(model_config: Any) -> tuple[str, str | None]:
+    return model_config.model, model_config.revision
 
 
 def _contents(model: Any) -> dict[str, Any]:

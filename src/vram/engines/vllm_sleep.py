@@ -3,6 +3,9 @@
 Against vLLM's own (``cumem``): all or nothing, also when memory is short at waking; the pinned memory of the backup is
 kept for the next time; copies in both directions at once. What is published, such as weights of ``--load-format vram``,
 is unmapped here and stays where it is for the others.
+
+Memory of captured graphs does not sleep: vLLM allocates it in the pool of its own backend or in torch's, whatever
+``sleep_mode_offload_cudagraph`` says. Graphs stay valid all the same, since addresses stay.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class VramSleepModeBackend(SleepModeBackend):  # type: ignore[misc]
         By default that of the current GPU.
     """
 
-    _OFFLOADED = ("runtime", "cudagraph")  # kept at every level; weights at the first
+    # Kept at every level, as in vLLM's own; weights at the first. vLLM uses "cudagraph" with its own backend only.
+    _OFFLOADED = ("runtime", "cudagraph")
 
     def __init__(self, pool: Any = None) -> None:
         super().__init__()

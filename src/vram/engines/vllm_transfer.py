@@ -9,6 +9,8 @@ weights, and until then it keeps what it was given.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +26,8 @@ from vllm.distributed.weight_transfer.base import (
 import vram
 
 from ..entries.lease import Lease
-from ..errors import UsageError
+from ..errors import TornError, UsageError, VramError
+from ..spec import round_up
 
 __all__ = [
     "VramInitInfo",
@@ -33,6 +36,9 @@ __all__ = [
     "VramUpdateInfo",
     "VramWeightTransferEngine",
 ]
+
+_ALIGNMENT = 256  # of tensors in the entry, in bytes: what GPU libraries ask for
+_BEFORE = "the model has the weights of before: nothing of this update was loaded"
 
 
 @dataclass
@@ -74,29 +80,39 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._lease, self._timeout = lease, init_info.timeout
 
     def start_weight_update(self) -> None:
-        """Have vLLM load layer by layer."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
+        """Refuse a model whose parameters are not its own. The layers stay as they are until the weights are there."""
         if getattr(self.model, "vram_lease", None) is not None:
             raise UsageError(
                 "this model's parameters are shared with other engines, and read-only: to update them, load it with "
                 '--model-loader-extra-config \'{"mode": "copy"}\' or another load format'
             )
         self._section.close()  # of an update that nobody finished
-        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: VramUpdateInfo) -> None:
-        """Wait for the update, and load it out of the memory that the trainer wrote it to."""
+        """Wait for the update, and load it out of the memory that the trainer wrote it to.
+
+        Raises
+        ------
+        TornError
+            If that failed when some layers had their new weights. The others have those of before: the engine works,
+            on a mixture, until an update is complete. What fails earlier changes nothing.
+        """
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
         lease = self._lease
         if lease is None:
             raise UsageError("init_transfer_engine() comes first: it says which entry")
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
-        lease.wait(newer_than=update_info.version - 1, timeout=self._timeout)
         self._section.close()
         try:
+            lease.wait(newer_than=update_info.version - 1, timeout=self._timeout)
             self._version = self._section.enter_context(lease.reading(timeout=self._timeout))
-            with disable_mtp_completeness_check():
+        except VramError as error:
+            error.add_note(_BEFORE)
+            raise
+        try:
+            initialize_layerwise_reload(self.model)
+            with self._told(), disable_mtp_completeness_check():
                 self.model.load_weights(lease.torch().items())
         except BaseException:
             self._section.close()
@@ -106,10 +122,48 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Have the last layers processed, and let the trainer write again."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        with self._section:
+        with self._section, self._told():
             finalize_layerwise_reload(self.model, self.model_config)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # it may still be copying out of there
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """If a block fails, have the model whole again, and say what is in it."""
+        try:
+            yield
+        except BaseException as error:
+            loaded, layers = self._take_back()
+            if not loaded:
+                error.add_note(_BEFORE)
+            elif isinstance(error, Exception):
+                raise TornError(
+                    f"the new weights could not all be loaded ({error}): {len(loaded)} of {layers} layers have them, "
+                    f"such as {loaded[0]!r}, and the others those of before. Send them again before it serves"
+                ) from error
+            raise
+
+    def _take_back(self) -> tuple[list[str], int]:
+        """End a reload in the middle; return the layers that have their new weights, and how many there are.
+
+        Until a layer has all of its new weights vLLM has tensors without memory in its place. A layer that nothing was
+        loaded for gets its own ones back when vLLM finalizes.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        loaded: list[str] = []
+        layers = 0
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if next(layer.parameters(recurse=False), None) is not None:
+                layers += 1
+                if not info.can_load():
+                    loaded.append(name)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+        return loaded, layers
 
     def shutdown(self) -> None:
         """Let go of the entry."""
@@ -151,17 +205,21 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     @classmethod
     def trainer_init(cls, init_info: VramTrainerInitInfo, *, client: Any, source: Any = None) -> Any:
-        """Publish the weights as they are, and have the workers attach them."""
+        """Publish the weights as they are, and have the workers attach them.
+
+        Raises
+        ------
+        UsageError
+            On each rank, if the first one does not own all parameters, or the source does not yield what it declares.
+        """
         if source is None or not source.implements_iter_full():
-            raise ValueError("backend 'vram' needs a WeightSource with iter_full()")
+            raise UsageError("backend 'vram' needs a WeightSource with iter_full()")
+        _check_owner(source)
         engine = cls(init_info, client=client, source=source)
-        gathered = ((name, tensor.detach()) for name, tensor in source.iter_full())
-        if not engine.is_sender:
-            for _ in gathered:
-                pass
-        else:
-            tensors = dict(gathered)
-            vram.publish(init_info.name, tensors, updatable=True, keeper=init_info.keeper)
+        with _to_the_end(source.iter_full()) as gathered:
+            if engine.is_sender:
+                engine._publish(gathered)
+        if engine.is_sender:
             client.init_weight_transfer_engine(
                 {"name": init_info.name, "keeper": init_info.keeper, "timeout": init_info.timeout}
             )
@@ -169,14 +227,90 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     def send_weights(self) -> None:
         """Write the weights into the entry, and drive the workers through one update."""
-        if not self.is_sender:
-            for _ in self.source.iter_full():
-                pass
-            return
-        with vram.update(self._info.name, timeout=self._info.timeout, keeper=self._info.keeper) as arrays:
-            for name, tensor in self.source.iter_full():
-                arrays[name].torch().copy_(tensor.detach())
+        info = self._info
+        with _to_the_end(self.source.iter_full()) as gathered:
+            if not self.is_sender:
+                return
+            with vram.update(info.name, timeout=info.timeout, keeper=info.keeper) as arrays:
+                _fill(gathered, lambda _: arrays)
         self._version += 1
-        self.client.start_weight_update()
-        self.client.update_weights({"version": self._version})
-        self.client.finish_weight_update()
+        try:
+            self.client.start_weight_update()
+            self.client.update_weights({"version": self._version})
+            self.client.finish_weight_update()
+        except BaseException:
+            # Of several workers, those that have loaded it are in their sections, and would keep the next update out.
+            with contextlib.suppress(Exception):
+                self.client.finish_weight_update()
+            raise
+
+    def _publish(self, gathered: Iterator[tuple[str, Any]]) -> None:
+        """Publish memory for all of them that is filled with one after the other: no two copies of all are there."""
+        arrays: dict[str, vram.Array] = {}
+
+        def place(device: Any) -> dict[str, vram.Array]:
+            offsets: list[int] = []
+            end = 0
+            for meta in self.source.metadata:
+                offsets.append(end)
+                end = round_up(end + math.prod(meta.shape) * meta.dtype.itemsize, _ALIGNMENT)
+            where = f"cuda:{device.index}" if device.type == "cuda" else "host"
+            region = vram.Region.create(where, capacity=max(end, 1), nbytes=max(end, 1), managed=True)
+            for meta, offset in zip(self.source.metadata, offsets, strict=True):
+                arrays[meta.name] = vram.Array(region, meta.dtype, meta.shape, offset=offset)
+            return arrays
+
+        _fill(gathered, place)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # it is shared where it is: nothing else waits for the copies
+        # All of this memory is the entry's: nobody needs to look what lies between the arrays.
+        vram.publish(self._info.name, arrays, updatable=True, whole=True, keeper=self._info.keeper)
+
+
+def _check_owner(source: Any) -> None:
+    """Raise :class:`UsageError` if rank 0, which sends, has not got everything."""
+    owned = set(source.owned_names(0))
+    others = [meta for meta in source.metadata if meta.name not in owned]
+    if others:
+        raise UsageError(
+            f"rank 0 does not own {len(others)} of {len(source.metadata)} parameters, such as {others[0].name!r} (of "
+            f"ranks {others[0].owners}), and backend 'vram' publishes what rank 0 has: give it a WeightSource that "
+            f"gathers all of them there, or use a backend in which each owner sends its own, such as 'nccl_m2n'"
+        )
+
+
+@contextlib.contextmanager
+def _to_the_end(gathered: Iterator[tuple[str, Any]]) -> Iterator[Iterator[tuple[str, Any]]]:
+    """Have a block take what is gathered, and gather what it leaves, which the other ranks wait for."""
+    gathered = iter(gathered)
+    try:
+        yield gathered
+    finally:
+        for _ in gathered:
+            pass
+
+
+def _fill(gathered: Iterator[tuple[str, Any]], arrays_on: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Copy each tensor to where it is published, and let go of it before the next one is gathered.
+
+    `arrays_on` returns where that is, once it is known which device the first of them is on.
+    """
+    arrays: Mapping[str, Any] = {}
+    left: dict[str, None] = {}
+    for name, tensor in gathered:
+        if not arrays:
+            arrays = arrays_on(tensor.device)
+            left = dict.fromkeys(arrays)
+        if name not in left or tuple(tensor.shape) != arrays[name].shape:
+            raise UsageError(
+                f"the WeightSource yielded {name!r} of shape {tuple(tensor.shape)}, and its metadata says "
+                f"{arrays[name].shape if name in left else 'nothing of it, or it came before'}"
+            )
+        arrays[name].torch().copy_(tensor.detach())
+        del left[name], tensor
+    if not arrays:
+        raise UsageError("the WeightSource did not yield a single parameter")
+    if left:
+        raise UsageError(
+            f"the WeightSource did not yield {len(left)} of {len(arrays)} parameters, such as {next(iter(left))!r}"
+        )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..errors import AsleepError, NotFoundError, ProtocolError, QuotaError, UsageError
 from ..keeper.client import KeeperClient
 from ..keeper.rules import check_version
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
+from ..spec import check_timeout
 from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
 
@@ -86,7 +87,7 @@ def _arrays(client: KeeperClient, name: str, version: int) -> tuple[ArrayInfo, .
     try:
         lease = client.lease(name, version=version)  # given back when its answer is dropped, whatever comes
         try:
-            manifest = read_manifest(lease)
+            manifest = read_manifest(client, lease)
         finally:
             close_fds(lease.fds)
             client.release([lease.lease_id])

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..driver import visible
-from ..errors import BusyError, MismatchError, NotFoundError, UsageError, VramError
+from ..errors import AsleepError, BusyError, MismatchError, NotFoundError, UsageError, VramError
 from ..keeper.client import Attachment, KeeperClient, PublishClaim
 from ..keeper.rules import check_name, check_version
 from ..lifetime import uninterrupted
-from ..sharing.channel import check_timeout
 from ..sharing.mapping import ACCESS
-from ..spec import HOST, Location
+from ..spec import HOST, Location, check_timeout
 from .keepers import as_notes, check_flag, check_flags, check_owner, wait_for_keeper
 from .lease import Lease, wire_access
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "attach_or_publish", "check_access", "user_of"]
 
+_INSTANT = 0.001  # seconds
 # What this thread is loading: the keeper's path and the name. A context goes along into the tasks that it starts.
 _loading: ContextVar[frozenset[tuple[str, str]]] = ContextVar("loading", default=frozenset())
 
@@ -121,6 +122,7 @@ def attach(
     wanted = None if expect is None else as_notes(expect, what="expect")
     uid = None if owner is None else check_owner(owner)
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
+    began = time.monotonic()
     purpose = "wake" if wake is not False and check_flag(wake, "wake") else ""
     asked: dict[str, Any] = {
         "version": version, "access": wire_access(access), "expect": wanted or None, "timeout": left, "owner": uid,
@@ -130,7 +132,12 @@ def attach(
     if attachment.moves:
         from .park import wake_and_lease  # few entries are parked
 
-        attachment = wake_and_lease(client, attachment, user, lambda: client.lease(name, **asked))
+        def again() -> Attachment:
+            if left:  # not 0 for who waits, since time that is over is another error than being asked not to wait
+                asked["timeout"] = max(began + left - time.monotonic(), _INSTANT)
+            return client.lease(name, **asked)
+
+        attachment = wake_and_lease(client, attachment, user, again)
     return Lease(client, attachment, access, user=user, timeout=left, follow=follow)
 
 
@@ -143,10 +150,13 @@ def attach_or_publish(
     writable: bool = False,
     whole: bool = False,
     updatable: bool = False,
+    swap: bool = False,
     ttl: float | None = None,
     timeout: float | None = None,
     device: str | Location | None = None,
     owner: int | str | None = None,
+    follow: bool = False,
+    wake: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Lease:
     """Attach an entry, or be the one process that loads and publishes it while the others wait.
@@ -162,15 +172,20 @@ def attach_or_publish(
         Returns the mapping to publish; its `meta` will be `expect`. Its vram arrays are shared as they are, where
         there is nothing else in their memory (see `whole` in :func:`publish`); the others are copied, one by one, and
         let go of, so that a mapping that nothing else refers to costs no second copy.
-    updatable : bool
+    updatable, swap : bool
         What this process loads it publishes so that :func:`vram.update` can be called, by this process. What is there
-        already is attached as it is: ``lease.updatable`` tells.
+        already is attached as it is: ``lease.updatable`` tells, and the length of ``lease.slots``.
     timeout : float or None
         Seconds to wait for a keeper to be there and to greet, and then for another process to load, each time it does;
         0 does not wait for either, None waits for ever.
     owner : int or str, optional
         The user whom it must belong to, as of :func:`attach`. Who is another user does not load: this attaches what
         `owner` has published, or waits while a process of that user is loading.
+    follow : bool
+        As of :func:`attach`, also for what this process loads.
+    wake : bool
+        As of :func:`attach`: what is parked is there, and is brought back; nobody loads it. If it is removed meanwhile,
+        one of those who wait loads it after all.
 
     Other parameters as in :func:`attach` and :func:`publish`.
 
@@ -184,15 +199,18 @@ def attach_or_publish(
         If nothing is there, and this user may not publish it: not under ``~user/`` of another, nor for another `owner`.
     PeerGoneError
         If there is no keeper, or none came within `timeout`; or, at once, if it went away meanwhile.
+    AsleepError
+        If it is parked, without `wake`.
     BusyError
         If this is called for a name in the course of the `load` that is to publish it, which would wait for itself.
     """
     check_access(access)
-    writable, whole, updatable = check_flags(writable=writable, whole=whole, updatable=updatable)
-    if updatable:
+    writable, whole, updatable, swap = check_flags(writable=writable, whole=whole, updatable=updatable, swap=swap)
+    follow, wake = check_flags(follow=follow, wake=wake)
+    if updatable or swap:
         from .publish import check_writers  # who only reads needs none of that
 
-        check_writers(writable=writable, updatable=updatable)
+        check_writers(writable=writable, updatable=updatable, swap=swap)
     if access == "rw" and not writable:
         raise UsageError('access="rw" needs writable=True: what is published read-only is read-only for everybody')
     if not callable(load):
@@ -208,13 +226,24 @@ def attach_or_publish(
             f"attach_or_publish({name!r}) inside the load() of {name!r} would wait for itself: load it there, or "
             f"attach another name"
         )
+    asked: dict[str, Any] = {
+        "expect": meta or None, "access": wire_access(access), "owner": uid, "purpose": "wake" if wake else "",
+    }  # fmt: skip
+    missed = (NotFoundError, AsleepError) if wake else (NotFoundError,)
     while True:
-        got = client.lease_or_claim(name, expect=meta or None, access=wire_access(access), timeout=left, owner=uid)
+        got = client.lease_or_claim(name, timeout=left, **asked)
         if isinstance(got, Attachment):
-            return Lease(client, got, access, user=user, timeout=left)
+            if got.moves:
+                from .park import wake_and_lease  # few entries are parked
+
+                try:
+                    got = wake_and_lease(client, got, user, lambda: client.lease(name, **asked))
+                except (BusyError, NotFoundError, MismatchError):  # others were faster, or it is gone: look again
+                    continue
+            return Lease(client, got, access, user=user, timeout=left, follow=follow)
         before = uninterrupted(_loading.set, _loading.get() | {key})
         try:
-            version = _load_and_publish(client, name, load, meta, writable, whole, updatable, ttl, got)
+            version = _load_and_publish(client, name, load, meta, writable, whole, updatable, swap, ttl, got)
         except BaseException as error:
             with contextlib.suppress(VramError):
                 client.abandon(got)
@@ -223,15 +252,15 @@ def attach_or_publish(
             # It may be that the claim has passed on, and that another published meanwhile what is wanted.
             with contextlib.suppress(NotFoundError, MismatchError):
                 theirs = client.lease(name, access=wire_access(access), expect=meta or None, owner=uid)
-                return Lease(client, theirs, access, user=user)
+                return Lease(client, theirs, access, user=user, follow=follow)
             raise
         finally:
             _loading.reset(before)
         if got.answer is not None:
             got.answer.owner = None  # it is fulfilled: nothing to give back
-        with contextlib.suppress(NotFoundError):  # replaced or removed already: look again
+        with contextlib.suppress(*missed):  # replaced, removed or parked already: look again
             again = client.lease(name, version=version, access=wire_access(access))
-            return Lease(client, again, access, user=user)
+            return Lease(client, again, access, user=user, follow=follow)
 
 
 def _load_and_publish(
@@ -242,6 +271,7 @@ def _load_and_publish(
     writable: bool,
     whole: bool,
     updatable: bool,
+    swap: bool,
     ttl: float | None,
     claim: PublishClaim,
 ) -> int:
@@ -255,7 +285,7 @@ def _load_and_publish(
     del loaded
     published = publish_to(
         client, name, arrays, meta=meta, writable=writable, ttl=ttl, consume=True, whole=whole, claim=claim,
-        updatable=updatable,
+        updatable=updatable, swap=swap,
     )  # fmt: skip
     return published.version
 

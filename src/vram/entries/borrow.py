@@ -14,8 +14,8 @@ from ..keeper.failures import no_lender
 from ..keeper.paths import find_path
 from ..keeper.rpc_connection import MOST_UNCLOSED
 from ..keeper.rules import LENT
-from ..sharing.channel import await_closed, check_timeout
-from ..spec import Location
+from ..sharing.channel import await_closed
+from ..spec import Location, check_timeout
 from .attach import check_access, user_of
 from .keepers import TIMEOUT, for_greeting
 from .lease import Lease, wire_access

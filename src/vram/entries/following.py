@@ -8,14 +8,17 @@ the keeper verified it: the user whose memory is mapped anyway, and who could wr
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from ..driver.protocol import UNDECIDED
 from ..errors import (
+    AsleepError,
     BusyError,
     CapacityError,
     ClosedError,
@@ -26,6 +29,7 @@ from ..errors import (
     VramError,
 )
 from ..keeper.client import Attachment, KeeperClient
+from ..keeper.notices import listen
 from ..lifetime import unwinding
 from ..memory import Region
 from ..sharing.channel import close_fds
@@ -47,7 +51,7 @@ __all__ = ["refresh", "tell_of_growth"]
 class Movable(Protocol):
     """What is known here of a lease, which imports this module."""
 
-    _arrays: dict[str, Array]
+    _arrays: dict[Any, Array]
     _attachment: Attachment
     _callbacks: list[tuple[Callable[[Any], object], bool]]
     _client: KeeperClient
@@ -113,20 +117,30 @@ def refresh(lease: Movable) -> tuple[str, ...]:
 
 
 def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
-    """Call back if a lease can go on to a newer version. In the listening thread, when anything happened to its own."""
+    """Call back if a lease can go on to a newer version. In the listening thread, when anything happened to its own.
+
+    If it cannot, for one that may be replaced by one to which it can, this listens for what happens to that.
+    """
+    before, number = lease._attachment, 0
     try:
+        with contextlib.suppress(PeerGoneError):
+            number = lease._client.newest(before.lease_id)  # first: what comes after it is heard of
         found = lease._newest()
         if found is None:
             return
         client, attachment = found
         try:
-            _plan(lease, read_manifest(attachment), attachment)
+            _plan(lease, read_manifest(client, attachment, older=lease._manifest), attachment)
         finally:
             if attachment.answer is not None:
                 attachment.answer.give_back()
             close_fds(attachment.fds, client.path)
             attachment.fds.clear()
-    except (ClosedError, MismatchError, NotFoundError, PeerGoneError, ProtocolError):
+    except (ClosedError, NotFoundError, PeerGoneError):
+        return
+    except (AsleepError, MismatchError, ProtocolError):
+        with contextlib.suppress(VramError):  # as in lease.on_grow(), which could say so
+            _listen_on(callback, lease, before, number)
         return
     except VramError:
         pass  # it cannot be seen now, as for a quota: whoever refreshes will hear why
@@ -134,9 +148,26 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
         callback(lease)
 
 
+def _listen_on(callback: Callable[[_L], object], lease: _L, before: Attachment, number: int) -> None:
+    """Have :func:`tell_of_growth` called with news of a version that the lease does not go on to."""
+    if not number or lease.is_closed:
+        return
+    tell = partial(tell_of_growth, callback)
+    subscription = listen(lease._client, (before.name, number), lease, tell, of_all=True)
+    subscriptions = lease._subscriptions
+    subscriptions.append(subscription)
+    for one in list(subscriptions):
+        if not one.is_over:
+            continue
+        with contextlib.suppress(ValueError):  # another thread was quicker
+            subscriptions.remove(one)
+    if lease._attachment is not before or lease.is_closed:  # meanwhile, in another thread, which listens there
+        subscription.stop()
+
+
 def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tuple[str, ...]:
     before = lease._manifest
-    manifest, added = _plan(lease, read_manifest(attachment), attachment)
+    manifest, added = _plan(lease, read_manifest(client, attachment, older=before), attachment)
     _check_room(lease, attachment, added)
     sizes = [(one.region, one.region.nbytes) for one in added]
     listening: list[Subscription] = []
@@ -321,6 +352,8 @@ def _why_not(entry: ArrayEntry, longer: ArrayEntry) -> str:
     """Return why an array is not another one with more rows; empty if it is."""
     if entry.dtype != longer.dtype or entry.shape[1:] != longer.shape[1:] or len(entry.shape) != len(longer.shape):
         return f"is of {longer.dtype} {longer.shape} there, and of {entry.dtype} {entry.shape} here"
+    if not entry.shape and longer.nbytes != entry.nbytes:
+        return f"has {longer.nbytes} bytes there, and {entry.nbytes} here"
     if longer.shape < entry.shape or longer.nbytes < entry.nbytes:
         return f"has {longer.shape[0]} rows there, and {entry.shape[0]} here"
     return ""

@@ -17,17 +17,26 @@ from ..arrays import Array
 from ..arrays.dtypes import dtype_of
 from ..arrays.views import close_when_unused, part_of_view
 from ..driver.protocol import UNDECIDED
-from ..errors import BusyError, ClosedError, NotFoundError, PeerGoneError, ProtocolError, UsageError, VramError
+from ..errors import (
+    BusyError,
+    CapacityError,
+    ClosedError,
+    NotFoundError,
+    PeerGoneError,
+    ProtocolError,
+    UsageError,
+    VramError,
+)
 from ..keeper.client import Attachment, KeeperClient, Signal, Subscription
 from ..lifetime import Owned, own, unwinding
 from ..memory import Region
-from ..sharing.channel import check_timeout, close_fds
-from ..sharing.descriptor import Manifest
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import STRANGERS_ADDRESSES, Manifest
 from ..sharing.lease import LeaseReturn
 from ..sharing.mapping import ACCESS, map_memory
-from ..spec import Location, format_count
+from ..spec import Location, check_timeout, format_count, format_size
 from .keepers import TIMEOUT, connect, wait_for_keeper
-from .manifests import read_manifest
+from .manifests import is_strange, read_manifest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -145,7 +154,7 @@ class Lease(Owned, Mapping[str, Array]):
         self._user = user
         self._client = client
         self._attachment = attachment
-        self._arrays: dict[str, Array] = {}
+        self._arrays: dict[str | tuple[int, str], Array] = {}  # by name; of two slots by the slot's number and the name
         self._signal: Signal | None = None
         self._subscriptions: list[Subscription] = []
         self._callbacks: list[tuple[Callable[[Lease], object], bool]] = []  # of the subscriptions, to move them
@@ -160,7 +169,7 @@ class Lease(Owned, Mapping[str, Array]):
         fds = attachment.fds
         regions: list[Region] = []
         try:
-            self._manifest = read_manifest(attachment)
+            self._manifest = read_manifest(client, attachment)
             at = len(fds) - len(attachment.segments)  # a manifest that has a descriptor of its own comes first
             if at + self._manifest.descriptors != len(fds):
                 raise ProtocolError(
@@ -168,11 +177,18 @@ class Lease(Owned, Mapping[str, Array]):
                 )
             if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
+            if follow:
+                _check_addresses(client, attachment, self._manifest)
             updatable = self._manifest.updatable
             if updatable:
                 from .reading import words_of  # few leases are on what is updated
 
                 self._words = words_of(fds[-1], attachment.name)
+                if self._manifest.slots > 1 and access == "cow":
+                    raise UsageError(
+                        f"{attachment.name!r} was published with swap=True: its bytes move from one memory to another, "
+                        f'and no private copy of either stays whole; attach with access="r"'
+                    )
             depends = (claim.handle,)
             # One time for all its memories, during which their owner may have them sealed. 0 is no time to wait for
             # others; what the kernel needs is not that.
@@ -219,6 +235,9 @@ class Lease(Owned, Mapping[str, Array]):
             close_fds(fds, client.path)  # what is mapped holds descriptors of its own
             attachment.fds.clear()
         self._regions = tuple(regions)
+        if self._manifest.slots > 1:
+            for region in regions:
+                region.is_updatable = True  # no array on it may leave this process: it is of no version for long
         self._claim = claim
 
     # -- what it is ---------------------------------------------------------------------------------------------
@@ -257,12 +276,29 @@ class Lease(Owned, Mapping[str, Array]):
             if entry is None:
                 shown, version = _some(tuple(self)), f"{leased.name!r} version {leased.version}"
                 raise NotFoundError(f"{version} has no array {name!r:.80}; it has {shown}")
+            if manifest.slots > 1:
+                return self._array_in(self.slot, name)
             whose = self._client.path, leased.name, leased.version
             made = array_on(self._regions[entry.memory], manifest, *whose, name, self.access)
             array = self._arrays.setdefault(name, made)
             if self._manifest is not manifest:  # another thread went on to a version in which it may be longer
                 self._arrays.pop(name, None)
                 return self[name]
+        return array
+
+    def _array_in(self, slot: int, name: str) -> Array:
+        """Return an array of one of two slots, the same one each time."""
+        self.handle  # noqa: B018
+        array = self._arrays.get((slot, name))
+        if array is None:
+            manifest, leased = self._manifest, self._attachment
+            entry = manifest.arrays.get(name)
+            if entry is None:
+                raise NotFoundError(f"{leased.name!r} version {leased.version} has no array {name!r:.80}")
+            region = self._regions[entry.memory + slot * manifest.memories_of_a_slot]
+            whose = self._client.path, leased.name, leased.version
+            made = array_on(region, manifest, *whose, name, self.access, slot)
+            array = self._arrays.setdefault((slot, name), made)
         return array
 
     def __iter__(self) -> Iterator[str]:
@@ -314,15 +350,17 @@ class Lease(Owned, Mapping[str, Array]):
         """Show each memory once, as bytes, and every array as a part of that."""
         wholes: dict[int, _W] = {}
         found: dict[str, _P] = {}
+        first = self._manifest.memories_of_a_slot * self.slot if self._manifest.slots > 1 else 0
         for name, entry in self._manifest.arrays.items():
-            memory = self._manifest.memories[entry.memory]
+            number = first + entry.memory
+            memory = self._manifest.memories[number]
             part = None
             dtype = dtype_of(entry.dtype) if entry.nbytes else None
             if dtype is not None and entry.nbytes == dtype.itemsize * math.prod(entry.shape):
-                whole = wholes.get(entry.memory)
+                whole = wholes.get(number)
                 if whole is None:
-                    region = self._regions[entry.memory]
-                    whole = wholes[entry.memory] = show(Array(region, "uint8", region.nbytes))
+                    region = self._regions[number]
+                    whole = wholes[number] = show(Array(region, "uint8", region.nbytes))
                 part = part_of(whole, memory.offset + entry.offset, dtype, entry.shape)
             # What is seldom, or wrong, is looked at alone.
             found[name] = alone(self[name]) if part is None else part
@@ -463,6 +501,38 @@ class Lease(Owned, Mapping[str, Array]):
         return self._words is not None
 
     @property
+    def slots(self) -> tuple[Mapping[str, Array], ...]:
+        """The arrays of each slot: two mappings of what was published with ``swap=True``, else one.
+
+        Addresses in a slot never change, so that a CUDA graph that reads one can be captured for each, anywhere, and
+        launched inside of a section: ``graphs[lease.slot]``. What is in them is of one version there only, in the slot
+        that the section is in.
+        """
+        if self._manifest.slots == 1:
+            return (self,)
+        from .swap import slots  # few leases are on what has several
+
+        return slots(self)
+
+    @property
+    def slot(self) -> int:
+        """Which of :attr:`slots` the calling thread's section is in, 0 or 1, until it ends; 0 where there is one.
+
+        Inside of the section ``lease["w"]``, :meth:`numpy` and :meth:`torch` are of this slot.
+
+        Raises
+        ------
+        UsageError
+            If there are two, and this thread is in no section of this lease (:meth:`reading`).
+        """
+        self.handle  # noqa: B018
+        if self._manifest.slots == 1:
+            return 0
+        from .swap import current
+
+        return current(self)
+
+    @property
     def torn(self) -> bool:
         """Whether an update was begun and never finished, so that the bytes are of no one version.
 
@@ -485,6 +555,9 @@ class Lease(Owned, Mapping[str, Array]):
         ``with lease.reading() as version:`` waits until no update is under way, and keeps the publisher from beginning
         one until the block ends. `version` is 1 for what was published, and 1 more for each update since. It costs no
         call of the keeper. Keep sections short: the publisher waits for them. They nest; each thread has its own.
+
+        Of what was published with ``swap=True`` a section waits for nobody: it is in the slot that is current where it
+        begins (:attr:`slot`), and keeps only the update after the next one waiting. Ask for the arrays inside.
 
         Where memory of a GPU is in the entry, the block's end waits for the work of this process on that GPU, which
         may still read it; with `stream` for the work on that one alone. A section costs nothing else there.
@@ -610,16 +683,15 @@ class Lease(Owned, Mapping[str, Array]):
             If the keeper has no room for another connection, or for what it watches.
         """
         self.handle  # noqa: B018
-        if not callable(callback):
-            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
-        self._listen(functools.partial(_tell_of_revoke, callback))
+        self._listen(functools.partial(_tell_of_revoke, _checked(callback)))
 
     def on_grow(self, callback: Callable[[Lease], object]) -> None:
         """Have ``callback(lease)`` called when there is a newer version that is this one with more behind it.
 
         It is called once for the version that this lease is on, and again after each :meth:`refresh`, which it may call
-        itself. Called at once if there is such a version already, and not at all for what :meth:`refresh` would refuse,
-        or when the entry is removed. Whatever else :meth:`on_revoke` says of its callbacks holds here, too.
+        itself. Called at once if there is such a version already. It is not called for a version that is something
+        else, and goes on waiting for one that is not; once the entry is removed it waits no more. Whatever else
+        :meth:`on_revoke` says of its callbacks holds here, too.
 
         Parameters
         ----------
@@ -632,11 +704,9 @@ class Lease(Owned, Mapping[str, Array]):
             As :meth:`on_revoke`.
         """
         self.handle  # noqa: B018
-        if not callable(callback):
-            raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
         from .following import tell_of_growth  # few leases are on what grows
 
-        self._listen(functools.partial(tell_of_growth, callback), of_all=True)
+        self._listen(functools.partial(tell_of_growth, _checked(callback)), of_all=True)
 
     def _listen(self, tell: Callable[[Lease], object], *, of_all: bool = False) -> None:
         with self._moving:  # a callback that comes meanwhile is for the version that this lease goes on to
@@ -730,10 +800,22 @@ class Lease(Owned, Mapping[str, Array]):
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 
+def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Manifest) -> None:
+    """Refuse to set aside so many addresses for what another user says will grow that few are left."""
+    total = sum([memory.capacity for memory in manifest.memories])
+    if total > STRANGERS_ADDRESSES and is_strange(client, attachment):
+        raise CapacityError(
+            f"{attachment.name!r} of uid {attachment.owner} may grow to {format_size(total)}; of another user's entry "
+            f"at most {format_size(STRANGERS_ADDRESSES)} of addresses are set aside: attach it without follow=True"
+        )
+
+
 def array_on(
-    region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str
+    region: Region, manifest: Manifest, keeper: str, name: str, version: int, array: str, access: str, slot: int = 0
 ) -> Array:
     """Make an array of a version, on the region that its memory was mapped as; see :class:`Provenance` for the rest.
+
+    One of two slots has no provenance: by its name nobody gets the bytes that it has.
 
     Raises
     ------
@@ -741,15 +823,24 @@ def array_on(
         If the publisher described it in a way that no array is.
     """
     entry = manifest.arrays[array]
-    offset = manifest.memories[entry.memory].offset + entry.offset
+    memory = entry.memory + manifest.memories_of_a_slot if slot else entry.memory
+    offset = manifest.memories[memory].offset + entry.offset
     try:
         dtype = dtype_of(entry.dtype)
         if entry.nbytes != dtype.itemsize * math.prod(entry.shape):
             raise UsageError(f"{entry.shape} of {entry.dtype} are not its {entry.nbytes} bytes")
-        provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
+        provenance = None
+        if manifest.slots == 1:
+            provenance = Provenance(keeper, name, version, array, access, offset, entry.nbytes)
         return Array(region, dtype, entry.shape, offset=offset, provenance=provenance)
     except UsageError as error:  # not this caller's mistake, but the publisher's
         raise ProtocolError(f"{name!r} version {version} describes {array!r:.80} wrongly: {error}") from None
+
+
+def _checked(callback: Callable[[Lease], object]) -> Callable[[Lease], object]:
+    if not callable(callback):
+        raise UsageError(f"callback {callback!r:.80} cannot be called; it takes the lease")
+    return callback
 
 
 def _tell_of_revoke(callback: Callable[[Lease], object], lease: Lease) -> None:

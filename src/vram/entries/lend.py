@@ -16,10 +16,9 @@ from ..keeper.reports import HolderInfo, RevokeInfo
 from ..keeper.rules import LENT, MAX_MANIFEST, check_meta
 from ..lifetime import Owned, own, unwinding
 from ..memory import Event
-from ..sharing.channel import check_timeout
 from ..sharing.descriptor import EventEntry, Manifest, encode_manifest
 from ..sharing.mapping import device_name
-from ..spec import HOST, Location, format_count
+from ..spec import HOST, Location, check_timeout, format_count
 from .borrow import as_path
 from .keepers import TIMEOUT, as_notes, check_flag
 from .manifests import sealed_copy

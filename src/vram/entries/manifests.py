@@ -8,16 +8,17 @@ import struct
 
 from .. import driver as drivers
 from ..errors import ProtocolError
-from ..keeper.client import Attachment
+from ..keeper.client import Attachment, KeeperClient
 from ..memory import PhysicalAllocation, Received, Region
 from ..open_files import is_memory
-from ..sharing.descriptor import MAX_MANIFEST, Manifest, decode_manifest, most_manifest
+from ..sharing.descriptor import MAX_MANIFEST, Manifest, decode_manifest, encode_manifest, most_manifest
 from ..spec import HOST, HandleKind, round_up
 
-__all__ = ["read_manifest", "read_sealed", "sealed_copy", "sealed_size"]
+__all__ = ["is_strange", "read_manifest", "read_sealed", "sealed_copy", "sealed_size"]
 
 _LENGTH = struct.Struct("<Q")
 _SHORT = 4096  # bytes of a manifest that is remembered
+_GROWN = 64 << 10  # bytes, besides, that the manifest of a version may have more than that of one it has grown from
 
 
 def sealed_copy(data: bytes) -> PhysicalAllocation:
@@ -38,21 +39,43 @@ def sealed_size(data: bytes) -> int:
     return round_up(_LENGTH.size + len(data), granule)
 
 
-def read_manifest(attachment: Attachment) -> Manifest:
+def read_manifest(client: KeeperClient, attachment: Attachment, *, older: Manifest | None = None) -> Manifest:
     """Read what describes the arrays of a lease, whose descriptors it lends.
 
     Leases on the same version may get the same object: it is to be read only.
 
+    Parameters
+    ----------
+    client : KeeperClient
+        The connection over which the lease came.
+    older : Manifest, optional
+        That of a version which this one may have grown from: of another user's, nothing is read that is much longer.
+
     Raises
     ------
     ProtocolError
-        If it is no manifest, or more than the memory of the lease can need.
+        If it is no manifest, more than the memory of the lease can need, or more than is read of another user's.
     """
     nbytes = sum([segment.size for segment in attachment.segments])
-    if attachment.manifest_fd is not None:
-        return decode_manifest(read_sealed(attachment.fds[0], most_manifest(nbytes)), nbytes)
     data = attachment.manifest
-    return _read_again(data, nbytes) if len(data) <= _SHORT else decode_manifest(data, nbytes)
+    if attachment.manifest_fd is None and len(data) <= _SHORT:
+        return _read_again(data, nbytes)
+    strange = is_strange(client, attachment)
+    longest = most_manifest(nbytes, strange=strange)
+    if older is not None and strange:
+        longest = min(longest, 2 * len(encode_manifest(older)) + _GROWN)
+    if attachment.manifest_fd is not None:
+        return decode_manifest(read_sealed(attachment.fds[0], longest), nbytes, strange=strange)
+    if len(data) > longest:
+        raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read of what may have grown")
+    return decode_manifest(data, nbytes, strange=strange)
+
+
+def is_strange(client: KeeperClient, attachment: Attachment) -> bool:
+    """Whether what a lease is on was published, or is lent, by another user than this one and root."""
+    # A keeper has asked the kernel who it was; a lender says so of itself.
+    owner = client.server_uid() if client.lends else attachment.owner
+    return owner not in (0, os.geteuid())
 
 
 # What is attached again and again says the same each time, and reading it is a twentieth of an attach. What was read is

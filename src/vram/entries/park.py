@@ -11,31 +11,33 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from .. import driver as drivers
+from ..arrays.upload import ring_of
 from ..errors import BusyError, NotFoundError, ProtocolError, UnsupportedError, UsageError
 from ..keeper.client import Attachment, KeeperClient, Segment
 from ..keeper.rules import MAX_MANIFEST
 from ..memory import PhysicalAllocation, Region
-from ..sharing.channel import check_timeout, close_fds
-from ..sharing.descriptor import Manifest, MemoryDescriptor, encode_manifest
+from ..sharing.channel import close_fds
+from ..sharing.descriptor import Manifest, MemoryDescriptor, SegmentEntry, encode_manifest
 from ..sharing.mapping import device_name, location_of, map_memory
-from ..spec import HOST, Access, Location, format_size
+from ..spec import HOST, Access, Location, check_timeout, format_size
 from .keepers import TIMEOUT, connect
 from .manifests import read_manifest, sealed_copy
 
 if TYPE_CHECKING:
     from ..keeper.session import Keeper
+    from ..lifetime import Handle
 
-__all__ = ["ParkReport", "park", "wake_and_lease"]
+__all__ = ["ParkReport", "park", "remember", "wake_and_lease"]
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.25  # seconds between two tries, while somebody holds what is to be parked
-_PIECE = 64 << 20  # bytes that are copied at once: an interrupt waits for no more
+_KNOWN = 1024  # names of which it is known what this process has of them itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
                 f"parking {name!r}", "a keeper that can", f"an older one at {client.path}",
                 "`vram keep --takeover` replaces it, and nobody notices",
             )  # fmt: skip
-        manifest = _manifest_of(lease)
+        manifest = _manifest_of(client, lease)
         moved, places = _on_gpus(manifest)
         if not moved:
             raise UsageError(
@@ -144,10 +146,33 @@ def _park(client: KeeperClient, name: str, began: float) -> ParkReport:
     return _report(client, lease, moved, began)
 
 
+def remember(client: KeeperClient, name: str, version: int, held: list[tuple[Handle | None, int]]) -> None:
+    """Note what this process has itself of what it published, for :func:`park` to say so.
+
+    What it closed since is forgotten, two names at a time, and beyond :data:`_KNOWN` the one that was not looked at for
+    longest: most names are published once.
+    """
+    known = client.placed
+    if known is None:
+        known = client.placed = {}
+    known.pop(name, None)
+    if held:
+        known[name] = version, held
+    for other in list(known)[:2]:
+        published = known.pop(other, None)
+        if published is not None and _bytes_here(published[1]):
+            known[other] = published
+    if len(known) > _KNOWN:
+        known.pop(next(iter(known)), None)
+
+
+def _bytes_here(held: list[tuple[Handle | None, int]]) -> int:
+    return sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
+
+
 def _report(client: KeeperClient, lease: Attachment, moved: int, began: float) -> ParkReport:
     version, placed = (client.placed or {}).get(lease.name, (0, []))
-    held = placed if version == lease.version else []
-    here = sum(nbytes for handle, nbytes in held if handle is None or not handle.is_over)
+    here = _bytes_here(placed) if version == lease.version else 0
     holders = []
     if here:
         holders.append(f"arrays of this process, pid {os.getpid()} ({format_size(here)})")
@@ -171,7 +196,7 @@ def wake_and_lease(
 
 def _wake(client: KeeperClient, lease: Attachment, user: Location | None, ask: Callable[[], Attachment]) -> Attachment:
     with _given_back(client, lease):
-        manifest = _manifest_of(lease)
+        manifest = _manifest_of(client, lease)
         _, devices = _on_gpus(manifest)
         places = _places(devices, user)
         with contextlib.suppress(BusyError, NotFoundError):
@@ -192,9 +217,9 @@ def _given_back(client: KeeperClient, lease: Attachment) -> Iterator[None]:
             lease.answer.owner = None
 
 
-def _manifest_of(lease: Attachment) -> Manifest:
+def _manifest_of(client: KeeperClient, lease: Attachment) -> Manifest:
     """Read what is in a version that moves. While it is parked, too, that says where it was published."""
-    manifest = read_manifest(lease)
+    manifest = read_manifest(client, lease)
     if manifest.descriptors != len(lease.segments) or manifest.handles or manifest.pools or manifest.updatable:
         raise ProtocolError(f"{lease.name!r} version {lease.version} is described as memory that no keeper moves")
     return manifest
@@ -220,6 +245,23 @@ def _moved_to(manifest: Manifest, places: dict[int, Location]) -> Manifest:
     return msgspec.structs.replace(manifest, memories=tuple(memories))
 
 
+@dataclass(slots=True)
+class _Moved:
+    """A segment that moves: where it was published and what it is in, open as `fd`, and the memory that it moves to."""
+
+    segment: SegmentEntry
+    device: str
+    fd: int
+    target: PhysicalAllocation
+    place: Location
+
+    @property
+    def source(self) -> MemoryDescriptor:
+        """What it is in now, alone."""
+        device = self.device if self.place == HOST else "host"
+        return MemoryDescriptor(device, (self.segment,), 0, self.segment.nbytes, self.segment.nbytes)
+
+
 def _move(
     client: KeeperClient, lease: Attachment, manifest: Manifest, places: dict[int, Location], after: Manifest
 ) -> None:
@@ -238,16 +280,16 @@ def _move(
             place = places[number]
             copies[index] = PhysicalAllocation.create(drivers.get(place), segment.nbytes, place)
             made.enter_context(copies[index])
-        for index, allocation in copies.items():
+        moved = []
+        for index, target in copies.items():
             segment, number, memory = rows[index]
-            place = places[number]
-            device = memory.device if place == HOST else "host"
-            source = MemoryDescriptor(device, (segment,), 0, segment.nbytes, segment.nbytes)
-            _copy(source, fds[index], allocation, place)
-            if place == HOST:
-                allocation.seal()
-            fds[index] = allocation.export()
-            segments[index] = Segment(segment.nbytes, device=device_name(place))
+            moved.append(_Moved(segment, memory.device, fds[index], target, places[number]))
+        _copy(moved)
+        for index, one in zip(due, moved, strict=True):
+            if one.place == HOST:
+                one.target.seal()
+            fds[index] = one.target.export()
+            segments[index] = Segment(one.segment.nbytes, device=device_name(one.place))
         inline = encode_manifest(after)
         extra = inline if len(inline) > MAX_MANIFEST else b""
         manifest_fd = made.enter_context(sealed_copy(extra)).export() if extra else None
@@ -261,20 +303,28 @@ def _move(
         )
 
 
-def _copy(source: MemoryDescriptor, fd: int, target: PhysicalAllocation, place: Location) -> None:
-    """Copy one segment to an allocation, between a GPU and the host."""
-    driver = drivers.get(place)
-    with (
-        map_memory(source, [fd], access="r", sealed=place != HOST) as old,
-        Region.from_allocations(driver, [target], access=Access.READ_WRITE, location=place, managed=True) as new,
-    ):
-        host: Any = new.driver if place == HOST else old.driver
-        for start in range(0, old.nbytes, _PIECE):
-            size = min(_PIECE, old.nbytes - start)
-            if place == HOST:
-                with host.buffer(new.address + start, size, readonly=False) as view:
-                    old.driver.copy_out(view, old.address + start)
+def _copy(moved: Sequence[_Moved]) -> None:
+    """Copy segments to their new memory, between GPUs and the host."""
+    to_gpus: dict[Location, list[tuple[int, int, int, int]]] = {}
+    to_host: dict[Location, list[tuple[int, int, int]]] = {}
+    with contextlib.ExitStack() as mapped:
+        for one in moved:
+            old = mapped.enter_context(map_memory(one.source, [one.fd], access="r", sealed=one.place != HOST))
+            driver = drivers.get(one.place)
+            new = mapped.enter_context(
+                Region.from_allocations(
+                    driver, [one.target], access=Access.READ_WRITE, location=one.place, managed=True
+                )
+            )
+            if one.place == HOST:
+                to_host.setdefault(old.users[0], []).append((old.address, new.address, old.nbytes))
             else:
-                with host.buffer(old.address + start, size, readonly=True) as view:
-                    new.driver.copy_in(new.address + start, view)
-        new.synchronize()
+                to_gpus.setdefault(new.users[0], []).append((one.fd, 0, new.address, old.nbytes))
+        for gpu, copies in to_host.items():
+            ring_of(drivers.get(gpu), gpu).download(copies)
+        for gpu, reads in to_gpus.items():
+            ring_of(drivers.get(gpu), gpu).upload_files(reads, _cut_off)
+
+
+def _cut_off() -> ProtocolError:
+    return ProtocolError("what is parked ends before its last byte: it is not what was parked")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import driver as drivers
 from ..arrays import Array
-from ..arrays.dtypes import dtype_name, dtype_of
+from ..arrays.dtypes import dtype_name
 from ..arrays.gpu import copy_rows
 from ..arrays.shapes import as_shape
 from ..arrays.share import Finder
 from ..arrays.sources import CudaSource, Source, as_source, find
-from ..arrays.views import RegionViews, close_when_unused, handed_out
+from ..arrays.views import RegionViews, Spans, close_when_unused, handed_out
 from ..errors import BusyError, UnsupportedError, UsageError, VramError
 from ..handover.by_handle import PoolDescriptors, describe_by_handle, goes_by_handle, handle_bytes
 from ..keeper.client import Segment
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONSUME_CHUNKS",
-    "Loaded",
     "PackedCopy",
     "Placement",
     "PlannedArray",
@@ -123,11 +122,15 @@ class SharedSpan:
 
 @dataclass(slots=True)
 class PackedCopy:
-    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any."""
+    """New memory for what is packed, all in one place; the sizes of its segments are known before there is any.
+
+    `inside` is where it is used from, in bytes.
+    """
 
     region: Region
     sizes: list[int]
     items: list[PlannedArray]
+    inside: int = 0
 
     @classmethod
     def reserve(cls, location: Location, items: list[PlannedArray], *, grows: bool) -> PackedCopy:
@@ -136,18 +139,28 @@ class PackedCopy:
         for item in items:
             item.offset = round_up(end, ALIGNMENT)
             end = item.offset + item.nbytes
+        return cls.of_size(location, end, items, grows=grows)
+
+    @classmethod
+    def of_size(
+        cls, location: Location, nbytes: int, items: list[PlannedArray], *, grows: bool, inside: int = 0
+    ) -> PackedCopy:
+        """Reserve addresses for arrays that were placed; there is no memory yet."""
         driver = drivers.get(location)
         granule = driver.mem_granularity(location, HandleKind.POSIX_FD).recommended
         # An entry of empty arrays still is an entry: it has memory, if only a granule.
-        capacity = round_up(max(end, 1), granule)
+        capacity = round_up(max(nbytes, 1), granule)
         size = round_up(-(-capacity // CONSUME_CHUNKS), granule) if grows else capacity
         region = Region.create(location, driver=driver, capacity=capacity, chunk=size, managed=True)
-        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items)
+        return cls(region, [min(size, capacity - start) for start in range(0, capacity, size)], items, inside)
 
     def describe(self) -> MemoryDescriptor:
         """Describe it as it will be when it is full."""
         segments = tuple(SegmentEntry(size, int(HandleKind.POSIX_FD)) for size in self.sizes)
-        return MemoryDescriptor(device_name(self.region.location), segments, 0, sum(self.sizes), self.region.capacity)
+        nbytes, inside = sum(self.sizes), self.inside
+        return MemoryDescriptor(
+            device_name(self.region.location), segments, inside, nbytes - inside, self.region.capacity
+        )
 
     def take(self, item: PlannedArray) -> Array:
         """Copy one array in, and return it as it is there."""
@@ -178,10 +191,15 @@ _LEFT = (
 )
 
 
-def _others(span: SharedSpan) -> str:
-    """Return why memory that somebody gives out in parts cannot be published as it is; empty if it can."""
-    others = handed_out.get(span.region.address)
-    return "" if others is None else others([(item.offset, item.offset + item.nbytes) for item in span.items])
+def _why_not_whole(spans: Iterable[SharedSpan]) -> dict[int, str]:
+    """Return why memory that somebody gives out in parts cannot be published as it is, by address; empty if it can."""
+    asked: dict[Callable[[Mapping[int, Spans]], Mapping[int, str]], dict[int, Spans]] = {}
+    for span in spans:
+        address = span.region.address
+        if (giver := handed_out.get(address)) is not None:
+            where = [(item.offset, item.offset + item.nbytes) for item in span.items]
+            asked.setdefault(giver, {})[address] = where
+    return {address: reason for giver, where in asked.items() for address, reason in giver(where).items()}
 
 
 def other_contents(span: SharedSpan) -> tuple[str, bool]:
@@ -273,7 +291,8 @@ class Placement:
     it goes. In the end they are taken out; if anything fails before, they stay, and nothing is lost.
 
     What is lent goes as it is, whatever else is in its memory; so does with `whole` what is published. What is
-    `updatable` goes on being written by this process, and nobody else may be able to.
+    `updatable` goes on being written by this process, and nobody else may be able to. With `swap` there is as much
+    memory again, for a second slot of all arrays.
     """
 
     def __init__(
@@ -286,9 +305,11 @@ class Placement:
         lends: bool = False,
         whole: bool = False,
         updatable: bool = False,
+        swap: bool = False,
     ) -> None:
         self._writable = writable
         self._updatable = updatable
+        self._swap = swap
         self._whole = whole or lends
         self._unclear: list[Region] = []  # what is shared where it is, and has rows that a shrink left
         self._sources = sources
@@ -313,7 +334,8 @@ class Placement:
             self._release()
             raise
         copies = bool([item for item in self.items if item.region is None and item.nbytes])
-        if shared + copies * (1 if sources is None else CONSUME_CHUNKS) > MAX_SEGMENTS:
+        segments = shared + copies * (1 if sources is None else CONSUME_CHUNKS)
+        if segments + swap * (len(self.spans) + copies) > MAX_SEGMENTS:  # in the second slot a memory is in one piece
             self.spans.clear()
             for item in self.items:
                 item.give_up(f"all of it lies in {shared} segments; {MAX_SEGMENTS} is the most")
@@ -330,13 +352,23 @@ class Placement:
         for item in self.packed:
             groups.setdefault(_place(item), []).append(item)
         self._copies: list[PackedCopy] = []
+        self._spares: list[PackedCopy] = []  # the memories of the second slot, in the order of those of the first
         try:
             for location, items in groups.items():
                 self._copies.append(PackedCopy.reserve(location, items, grows=sources is not None))
+            for region, start, stop, _ in self._memories() if swap else ():
+                inside = start % ALIGNMENT  # arrays are aligned in both slots, or in none
+                size = inside + stop - start
+                self._spares.append(PackedCopy.of_size(region.location, size, [], grows=False, inside=inside))
         except BaseException:
             self.__exit__(None, None, None)
             raise
         self._regions = [*[copy.region for copy in self._copies], *[span.region for span in self.spans.values()]]
+
+    def _memories(self) -> list[tuple[Region, int, int, list[PlannedArray]]]:
+        """Return each memory: its region, from where to where in that it is published, and which arrays lie there."""
+        found = [(span.region, span.start, span.stop, span.items) for span in self.spans.values()]
+        return found + [(copy.region, 0, copy.region.capacity, copy.items) for copy in self._copies]
 
     def _refuse_copies(self) -> None:
         """What is lent is the memory itself: whoever wants a copy to be lent makes it."""
@@ -359,17 +391,22 @@ class Placement:
     def _hold(self) -> int:
         """Keep what is shared from being shrunk away; return how many segments it has."""
         shared = 0
-        for handle, span in self.spans.copy().items():
+        spans = self.spans.copy()
+        for span in spans.values():
             self._pins.append(span.region.pin(span.start, span.stop, "lent" if self._lends else "being published"))
             if span.by_handle:
                 shared += 1
                 continue
             span.allocations, span.inside = span.region.segments(span.start, span.stop)
+        given_out = _why_not_whole(spans.values()) if handed_out and not self._lends else {}
+        for handle, span in spans.items():
+            if span.by_handle:
+                continue
             if [one for one in span.allocations if HandleKind.POSIX_FD not in one.handle_kinds]:
                 reason = "its memory was made not to leave this process"
             elif self._lends:
                 reason = ""
-            elif not (reason := _others(span) if handed_out else "") and not self._whole:
+            elif not (reason := given_out.get(span.region.address, "")) and not self._whole:
                 reason, has_remains = other_contents(span)
                 self._unclear += [span.region] * has_remains
             if not reason:
@@ -400,6 +437,7 @@ class Placement:
         for copy in self._copies:
             entries |= {item.name: item.entry(len(memories), 0) for item in copy.items}
             memories.append(copy.describe())
+        memories += [spare.describe() for spare in self._spares]
         ordered = {item.name: entries[item.name] for item in self.items}
         pieces = [
             Segment(entry.nbytes, entry.kind, memory.device)
@@ -417,7 +455,7 @@ class Placement:
                     serials += (allocation.serial,)
         manifest = Manifest(
             MANIFEST_VERSION, tuple(memories), ordered, tuple(handles), len(pools), updatable=self._updatable,
-            serials=tuple(serials),
+            serials=tuple(serials), slots=1 + self._swap,
         )  # fmt: skip
         return manifest, pieces
 
@@ -448,6 +486,8 @@ class Placement:
                     item.value.close()
                 item.value, item.source = target, None
             copy.region.grow(copy.region.capacity)
+        for spare in self._spares:  # last: sources that are consumed are gone by now
+            spare.region.grow(spare.region.capacity)
 
     @property
     def is_to_be_asked_for(self) -> bool:
@@ -460,7 +500,7 @@ class Placement:
 
     def synchronize(self) -> None:
         """Wait for the work that fills the memory: a reader may come the moment it is published (S10)."""
-        for region in self._regions:
+        for region in (*self._regions, *[spare.region for spare in self._spares]):
             region.synchronize()
 
     def freeze(self) -> None:
@@ -474,14 +514,20 @@ class Placement:
             region.freeze()
             RegionViews.of(region).freeze_views()
 
-    def arrays(self) -> dict[str, Array]:
-        """Return arrays over what is published, where it is, that keep it for this process, which updates it."""
-        found: dict[str, Array] = {}
-        where = {item.name: copy.region for copy in self._copies for item in copy.items}
-        for item in self.items:
-            region = item.region or where[item.name]
-            found[item.name] = Array(region, item.dtype, item.shape, offset=item.offset)
-        return found
+    def slots(self) -> list[dict[str, Array]]:
+        """Return arrays over what is published, where it is, that keep it for this process, which updates it.
+
+        Those of each slot, by name.
+        """
+        found: list[dict[str, Array]] = [{} for _ in range(1 + self._swap)]
+        for number, (region, start, _, items) in enumerate(self._memories()):
+            for item in items:
+                found[0][item.name] = Array(region, item.dtype, item.shape, offset=item.offset)
+                if self._swap:
+                    spare = self._spares[number]
+                    offset = item.offset - start + spare.inside
+                    found[1][item.name] = Array(spare.region, item.dtype, item.shape, offset=offset)
+        return [{item.name: arrays[item.name] for item in self.items} for arrays in found]
 
     @property
     def is_frozen(self) -> bool:
@@ -497,6 +543,8 @@ class Placement:
         fds = [one.export() for span in self.spans.values() for one in span.allocations]
         for copy in self._copies:
             fds += describe(copy.region, 0, copy.region.nbytes)[1]
+        for spare in self._spares:
+            fds += describe(spare.region, 0, spare.region.nbytes)[1]
         return fds if self.pools is None else fds + self.pools.fds
 
     def done(self, path: str, name: str, version: int) -> None:
@@ -510,8 +558,11 @@ class Placement:
             for item in span.items:
                 array = item.value
                 if isinstance(array, Array) and not array.is_closed and array.region is region:
-                    array.provenance = Provenance(
-                        path, name, version, item.name, access, item.offset, item.nbytes, layout
+                    # One of two slots is not had again by its name.
+                    array.provenance = (
+                        None
+                        if self._swap
+                        else Provenance(path, name, version, item.name, access, item.offset, item.nbytes, layout)
                     )
                 if self._sources is not None:
                     self._sources.pop(item.name, None)
@@ -528,7 +579,7 @@ class Placement:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._release()
-        for copy in self._copies:
+        for copy in (*self._copies, *self._spares):
             close_when_unused(copy.region)  # arrays that were put into the mapping keep its memory
         if self.pools is not None:
             self.pools.close()
@@ -539,56 +590,6 @@ class Placement:
             span.allocations = ()  # which were managed: each claim goes with its object
         for pin in self._pins:
             pin.release()
-
-
-class Loaded:
-    """Arrays that lie on one new region of ours, as a file that was loaded: nothing to look for, nothing to copy.
-
-    Parameters
-    ----------
-    region : Region
-        All their memory. The caller's to close.
-    arrays : mapping of str to ArrayEntry
-        Where in it each array lies.
-    updatable : bool
-        Whether this process goes on writing to it.
-    """
-
-    def __init__(self, region: Region, arrays: dict[str, ArrayEntry], updatable: bool) -> None:
-        self._region = region
-        self._arrays = arrays
-        self._updatable = updatable
-        self._memory, self._fds = describe(region, 0, region.nbytes)
-
-    def manifest(self) -> tuple[Manifest, list[Segment]]:
-        """Return the manifest and the segments that it speaks of."""
-        memory = self._memory
-        pieces = [Segment(entry.nbytes, entry.kind, memory.device) for entry in memory.segments]
-        return Manifest(MANIFEST_VERSION, (memory,), self._arrays, updatable=self._updatable), pieces
-
-    @property
-    def is_to_be_asked_for(self) -> bool:
-        """Whether a refusal has to come before the seal: nobody else sees this memory, which goes if it is refused."""
-        return False
-
-    def synchronize(self) -> None:
-        """Wait for the work that fills the memory (S10)."""
-        self._region.synchronize()
-
-    def freeze(self) -> None:
-        """Seal everything."""
-        self._region.freeze()
-
-    def arrays(self) -> dict[str, Array]:
-        """Return arrays over what is published, that keep it for this process, which updates it."""
-        return {
-            name: Array(self._region, dtype_of(entry.dtype), entry.shape, offset=entry.offset)
-            for name, entry in self._arrays.items()
-        }
-
-    def descriptors(self) -> list[int]:
-        """Return the descriptors of all segments, in their order, lent by the allocations."""
-        return self._fds
 
 
 def _look(

@@ -15,8 +15,9 @@ from ..keeper.rules import MAX_MANIFEST
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry, encode_manifest
 from .keepers import as_notes, check_flags, connect
+from .loaded import Loaded
 from .manifests import sealed_copy, sealed_size
-from .placement import Loaded, Placement
+from .placement import Placement
 
 if TYPE_CHECKING:
     from ..arrays.hints import ArrayLike
@@ -62,6 +63,7 @@ def publish(
     consume: bool = False,
     whole: bool = False,
     updatable: bool = False,
+    swap: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
     """Publish arrays as a new version of an entry, in one step: a reader sees all of it or none.
@@ -102,6 +104,12 @@ def publish(
         process before is copied, since others may be able to write to it. A forked child shares this process's mapping.
         Once this process is gone, only a new publication replaces it. No kernel seals memory of a GPU: there, "no
         other" is what readers map, and no security boundary. It is not sent over channels or queues: attach it there.
+    swap : bool
+        With `updatable`: keep the arrays twice, so that an update writes the ones that are not being read, and then
+        readers move on. Readers never wait, and none of them sees an update that was not finished. The publisher waits
+        only for readers that are still in a section of the version before the current one. It takes twice the memory,
+        which counts against quotas, and arrays have two addresses that take turns: readers ask for them inside of each
+        section, or see :attr:`Lease.slots`. A block of :func:`vram.update` writes what it asks for as a whole.
     keeper : Keeper, str or PathLike, optional
         Whom to give it to; see :func:`vram.attach`.
 
@@ -130,12 +138,12 @@ def publish(
         that process ends, or closes its end of the channel. The error says what to do.
     """
     client, notes = connect(keeper), as_notes(meta)
-    writable, consume, whole, updatable = check_flags(
-        writable=writable, consume=consume, whole=whole, updatable=updatable
+    writable, consume, whole, updatable, swap = check_flags(
+        writable=writable, consume=consume, whole=whole, updatable=updatable, swap=swap
     )
     return publish_to(
         client, name, arrays, meta=notes, writable=writable, ttl=ttl, consume=consume, whole=whole, close=True,
-        updatable=updatable,
+        updatable=updatable, swap=swap,
     )  # fmt: skip
 
 
@@ -152,6 +160,7 @@ def publish_to(
     close: bool = False,
     claim: PublishClaim | None = None,
     updatable: bool = False,
+    swap: bool = False,
 ) -> Published:
     """Publish over a connection; see :func:`publish`.
 
@@ -168,23 +177,26 @@ def publish_to(
         kind = type(arrays).__name__
         raise UsageError(f"consume=True takes the arrays out of the mapping as it goes; a {kind} is fixed")
     sources = arrays if consume and isinstance(arrays, MutableMapping) else None
-    if updatable:
-        check_writers(writable=writable, updatable=updatable)
-    with Placement(arrays, writable, sources, close, whole=whole, updatable=updatable) as plan:
+    if updatable or swap:
+        check_writers(writable=writable, updatable=updatable, swap=swap)
+    with Placement(arrays, writable, sources, close, whole=whole, updatable=updatable, swap=swap) as plan:
         publish_plan = _publish_updatable if updatable else _publish
         version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
         if plan.held or client.placed:
-            client.placed = {} if client.placed is None else client.placed
-            client.placed[name] = version, plan.held
+            from .park import remember  # few publish what is on a GPU
+
+            remember(client, name, version, plan.held)
     copied = {item.name: item.reason for item in plan.packed if item.nbytes}
     return Published(name, version, len(plan.items), plan.nbytes, copied)
 
 
-def check_writers(*, writable: bool, updatable: bool) -> None:
-    """Raise :class:`UsageError` for what both its publisher alone and everybody is to write."""
+def check_writers(*, writable: bool, updatable: bool, swap: bool = False) -> None:
+    """Raise :class:`UsageError` for what both its publisher alone and everybody is to write, or nobody, and twice."""
     if updatable and writable:
         raise UsageError("writable=True lets readers write, and updatable=True this process alone: choose one of them")
+    if swap and not updatable:
+        raise UsageError("swap=True keeps a second slot for vram.update to write: it needs updatable=True")
 
 
 def _no_mapping(name: object, given: object) -> str:
@@ -204,9 +216,13 @@ def publish_loaded(
     writable: bool,
     ttl: float | None,
     updatable: bool,
+    spare: Region | None = None,
 ) -> Published:
-    """Publish a region of ours that nobody else looks at, and on which the caller knows what lies where."""
-    publish_plan, plan = _publish_updatable if updatable else _publish, Loaded(region, arrays, updatable)
+    """Publish a region of ours that nobody else looks at, and on which the caller knows what lies where.
+
+    With `spare`, which is as long, it has two slots.
+    """
+    publish_plan, plan = _publish_updatable if updatable else _publish, Loaded(region, arrays, updatable, spare)
     version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=None)
     return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
 

@@ -15,7 +15,7 @@ from ..keeper.rules import MAX_KEYS, MAX_META, check_meta
 from ..memory import Region
 from ..sharing.descriptor import ArrayEntry
 from ..spec import Location
-from .keepers import as_notes, check_flag, connect
+from .keepers import as_notes, check_flags, connect
 from .publish import Published, check_writers, publish_loaded
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def publish_file(
     writable: bool = False,
     ttl: float | None = None,
     updatable: bool = False,
+    swap: bool = False,
     keeper: Keeper | str | os.PathLike[str] | None = None,
 ) -> Published:
     """Publish the tensors of a safetensors file.
@@ -52,7 +53,7 @@ def publish_file(
     meta : mapping of str to str, optional
         As of :func:`vram.publish`. As far as there is room, and unless given, the file's name is added as ``source``,
         and its own metadata, as one JSON object, as ``__metadata__``: at most 1 KiB of it, whole items.
-    writable, ttl, updatable, keeper
+    writable, ttl, updatable, swap, keeper
         As of :func:`vram.publish`.
 
     Returns
@@ -78,9 +79,9 @@ def publish_file(
     notes = _notes(plan, check_meta(as_notes(meta)))
     client = connect(keeper)
     # Before the file is read, which may take minutes: would it be taken at all?
-    writable, updatable = check_flag(writable, "writable"), check_flag(updatable, "updatable")
-    check_writers(writable=writable, updatable=updatable)
-    client.offer(name, plan.nbytes, writable=writable, meta=notes, ttl=ttl)
+    writable, updatable, swap = check_flags(writable=writable, updatable=updatable, swap=swap)
+    check_writers(writable=writable, updatable=updatable, swap=swap)
+    client.offer(name, plan.nbytes * (1 + swap), writable=writable, meta=notes, ttl=ttl)
     # No array is made of it: what lies where is known, and there may be thousands.
     arrays = {
         key: ArrayEntry(0, tensor.offset, tensor.nbytes, dtype_name(tensor.dtype), tensor.shape)
@@ -88,11 +89,18 @@ def publish_file(
     }
     nbytes = max(plan.nbytes, 1)  # an entry of empty tensors has memory, too
     region = Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True)
+    spare: Region | None = None
     try:
+        if swap:
+            spare = Region.create(location, capacity=nbytes, nbytes=nbytes, managed=True)
         weights.fill(plan, region)
-        return publish_loaded(client, name, region, arrays, meta=notes, writable=writable, ttl=ttl, updatable=updatable)
+        return publish_loaded(
+            client, name, region, arrays, meta=notes, writable=writable, ttl=ttl, updatable=updatable, spare=spare
+        )
     finally:
         close_when_unused(region)  # what is updated in place stays mapped here
+        if spare is not None:
+            close_when_unused(spare)
 
 
 def _notes(plan: weights.WeightsPlan, meta: dict[str, str]) -> dict[str, str]:

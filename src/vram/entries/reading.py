@@ -10,6 +10,10 @@ A thread enters by setting its word and *then* looking whether an update is unde
 waits. The publisher says that it updates and *then*, behind a barrier that it has all readers' threads execute, looks
 at the words: so one of the two sees the other (:mod:`vram.driver.words`, decision 038).
 
+Of what has two slots (:mod:`.swap`) the word of a thread says in which of them it is, and nobody waits for the
+publisher, who never says that an update is under way: that writes the slot in which nobody is. A third word of the
+publisher says which version it writes, for sections whose lease was over (decision 043).
+
 Of memory of a GPU the words say as much: a reader waits for its work on the GPU before it takes its word back, and the
 publisher for its own before it says that the update is over (decision 041).
 """
@@ -41,23 +45,27 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..keeper.updates import give_page, update_state
-from ..sharing.channel import check_timeout, close_fds
+from ..sharing.channel import close_fds
+from ..spec import check_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ..keeper.client import Attachment, KeeperClient
     from ..memory import Region
+    from ..sharing.descriptor import Manifest
     from ..spec import Location
 
 __all__ = [
-    "QUIET", "STATE", "TORN", "UPDATING", "VERSION", "Gpus", "Page", "Section", "is_torn", "page_of", "wait_for",
-    "words_of",
+    "NEXT", "QUIET", "STATE", "TORN", "UPDATING", "VERSION", "Gpus", "Page", "Section", "is_torn", "page_of",
+    "wait_for", "words_of",
 ]  # fmt: skip
 
-VERSION, STATE = 0, 1  # the publisher's words
+VERSION, STATE, NEXT = 0, 1, 2  # the publisher's words; the last says, of two slots, which version is being written
 QUIET, UPDATING, TORN = 0, 1, 2  # what the second may say
 SLOTS = 512  # words of a lease's page
+INSIDE = 1  # what a thread's word says; of two slots, each has a bit: 1 or 2, and both until it is known which
+EITHER = 3
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at a word
 _SELDOM = 0.01  # the same, of who waits for the next version
@@ -69,6 +77,7 @@ class Leased(Protocol):
 
     _attachment: Attachment
     _client: KeeperClient
+    _manifest: Manifest
     _page: Page | None
     _regions: tuple[Region, ...]
     _words: memoryview | None
@@ -184,7 +193,8 @@ def page_of(lease: Leased) -> Page:
     with _making:
         page = lease._page
         if page is None:
-            page = lease._page = Page(lease._client, lease._attachment, words, Gpus(lease._regions))
+            swaps = lease._manifest.slots > 1
+            page = lease._page = Page(lease._client, lease._attachment, words, Gpus(lease._regions), swaps=swaps)
         if not page.is_given:
             page.give()
     return page
@@ -199,16 +209,24 @@ class Page:
         Whether the keeper has it, and so the publisher can: no thread enters a section before.
     gpus : Gpus
         Whose work a section waits for at its end.
+    slots_of : dict of int to object
+        The word of each thread, by its identity.
+    swaps : bool
+        Whether what is read has two slots.
     """
 
     __slots__ = (
         "__weakref__", "_client", "_fds", "_leased", "_numbers", "_words", "gpus", "is_given", "slots", "slots_of",
+        "swaps",
     )  # fmt: skip
 
-    def __init__(self, client: KeeperClient, leased: Attachment, words: memoryview, gpus: Gpus) -> None:
+    def __init__(
+        self, client: KeeperClient, leased: Attachment, words: memoryview, gpus: Gpus, *, swaps: bool = False
+    ) -> None:
         from ..driver import words as shared
 
         _register()
+        self.swaps = swaps
         self._client, self._leased, self._words, self.gpus = client, leased, words, gpus
         self.is_given = False
         self.slots_of: dict[int, _Slot] = {}
@@ -260,13 +278,18 @@ class Page:
         count = sum(slot.depth > 0 for slot in list(self.slots_of.values()))
         return [f"{count} of this process's threads, inside lease.reading()"] if count else []
 
-    def verify(self, entered: int, version: int, state: int) -> None:
+    def verify(self, entered: int, version: int, state: int, following: int = 0) -> None:
         """Raise unless a section that was left was of one version, from the words as they were at its end.
+
+        Of two slots the one that a section is in stays as it is while the next version comes; `following` is the one
+        that was being written.
 
         The publisher waits for every lease that lasts, so an update that is under way has not begun to write. But a
         lease ends with its connection, which may be cut off while its process lives, in the middle of a section.
         """
         leased = self._leased
+        if self.swaps and version == entered + 1:
+            version, state = entered, UPDATING if following > version else QUIET
         if version != entered or state not in (QUIET, UPDATING):
             raise TornError(
                 f"{leased.name!r} version {leased.version} was updated while it was read: the lease was over, so that "
@@ -287,7 +310,7 @@ class Page:
             slots[index] = 0
             state = words[STATE]
             if state == QUIET:
-                slots[index] = 1
+                slots[index] = slot.entering
                 if words[STATE] == QUIET:
                     return
                 continue
@@ -310,10 +333,11 @@ class Page:
 class _Slot:
     """One thread's word, how many of its sections are open, and of which version: 0 until the first is entered."""
 
-    __slots__ = ("depth", "index", "page", "slots", "version", "words")
+    __slots__ = ("depth", "entering", "index", "page", "slots", "swaps", "version", "words")
 
     def __init__(self, page: Page, index: int) -> None:
         self.page, self.index = page, index
+        self.swaps, self.entering = page.swaps, EITHER if page.swaps else INSIDE
         self.slots, self.words = page.slots, page._words
         self.depth = self.version = 0
 
@@ -365,14 +389,17 @@ class _Unleft(Section):
             return version
         slot.version, slot.depth = 0, 1  # no interrupt comes in between; 0 until this thread is in
         self._slot = slot
-        slot.slots[slot.index] = 1
+        slot.slots[slot.index] = slot.entering
         if slot.words[STATE]:
             try:
                 self._page.wait(slot, self._timeout)
             except BaseException as error:
                 self._leave(slot, type(error))  # nothing was read
                 raise
-        slot.version = version = slot.words[VERSION]
+        version = slot.words[VERSION]
+        if slot.swaps:
+            slot.slots[slot.index] = 1 << (version - 1 & 1)  # as swap.slot_of says
+        slot.version = version
         return version
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
@@ -384,6 +411,7 @@ class _Unleft(Section):
 
     def _leave(self, slot: _Slot, kind: type[BaseException] | None) -> None:
         version, state = slot.words[VERSION], slot.words[STATE]  # first: then the publisher may go on
+        following = slot.words[NEXT] if slot.swaps else 0
         self._slot = None
         self.__class__ = Section  # type: ignore[assignment]
         slot.depth -= 1
@@ -391,7 +419,7 @@ class _Unleft(Section):
             return
         slot.slots[slot.index] = 0
         if kind is None and (state or version != slot.version):
-            self._page.verify(slot.version, version, state)
+            self._page.verify(slot.version, version, state, following)
 
     def __del__(self) -> None:
         if getattr(self, "_slot", None) is not None:

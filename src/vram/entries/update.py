@@ -11,6 +11,10 @@
    is quiet; then the keeper is told.
 
 Whatever ends this before 4 takes the word back, and nothing has changed. Whatever ends it in 4 leaves the entry torn.
+
+With two slots (:mod:`.swap`) the word never says that an update is under way, another one says instead which version
+is written; 3 lets those be who are in the slot that is not; after 4 what the block did not ask for is copied over from
+there; and that the version is counted is what makes the readers move. Whatever ends this before has changed nothing.
 """
 
 from __future__ import annotations
@@ -30,19 +34,23 @@ from ..errors import AccessDeniedError, BusyError, ForkedError, NotFoundError, T
 from ..keeper.client import KeeperClient, Segment
 from ..keeper.rules import check_name, describe_process
 from ..keeper.updates import begin_update, end_update, pages
-from ..sharing.channel import check_timeout, close_fds
-from ..spec import format_count
+from ..sharing.channel import close_fds
+from ..spec import check_timeout, format_count
 from .keepers import TIMEOUT, connect
-from .reading import QUIET, STATE, TORN, UPDATING, VERSION, Gpus
+from .reading import NEXT, QUIET, STATE, TORN, UPDATING, VERSION, Gpus
+from .swap import Given, Span, difference, slot_of
 
 if TYPE_CHECKING:
     from ..keeper import messages as m
     from ..keeper.session import Keeper
-    from .placement import Loaded, Placement
+    from ..memory import Region
+    from .loaded import Loaded
+    from .placement import Placement
 
 __all__ = ["Update", "Writer", "update"]
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the readers
+_ENTERING = 0.005  # seconds in which who enters one of two slots says which, also when others have its processor
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
 _release = methodcaller("release")
 _NAMED = 20  # readers that are named when they were waited for in vain
@@ -66,6 +74,13 @@ def update(
     :class:`~vram.errors.TornError` until the next update is complete. What is written outside of such a block, readers
     may see at any time.
 
+    Of what was published with ``swap=True`` the block gets the arrays of the slot that is not current. Nobody waits for
+    readers of the current version, only for those that are still in a section of the version before it. Readers come to
+    the new version once the block has ended. If it raises, or this process ends in it, they stay where they are:
+    nothing is torn, and the next update begins anew. What the block gets are the bytes of two versions ago, so it
+    writes what it asks for as a whole. What it does not ask for is copied over at its end, unless both slots have the
+    same: the arrays that the update before has asked for, and this one not. Updates that write all copy nothing.
+
     Memory of a GPU may be written on any stream. Readers have waited for their own work there when the block begins,
     and at its end this waits for all work of this process on the GPU; with `stream` for the work on that one alone.
 
@@ -76,7 +91,7 @@ def update(
     only : collection of str, optional
         The arrays that the block writes, by name; it gets no others. By default all of them. An update that is not
         finished tears the entry as a whole, whichever it names, and only one that names these arrays again, or all,
-        mends it.
+        mends it. With two slots nothing is torn, and the others are copied over.
     timeout : float or None
         Seconds to wait for the readers that are in a section, and for another thread's update; None waits for ever.
     stream : int or object, optional
@@ -92,8 +107,9 @@ def update(
     Raises
     ------
     BusyError
-        When the block is entered: if a reader is still in its section after `timeout` seconds, or readers have more
-        leases than can be looked at in that time, and in a second; it names them. Nothing has changed then.
+        When the block is entered: if a reader is still in its section after `timeout` seconds (with two slots: in one
+        of the version before the current one), or readers have more leases than can be looked at in that time, and in a
+        second; it names them. Nothing has changed then.
     AccessDeniedError
         If another process published it, or nobody who still lives.
     UsageError
@@ -134,8 +150,12 @@ class Writer:
         shared.register()  # or it says now what is missing, and not when the first update is due
         self.name, self.version = "", 0
         self.pid = os.getpid()
-        self.arrays: dict[str, Array] = {}
-        self._lent: dict[str, Array] = {}  # what blocks get instead of those, and may close
+        self.slots: list[dict[str, Array]] = []  # of each slot, by name
+        self._lent: dict[tuple[int, str], Array] = {}  # what blocks get instead of those, and may close
+        self._spans: dict[str, Span] = {}  # of two slots: where each array lies, in the region of the first
+        self._regions: list[tuple[Region, Region, int]] = []  # and in both; how far further it lies in the second
+        self.differs: set[str] = set()  # of two slots: the arrays that may not be the same in both
+        self.is_left = False  # a block has not ended well, and what it had a GPU do may not have been done
         self.gpus = Gpus(())
         self.touched: frozenset[str] = frozenset()  # the arrays that the newest update writes, or wrote
         self.lock = threading.Lock()  # had by whoever updates
@@ -149,32 +169,70 @@ class Writer:
             raise
         self.segment = Segment(shared.PAGE)
 
+    @property
+    def swaps(self) -> bool:
+        """Whether there are two slots."""
+        return len(self.slots) > 1
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """What was published, where it is; of two slots, the arrays of the first."""
+        return self.slots[0]
+
     def guarded(self, plan: Placement | Loaded, segments: Sequence[Segment]) -> list[int]:
         """Return the descriptors of what is published, which nobody can map writable from now on; the page's last.
 
         Nothing seals memory of a GPU: there each process maps it as it pleases (S8).
         """
-        self.arrays = plan.arrays()
-        self.gpus = Gpus([array.region for array in self.arrays.values()])
+        self.slots = plan.slots()
+        self.gpus = Gpus([array.region for arrays in self.slots for array in arrays.values()])
+        if self.swaps:
+            self._compare()
         fds = plan.descriptors()
         for fd, segment in zip(fds, segments, strict=False):  # the last segment is the page
             if segment.device == "host":
                 shared.guard(fd)
         return [*fds, *self._fds]
 
-    def lent(self, name: str) -> Array:
+    def _compare(self) -> None:
+        """Find where in the second slot each array of the first lies. What is in it, is in none of the second yet."""
+        first, second = self.slots
+        numbers: dict[Region, int] = {}
+        for name, array in first.items():
+            other = second[name]
+            number = numbers.setdefault(array.region, len(numbers))
+            if number == len(self._regions):
+                self._regions.append((array.region, other.region, other.offset - array.offset))
+            self._spans[name] = Span(number, array.offset, array.offset + array.nbytes)
+        self.differs = set(first)
+
+    def lent(self, name: str, slot: int = 0) -> Array:
         """Return the array that a block gets, another one if some block has closed that."""
-        lent = self._lent.get(name)
+        lent = self._lent.get((slot, name))
         if lent is None or lent.is_closed:
-            mine = self.arrays[name]
-            self._lent[name] = lent = Array(mine.region, mine.dtype, mine.shape, offset=mine.offset)
+            mine = self.slots[slot][name]
+            self._lent[slot, name] = lent = Array(mine.region, mine.dtype, mine.shape, offset=mine.offset)
         return lent
+
+    def carry_over(self, slot: int, written: Collection[str]) -> None:
+        """Copy into a slot what is not the same in the other one, but for the arrays that were written."""
+        spans = self._spans
+        differs = self.differs.difference(written)
+        if not differs:
+            return
+        # By their bytes, not their names: two names may be of the same memory, and one of them was written.
+        for number, start, stop in difference([spans[name] for name in differs], [spans[name] for name in written]):
+            first, second, further = self._regions[number]
+            there, here = first.address + start, second.address + start + further
+            target, source = (here, there) if slot else (there, here)
+            first.driver.copy(target, source, stop - start)
 
     def published(self, client: KeeperClient, name: str, version: int) -> None:
         """It is: from now on it can be updated by its name."""
         self.name, self.version = name, version
-        for array in self.arrays.values():
-            array.region.is_updatable = True
+        for arrays in self.slots:
+            for array in arrays.values():
+                array.region.is_updatable = True
         if client.writers is None:
             client.writers = {}
         client.writers[name] = self
@@ -206,6 +264,7 @@ class Update:
         self._writer: Writer | None = None
         self._held: list[threading.Lock] = []  # the lock, while this has it
         self._after: int | None = None  # what the word is to say if this ends now; None: it is not ours to say
+        self._asked: set[str] = set()  # of two slots: the arrays that the block has asked for
 
     def __enter__(self) -> Mapping[str, Array]:
         if self._writer is not None or self._client is not None:
@@ -225,17 +284,19 @@ class Update:
             self._end()
             raise
         writer.touched = frozenset(arrays)
-        self._after = TORN  # from here on the block may have written
+        writer.is_left = True
+        if not writer.swaps:
+            self._after = TORN  # from here on the block may have written
         return arrays
 
-    def _chosen(self, writer: Writer) -> dict[str, Array]:
+    def _chosen(self, writer: Writer) -> Mapping[str, Array]:
         """Return the arrays that the block gets."""
         only = self._only
+        if writer.swaps:
+            return self._of_slot(writer, slot_of(writer.words[VERSION] + 1))
         if only is None:
             return {name: writer.lent(name) for name in writer.arrays}
-        for name in sorted(only):
-            if name not in writer.arrays:
-                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
+        self._check_names(writer, only)
         if writer.words[STATE] != QUIET and not writer.touched <= only:
             left = sorted(writer.touched - only)
             raise TornError(
@@ -244,6 +305,21 @@ class Update:
                 f"wrote as well"
             )
         return {name: writer.lent(name) for name in writer.arrays if name in only}
+
+    def _of_slot(self, writer: Writer, slot: int) -> Given:
+        """Return the arrays of a slot that the block gets when it asks for them."""
+        if self._only is not None:
+            self._check_names(writer, self._only)
+        names = writer.arrays if self._only is None else self._only
+        # Before the block has one of them, it is noted as something that the slots do not have in common any more.
+        return Given(
+            {name: writer.lent(name, slot) for name in writer.arrays if name in names}, self._asked, writer.differs
+        )
+
+    def _check_names(self, writer: Writer, names: Collection[str]) -> None:
+        for name in sorted(names):
+            if name not in writer.arrays:
+                raise UsageError(f"{self._name!r} has no array {name!r:.80} to update")
 
     def _take(self, writer: Writer, until: float | None) -> None:
         if writer.owner == threading.get_ident():
@@ -265,10 +341,13 @@ class Update:
             raise
         words = writer.words
         self._after = words[STATE] if words[STATE] == QUIET else TORN
-        words[STATE] = UPDATING
+        if writer.swaps:
+            words[NEXT] = words[VERSION] + 1  # for good: nothing relies on it but who is in a section of that slot
+        else:
+            words[STATE] = UPDATING
         shared.barrier()
         self._wait(client, writer, until)
-        if self._after == TORN:
+        if self._after == TORN or writer.is_left:
             writer.gpus.synchronize(None)  # what a block that raised has left behind must not come after this one
         shared.barrier()  # what readers loaded in their sections, they have loaded by now
 
@@ -282,8 +361,12 @@ class Update:
         until = math.inf if until is None else until
         after, pause = 0, _FIRST_PAUSE
         looked: dict[tuple[int, int], int] = {}
+        but = 0
+        if writer.swaps:
+            but = 1 << slot_of(writer.words[VERSION])
+            until = max(until, begun + _ENTERING)
         while True:
-            found = pages(client, self._name, writer.version, after)
+            found = pages(client, self._name, writer.version, after, but)
             now = time.monotonic()
             if found.rows:
                 if now >= until:
@@ -302,9 +385,10 @@ class Update:
 
     def _not_left(self, found: m.PageList) -> BusyError:
         count = f"{len(found.rows)} or more" if found.more else len(found.rows)
+        which = " of the version before the current one" if self._writer is not None and self._writer.swaps else ""
         return BusyError(
-            f"{self._name!r} was not updated: {count} of its readers did not leave their sections (lease.reading) "
-            f"within {self._timeout:g} s; nothing has changed",
+            f"{self._name!r} was not updated: {count} of its readers did not leave their sections{which} "
+            f"(lease.reading) within {self._timeout:g} s; nothing has changed",
             tuple([
                 f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"
                 for row in found.rows[:_NAMED]
@@ -339,12 +423,15 @@ class Update:
             if self._after is None:
                 raise UsageError("this update is over: call vram.update() for another")
             try:
+                if writer.swaps:
+                    writer.carry_over(slot_of(writer.words[VERSION] + 1), self._asked)
                 writer.gpus.synchronize(self._number)
             except BaseException:
                 self._end()
                 raise
             shared.barrier()  # what the block stored comes before what is stored now
             writer.words[VERSION] += 1
+            writer.differs, writer.is_left = self._asked, False
             self._after = QUIET
         self._end(loudly=kind is None)
 

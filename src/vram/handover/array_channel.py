@@ -32,8 +32,9 @@ from ..errors import (
 )
 from ..lifetime import Owned, uninterrupted
 from ..memory import Region
-from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError, check_timeout
+from ..sharing.channel import MAX_MESSAGE, Channel, DescriptorsLostError
 from ..sharing.parcels import Unread
+from ..spec import check_timeout
 from .containers import Packed, has_tuples, named, pack, refuse, unpack
 from .exports import ExportTable, nothing, refer
 from .imports import ImportTable, UnknownMemoryError

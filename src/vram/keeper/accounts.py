@@ -110,6 +110,10 @@ class Accounts:
         """Return the usage of one user."""
         return self._by_user.get(uid) or Usage()
 
+    def users(self) -> set[int]:
+        """Return all who have something, or are connected."""
+        return {*self._by_user, *self._tallies}
+
     def admit(
         self,
         uid: int,

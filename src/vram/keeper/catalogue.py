@@ -471,8 +471,8 @@ class Catalogue:
         self.line_up(waiter)
         if waiter.deadline is not None:
             self._schedule(waiter.deadline, waiter)
-        among = self._rounds.get(name) if claim else None
-        if among is not None and among.rest is not None:
+        among = self._rounds.get(name)
+        if among is not None and among.rest is not None and (claim or (purpose and among.every)):
             among.rest.append(waiter)
         return waiter
 
@@ -814,6 +814,10 @@ class Catalogue:
         """Yield the versions that exist and came after such a serial number, in the order in which they came."""
         return self._versions.beginning(serial + 1)
 
+    def has_serial(self, serial: int) -> bool:
+        """Whether the version with such a serial number exists."""
+        return serial in self._versions
+
     def all_versions(self) -> list[Version]:
         """Return every version that exists."""
         found = [version for known in self._names.values() for version in known.older.values()]
@@ -938,7 +942,7 @@ class Catalogue:
         self.accounts.check(session, "leases")
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
-            self._end_move(version)  # of who is parking it: readers come first
+            self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
         session.tally.leases += 1
         lease = Lease(next(self._ids), session, version, access, now)
         self.book(lease)
@@ -956,6 +960,9 @@ class Catalogue:
         if session.uid != version.owner:
             if move is not None and version.parked:
                 return waiter  # somebody who may is about to
+            among = self._rounds.get(name)
+            if not waiter.order and among is not None and among.every:
+                return waiter  # behind those who came before and were not tried yet: one of them may
             raise AccessDeniedError(
                 f"{what} belongs to uid {version.owner}, who alone may {waiter.purpose} it: not uid {session.uid}"
             )
@@ -993,7 +1000,8 @@ class Catalogue:
         if not self.is_current(version):
             raise NotFoundError(f"{what} was replaced or removed while its bytes were moved")
         if lease.purpose == "over":
-            raise BusyError(f"{what} was attached, or woken, while its bytes were moved: they stay where they are")
+            moved = f"{what} was attached, or woken, while its bytes were moved: they stay where they are"
+            raise BusyError(moved, (lease.ended,) if lease.ended else ())
         return version, lease
 
     def _move(self, publication: Publication, token: Any, now: float, nbytes: int) -> tuple[Version, list[Effect]]:
@@ -1010,16 +1018,18 @@ class Catalogue:
         version.parked = lease.purpose == "park"
         self._end_move(version)
         for other in version.leases.values():  # of those whose time to wake it was over
-            other.purpose = other.purpose and "over"
+            if other.purpose:
+                other.purpose, other.ended = "over", f"{session}, which has woken it"
         del self._versions[version.serial]  # what readers get of it has changed, and goes to a successor anew
         self.enter(version)
         return version, [freed, *self._serve(name, now, every=True)]
 
-    def _end_move(self, version: Version) -> None:
+    def _end_move(self, version: Version, ended: str = "") -> None:
+        """End what is under way, if anything is; `ended` says who did."""
         move, version.move = version.move, None
         if move is not None:
             if not version.parked:
-                move.lease.purpose = "over"
+                move.lease.purpose, move.lease.ended = "over", ended
             if move.until is not None:
                 self._compact()
 
@@ -1047,13 +1057,19 @@ class Catalogue:
         return [] if under_way is not None else [Serve(name)]
 
     def _line(self, name: str, now: float, among: Round) -> deque[Waiter]:
-        """Return those whom a round is for, first come first, but for who has had the claim for its time."""
+        """Return those whom a round is for, first come first, but for who has had the claim for its time.
+
+        Who may wake what is parked comes first: the others wait for that, and are refused if nobody is about to.
+        """
         there = self._waiters[name].due(self._last_number(name)) if name in self._waiters else ()
         line = list(there) if among.every else [waiter for waiter in there if waiter.claims]
         passing = among.before or self._claim_of.get(name)
         late = () if passing is None else [uid for uid, until in passing.run.items() if until <= now]
         if late:
             line.sort(key=lambda one: one.claims and one.session.uid in late)
+        current = self._current(name)
+        if current is not None and current.parked:
+            line.sort(key=lambda one: not one.purpose or one.session.uid != current.owner)
         return deque(line)
 
     def serve_on(self, name: str, now: float, whose: dict[int, int] | None = None) -> list[Effect]:
@@ -1348,9 +1364,10 @@ class Catalogue:
         if waiter.claims and claim is not None:
             made = f"{waiter.name!r} is being made by another process, which has had the claim"
             return BusyError(f"{made} for {now - claim.since:.0f} s", (str(claim.session),))
-        if waiter.claims and waiter.name in self._rounds:
-            return BusyError(f"those who waited for {waiter.name!r} before are being served; try again, or wait")
         current = self._current(waiter.name)
+        is_still = bool(waiter.purpose) and current is not None and current.parked and current.move is None
+        if (waiter.claims or is_still) and waiter.name in self._rounds:
+            return BusyError(f"those who waited for {waiter.name!r} before are being served; try again, or wait")
         if waiter.purpose and current is not None and current.move is not None:
             woken = f"{waiter.name!r} is being woken by another process, for {now - current.move.since:.0f} s so far"
             return BusyError(woken, (str(current.move.session),))

@@ -23,8 +23,9 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..open_files import pending
-from ..sharing.channel import OwnedFds, await_closed, check_room, check_timeout, may_be_unclosed
+from ..sharing.channel import OwnedFds, await_closed, check_room, may_be_unclosed
 from ..sharing.parcels import Collector, Sender
+from ..spec import check_timeout
 from . import messages as m
 from .failures import no_keeper
 from .leases import Attachment, PublishClaim, Segment, attachment, check_total
@@ -76,7 +77,7 @@ class KeeperClient(Queries):
     placed : dict of str to (int, list of (Handle or None, int)), or None
         By name, the version that was published last over this connection, and what of it was shared where it was on a
         GPU: handles of the memory (None: another library's), and its bytes. So :func:`vram.park` knows what this
-        process still holds.
+        process still holds, and :mod:`vram.entries.park` forgets what it does not.
     """
 
     writers: dict[str, Any] | None = None
@@ -322,9 +323,11 @@ class KeeperClient(Queries):
         access: str = "r",
         timeout: float | None = None,
         owner: int | None = None,
+        purpose: str = "",
     ) -> Attachment | PublishClaim:
-        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`."""
-        found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner)
+        """Do as :meth:`attach_or_claim`. The result is given back when its `answer` is dropped; see :meth:`lease`, also
+        for `purpose`."""
+        found = self._attach(name, None, access, expect, timeout, claim=True, owner=owner, purpose=purpose)
         if isinstance(found, Attachment):
             return found
         reply = found.reply
@@ -345,8 +348,15 @@ class KeeperClient(Queries):
         """Return whether the leased version is no longer the one that attaching by name would give."""
         if self._leases.get(lease_id) in self.taken_back:
             return True
+        return self._stale(lease_id).stale
+
+    def newest(self, lease_id: int) -> int:
+        """Return the number of the version that attaching by name would give; 0 if there is none."""
+        return self._stale(lease_id).current
+
+    def _stale(self, lease_id: int) -> m.IsStale:
         call = next(self._calls)
-        return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call)).stale
+        return self._expect(m.IsStale, self._ask(m.Stale(call, lease_id), call))
 
     def is_revoked(self, lease_id: int) -> bool:
         """Return whether the readers of the leased version were asked to let go."""

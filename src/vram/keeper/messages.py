@@ -276,12 +276,16 @@ class Update(Struct, frozen=True, array_like=True, tag="update"):
 
 
 class Pages(Struct, frozen=True, array_like=True, tag="pages"):
-    """Who reads the version that this connection updates, of the leases that are above `after`?"""
+    """Who reads the version that this connection updates, of the leases that are above `after`?
+
+    A word that is `but` does not count: who is in that slot of what has two. An older keeper ignores this.
+    """
 
     call: Number
     name: Name
     version: Number
     after: Number = 0
+    but: Annotated[int, Meta(ge=0, le=2)] = 0
 
 
 class Updated(Struct, frozen=True, array_like=True, tag="updated"):
@@ -303,6 +307,12 @@ class UpdateState(Struct, frozen=True, array_like=True, tag="update_state"):
 
 class Statistics(Struct, frozen=True, array_like=True, tag="statistics"):
     """How much does the keeper hold?"""
+
+    call: Number
+
+
+class Measure(Struct, frozen=True, array_like=True, tag="measure"):
+    """What have you done so far, for whom, and how long did it take?"""
 
     call: Number
 
@@ -343,6 +353,7 @@ Request = (
     | Pages
     | Updated
     | UpdateState
+    | Measure
 )
 
 
@@ -548,6 +559,53 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     max_descriptors: Size | None
 
 
+class RequestRow(Struct, frozen=True, array_like=True):
+    """All requests of one kind: how many; the seconds that the keeper worked on them; how many took at most as long as
+    each bound of ``Measurements``, and not as the one before; and how many failed, by the name of the error."""
+
+    kind: Word
+    count: Number
+    seconds: Seconds
+    buckets: Annotated[list[Number], Meta(max_length=64)]
+    errors: dict[Word, Number] = {}
+
+
+class UserRow(Struct, frozen=True, array_like=True):
+    """What one user has; all that are not listed have one row, without a `uid`."""
+
+    uid: Uid | None
+    nbytes: Size
+    entries: Number
+    descriptors: Number
+    leases: Number
+    connections: Number
+
+
+class DeviceRow(Struct, frozen=True, array_like=True):
+    """What is kept of one device's memory, by the name that publishers gave it; None: of all that are not listed."""
+
+    device: Word | None
+    nbytes: Size
+    versions: Number
+
+
+class Measurements(Struct, frozen=True, array_like=True, tag="measurements"):
+    """What the keeper has done since it was started, and what it takes.
+
+    `bounds` are in seconds. `more`: bytes of devices are still being counted, and the next request goes on.
+    """
+
+    call: Number
+    uptime: Seconds
+    processor: Seconds
+    resident: Size
+    bounds: Annotated[list[Seconds], Meta(max_length=64)]
+    requests: Annotated[list[RequestRow], Meta(max_length=256)]
+    users: Annotated[list[UserRow], Meta(max_length=256)]
+    devices: Annotated[list[DeviceRow], Meta(max_length=256)]
+    more: bool = False
+
+
 class PageRow(Struct, frozen=True, array_like=True):
     """A lease whose page says that a thread of its holder is in a section, and who that is."""
 
@@ -665,6 +723,7 @@ Reply = (
     | Error
     | PageList
     | Updates
+    | Measurements
 )
 
 Succession = Bodies | HandOver | Working | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error

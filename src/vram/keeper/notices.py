@@ -77,6 +77,11 @@ class Subscription:
 
         self._owner = weakref.ref(owner, gone)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it was called back, or stopped."""
+        return not self._tell
+
     def stop(self) -> None:
         """Not to be called back any more; a callback that has begun goes on. Idempotent, takes no lock."""
         self._tell.clear()

@@ -118,6 +118,17 @@ class Queries(RpcConnection):
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
         return statistics_info(reply, len(stuck()))
 
+    def measure(self) -> m.Measurements:
+        """Return what the keeper has done since it was started, for whom, and how long it worked on it.
+
+        For a connection that holds no leases: a keeper that is too old to know the request hangs up.
+        """
+        while True:
+            call = next(self._calls)
+            found = self._expect(m.Measurements, self._ask(m.Measure(call), call))
+            if not found.more:
+                return found
+
 
 def _pages(connection: RpcConnection, kind: type[_Page], request: Callable[[int, Any], m.Request]) -> Iterator[_Page]:
     """Yield the pages of a listing. `request` makes one from the number of the call and the last row before, if any."""

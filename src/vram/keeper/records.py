@@ -215,6 +215,7 @@ class Lease:
     since: float
     page: Any = None  # the words in which its holder says that it reads what may be updated
     purpose: str = ""  # "park" or "wake", of who may move the bytes of its version; "over" once that is not to be
+    ended: str = ""  # who kept it from that, and how; empty after a takeover
 
 
 @dataclass(slots=True, eq=False)

@@ -206,6 +206,10 @@ class RpcConnection:
         except ClosedError:
             return False
 
+    def server_uid(self) -> int:
+        """Return the user who listens there, as the kernel says."""
+        return self._channel.peer().uid
+
     def close(self) -> None:
         """End the connection; the keeper takes all its leases back. Idempotent."""
         if self._pid != os.getpid():  # the parent's; its locks may be held by threads that are not here

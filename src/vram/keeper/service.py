@@ -23,6 +23,7 @@ from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
 from .fields import record_from
 from .lookups import Lookups
+from .metering import Meter, kind_of
 from .records import (
     Claim,
     Claimed,
@@ -145,18 +146,26 @@ class Service:
             m.Pages: self._pages,
             m.Updated: self._updated,
             m.UpdateState: self._update_state,
+            m.Measure: self._measure,
         }
+        self.meter = Meter(self.catalogue)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""
+        begin = time.perf_counter()
+        kind, error = self._answer(connection, payload, fds, cut)
+        self.meter.count(kind, time.perf_counter() - begin, error)
+
+    def _answer(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> tuple[str, str]:
+        """Answer one message; return what it was, and the name of the error, if it failed."""
         session = connection.session
-        call = 0
+        call, kind = 0, "hello" if session is None else "unreadable"
         try:
             if session is None:
                 self._greet(connection, payload, fds)
-                return
+                return kind, ""
             request = m.decode_request(payload)
-            call = request.call
+            call, kind = request.call, kind_of(request)
             if cut:
                 self._cut(payload)
             if fds and type(request) not in (m.Publish, m.Part, m.Page):
@@ -166,14 +175,18 @@ class Service:
             self._handlers[type(request)](connection, session, request, fds)
         except m.MistakenRequestError as error:
             connection.send(m.encode(failure(error.call, errors.UsageError(str(error)))))
+            return kind, "UsageError"
         except errors.VramError as error:
             connection.send(m.encode(failure(call, error)))
             if isinstance(error, errors.ProtocolError) and not isinstance(error, InadmissibleError):
                 connection.close()  # a peer that breaks the protocol cannot be understood any further
+            return kind, type(error).__name__
         except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
             traceback.print_exc(file=sys.stderr)
             connection.send(m.encode(failure(call, error)))
             connection.close()
+            return kind, type(error).__name__
+        return kind, ""
 
     def carry_out(self, effects: Iterable[Effect | Part], uid: int = NOBODY) -> None:
         """Carry out effects of the catalogue, and the effects that follow from them.
@@ -593,7 +606,7 @@ class Service:
             pages, holder = pages + 1, lease.session
             key = holder.pid, holder.uid
             looked[key] = looked.get(key, 0) + 1
-            if not is_zero(lease.page.fds[0]):
+            if not is_zero(lease.page.fds[0], request.but):
                 rows.append(m.PageRow(lease.id, *key, holder.label, holder.host))
         found = [(*key, count) for key, count in looked.items()]
         connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))
@@ -639,6 +652,11 @@ class Service:
             connections=len(server.connections),
         )
         connection.send(m.encode(counts))
+
+    def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
+        server = self.server
+        uptime = server.now() - server.started
+        connection.send(m.encode(self.meter.report(request.call, uptime=uptime, connections=server.by_user)))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(

@@ -46,8 +46,10 @@ def begin_update(client: KeeperClient, name: str, version: int) -> None:
     client._expect(m.Done, client._ask(m.Update(call, name, version), call))
 
 
-def pages(client: KeeperClient, name: str, version: int, after: int) -> m.PageList:
+def pages(client: KeeperClient, name: str, version: int, after: int, but: int = 0) -> m.PageList:
     """Return who reads a version that this connection updates, of some of the leases above `after`.
+
+    Of what has two slots a thread whose word is `but` does not count: it is in the one that is not written.
 
     The keeper looks at their pages, which it holds anyway: whoever was sent them would have to close the files of
     thousands of strangers, each of which takes as long as they like, who set locks on them.
@@ -58,7 +60,7 @@ def pages(client: KeeperClient, name: str, version: int, after: int) -> m.PageLi
         If this connection does not update it.
     """
     call = next(client._calls)
-    reply = client._expect(m.PageList, client._ask(m.Pages(call, name, version, after), call))
+    reply = client._expect(m.PageList, client._ask(m.Pages(call, name, version, after, but), call))
     if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):
         raise client._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
     return reply

@@ -17,7 +17,7 @@ from typing import Any
 from ..driver.protocol import Driver, HostAddressable, StreamOrdered
 from ..errors import CapacityError, UsageError
 from ..lifetime import Gate, begin, noted, own
-from ..spec import AllocationFlags, HandleKind, Location, format_size, round_up
+from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
 from .allocation import create_memory
 from .children import is_inherited
@@ -63,14 +63,17 @@ class Prepared:
 
         Raises
         ------
+        UsageError
+            If that is no number of seconds.
         OutOfMemoryError
             If there is not enough, or whatever else kept the thread from making it.
         CapacityError
             If, on the host, less than a quarter of the descriptors that this process may have would stay free.
         """
+        seconds = check_timeout(timeout)
         filling = self._filling
         if self._is_current and filling is not None:
-            filling.wait(timeout)
+            filling.wait(seconds)
         error = self._error
         if error is not None and self._is_current:
             raise error

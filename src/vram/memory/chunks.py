@@ -15,7 +15,7 @@ from ..lifetime import Claim, Handle, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind, Location, format_size, round_up
 from . import checks
 from .allocation import Memory, PhysicalAllocation, Received, create_memory, is_sealed, retain_memory
-from .reservation import AddressRange, Unmap, put_memory
+from .reservation import AddressRange, Unmap, put_memory, unmap_together
 
 __all__ = [
     "Chunk",
@@ -329,9 +329,16 @@ class Chunks:
         self.give_back(chunks)
 
     def give_back(self, chunks: Sequence[Chunk]) -> None:
-        """Give chunks back that are in the row no more, or not yet; as :meth:`unmap`."""
-        for chunk in reversed(chunks):
-            self.handle.drop_dependency(chunk.mapping)
+        """Give chunks back that are in the row no more, or not yet; as :meth:`unmap`.
+
+        They lie behind one another, no device works on any of them, and the caller has a claim on the region's handle,
+        which keeps them all.
+        """
+        if not chunks:
+            return
+        if len(chunks) > 1:
+            unmap_together([chunk.undo for chunk in chunks])
+        self.handle.drop_dependency(*[chunk.mapping for chunk in chunks])
         for chunk in chunks:
             chunk.undo.wait(_PATIENCE)  # another thread may be working off the queue, and this one with it
 

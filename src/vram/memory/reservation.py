@@ -18,7 +18,7 @@ from .allocation import Memory, PhysicalAllocation
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory"]
+__all__ = ["AddressRange", "AddressReservation", "MemoryMapping", "Unmap", "map_at", "put_memory", "unmap_together"]
 
 
 class AddressRange:
@@ -208,10 +208,34 @@ class Unmap:
 
     def wait(self, seconds: float) -> bool:
         """Wait until it ran, in whichever thread; True if it did."""
+        if not self._done.locked():
+            return True
         if uninterrupted(self._done.acquire, True, seconds):
             self._done.release()
             return True
         return False
+
+
+def unmap_together(undos: Sequence[Unmap]) -> None:
+    """Unmap what lies side by side, and is about to go, with one driver call: the undo of each finds that done.
+
+    Where that is not to be had nothing has changed: then each undo makes a call of its own, and says what is wrong. It
+    is for who has seen to it that no device works there any more, and that nobody else undoes any of it meanwhile.
+    """
+    first, last = undos[0], undos[-1]
+    where, nbytes = first.where, last.offset + last.nbytes - first.offset
+    if sum([undo.nbytes for undo in undos if undo.is_mapped and undo.is_sure]) != nbytes:
+        return  # after an interrupt some are gone, or may be
+    for undo in undos:
+        undo.is_sure = False  # until all of them know: an interrupt may come when the driver has done it
+    try:
+        where.driver.mem_unmap(where.address + first.offset, nbytes)
+    except Exception:  # noqa: BLE001  (whatever it is, the undo that meets it again says it)
+        for undo in undos:
+            undo.is_sure = True
+        return
+    for undo in undos:
+        undo.is_mapped = False
 
 
 def settle(where: AddressRange) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ..driver.protocol import Driver
 from ..errors import AsleepError, BusyError, DeviceLostError, UsageError
-from ..lifetime import Claim, Handle, holding, unwinding
+from ..lifetime import Claim, Handle, holding, own, unwinding
 from ..spec import Access, AllocationFlags, HandleKind
 from . import chunks
 from .pin import Span
@@ -32,6 +32,7 @@ class Resizable(Protocol):
     """What is known here of a region, which imports this module."""
 
     asleep: object
+    is_updatable: bool
     _access: Access
     _chunks: chunks.Chunks
     _flags: AllocationFlags
@@ -70,34 +71,35 @@ class _Change:
     ----------
     before, nbytes : int
         Its size until now, and the new one.
+    shrinks : bool
+        Whether it becomes smaller.
     sizes : list of int
         Of the chunks to be made.
     made, dropped
         The chunks that come behind its end, and those that go from there.
     """
 
-    __slots__ = ("before", "dropped", "made", "nbytes", "region", "row", "sizes")
+    __slots__ = ("before", "dropped", "handle", "made", "nbytes", "region", "row", "shrinks", "sizes")
+
+    handle: Handle  # the region's, as planned
 
     def __init__(self, region: Resizable, nbytes: int) -> None:
         self.region = region
         self.before = self.nbytes = nbytes
+        self.shrinks = False
         self.row = region._chunks.row
         self.sizes: list[int] = []
         self.made = chunks.Made([], [])
         self.dropped: tuple[chunks.Chunk, ...] = ()
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether it becomes smaller."""
-        return self.nbytes < self.before
-
     def plan(self, verb: str) -> None:
         """See what there is to do, and refuse what cannot be."""
         region = self.region
-        region.handle  # noqa: B018  (first: another thread may have closed it while this one waited for its turn)
+        self.handle = region.handle  # first: another thread may have closed it while this one waited for its turn
         if region.asleep is not None:
             raise region.sleeps()
         self.row, self.before = region._chunks.row, region._nbytes
+        self.shrinks = self.nbytes < self.before
         if self.shrinks:
             if verb == "grow":
                 raise UsageError(
@@ -107,6 +109,11 @@ class _Change:
         elif self.nbytes > self.before and verb == "shrink":
             raise UsageError(f"cannot shrink to {self.nbytes} bytes: the region has {self.before}; use grow or resize")
         elif self.nbytes > self.before:
+            if region.is_updatable:  # the rest of the last chunk is with them already
+                raise BusyError(
+                    f"{region.handle.label} was published with updatable=True: its readers would see what it grows by "
+                    f"before that is published. Copy it to grow it"
+                )
             self.sizes = region._growth(self.nbytes)
 
     def make(self) -> None:
@@ -131,6 +138,8 @@ class _Change:
             for chunk in self.dropped:
                 chunk.undo.is_idle = True
             mapped.unmap(self.dropped)
+            if not self.nbytes:  # what others could see is gone, and what comes next is new
+                self.region.is_updatable = False
             self.region._reached = min(self.region._reached, mapped.mapped)
         if mapped.zeros is not None:
             mapped.zeros.mend()
@@ -188,7 +197,8 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
         try:
             for change in changes:
                 change.plan(verb)
-                using.append(change.region.handle.claim("resize"))  # closed meanwhile, it goes afterwards
+            # One claim on all: what is closed meanwhile goes afterwards.
+            using.append(own("resize", None, depends=[change.handle for change in changes]))
             growing = list(filter(_is_made_for, changes))
             if growing:
                 _refuse_pinned(changes)
@@ -214,7 +224,7 @@ def _resize(changes: Sequence[_Change], after: int | None, verb: str, then: Call
 
 def _pins(change: _Change) -> tuple[Span, ...]:
     """Return the pins that reach beyond the new size."""
-    return tuple(tag for tag in change.region.handle.tags() if isinstance(tag, Span) and tag.stop > change.nbytes)
+    return tuple(tag for tag in change.handle.tags() if isinstance(tag, Span) and tag.stop > change.nbytes)
 
 
 def _refuse_pinned(changes: Sequence[_Change]) -> None:

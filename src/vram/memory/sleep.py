@@ -241,10 +241,15 @@ def _begin(region: Region, mark: Asleep, unmap_shared: bool, children: Children)
 
 
 def _held(region: Region, others: tuple[str, ...]) -> BusyError:
+    left = (
+        "A descriptor of it has left this process (it was lent, sent, published or exported), and can have been "
+        "kept or passed on where nobody here sees it: it counts as held from then on, also when a loan is over. "
+        "Copy it into memory of its own"
+    )
     return BusyError(
         f"{region.handle.label} cannot sleep: others hold its memory, and would keep the old bytes when it wakes. "
-        f"Let them give it back first (a forked child does when it ends), or unmap it here only (shared='unmap'), "
-        f"which frees nothing",
+        f"{left if region.has_left else 'Let them give it back first (a forked child does when it ends)'}, or unmap it "
+        f"here only (shared='unmap'), which frees nothing",
         others,
     )
 

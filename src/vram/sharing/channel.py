@@ -17,7 +17,6 @@ import _socket  # the part of `socket` that is C, within which no interrupt come
 import contextlib
 import errno
 import itertools
-import numbers
 import os
 import select
 import socket
@@ -29,7 +28,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 if sys.platform != "win32":
     import fcntl
@@ -49,6 +47,7 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..open_files import F_GET_SEALS, close_fds, go_on_closing, is_gpu, is_memory, unclosed
+from ..spec import check_timeout
 from .unread import close_filled, pass_rights
 
 __all__ = [
@@ -63,7 +62,6 @@ __all__ = [
     "accept",
     "await_closed",
     "check_room",
-    "check_timeout",
     "close_fds",
     "connect",
     "descriptor_limit",
@@ -726,27 +724,6 @@ class Channel(lifetime.Owned):
             except (ClosedError, ForkedError) as closed:
                 return closed
         return error
-
-
-def check_timeout(timeout: object, what: str = "timeout") -> float | None:
-    """Return how many seconds a caller is willing to wait; None is for ever.
-
-    Raises
-    ------
-    UsageError
-        For what is neither a number of seconds nor None.
-    """
-    if timeout is None:
-        return None
-    kind, number = type(timeout), cast("Any", timeout)
-    is_number = kind in (float, int) or (kind is not bool and isinstance(timeout, numbers.Real))
-    try:
-        if is_number and number >= 0:  # not so for NaN
-            return float(number)
-        shown = f"{timeout!r:.40}"
-    except (OverflowError, ValueError):  # an int that no float holds, or of more digits than Python writes
-        shown = "of so many digits"
-    raise UsageError(f"{what} {shown} is not a number of seconds from 0, or None for ever")
 
 
 def _cut_off(payload: bytes, came: int, cut: int) -> ProtocolError:

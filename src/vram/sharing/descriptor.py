@@ -24,6 +24,9 @@ __all__ = [
     "MANIFEST_VERSION",
     "MAX_MANIFEST",
     "MAX_SEGMENTS",
+    "STRANGERS_ADDRESSES",
+    "STRANGERS_ARRAYS",
+    "STRANGERS_MANIFEST",
     "ArrayEntry",
     "EventEntry",
     "HandleEntry",
@@ -47,9 +50,14 @@ MAX_EVENTS = 64
 LEAST_ARRAYS = 65_536
 BYTES_PER_ARRAY = 64
 WORDS_PER_ARRAY = 256
+# Of another user, who may state any amount of memory without having it. What is read is built in one step, in which no
+# other thread runs: 0.15 s for as much as this, where a million arrays were 5 s.
+STRANGERS_ARRAYS = 65_536
+STRANGERS_MANIFEST = 4 << 20
 HANDLE_BYTES = 64  # of a legacy IPC handle, a pool's pointer, an event
 MAX_NAME = 1024  # characters of an array's name
 MAX_ADDRESSES = 2**47  # bytes: what a process has on the machines there are
+STRANGERS_ADDRESSES = MAX_ADDRESSES // 8  # that another user may have set aside for all memories of an entry
 
 _FD, _LEGACY, _POOL = int(HandleKind.POSIX_FD), int(HandleKind.LEGACY_IPC), int(HandleKind.POOL)
 _Bytes = Annotated[int, Meta(ge=0, le=2**62)]
@@ -129,6 +137,9 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     `handles`, `pools` and `events` are for what is lent directly: memory that no keeper could keep. What is `updatable`
     has one descriptor more, the last: the page of its publisher's words. What may grow has `serials`, one for each
     segment of all memories: by them a reader knows a newer version that begins with what it has mapped.
+
+    What has several `slots` is in memory as often: the memories of the first slot come first, and the arrays are said
+    to lie in those. In each other slot they lie at the same places, in the memories that come behind.
     """
 
     version: int
@@ -139,6 +150,12 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
     events: Annotated[tuple[EventEntry, ...], Meta(max_length=MAX_EVENTS)] = ()
     updatable: bool = False
     serials: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**62)], ...], Meta(max_length=MAX_SEGMENTS)] = ()
+    slots: Annotated[int, Meta(ge=1, le=2)] = 1
+
+    @property
+    def memories_of_a_slot(self) -> int:
+        """How many of the memories each slot has."""
+        return len(self.memories) // self.slots
 
     @property
     def descriptors(self) -> int:
@@ -177,6 +194,7 @@ class _Outline(Struct):
     arrays: msgspec.Raw = msgspec.Raw(b"\x80")
 
 
+_OF_STRANGERS = ("", " of another user's entry: have it published in parts, or by a process of your own user")
 _version_decoder = msgspec.msgpack.Decoder(_Version)
 _outline_decoder = msgspec.msgpack.Decoder(_Outline)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
@@ -206,9 +224,15 @@ def most_arrays(nbytes: int) -> int:
     return min(MAX_ARRAYS, LEAST_ARRAYS + nbytes // BYTES_PER_ARRAY)
 
 
-def most_manifest(nbytes: int) -> int:
-    """Return how many bytes the manifest of an entry of `nbytes` bytes of memory may have."""
-    return min(MAX_MANIFEST, WORDS_PER_ARRAY * most_arrays(nbytes))
+def most_manifest(nbytes: int, *, strange: bool = False) -> int:
+    """Return how many bytes the manifest of an entry of `nbytes` bytes of memory may have.
+
+    Parameters
+    ----------
+    strange : bool
+        Whether it is another user's.
+    """
+    return min(STRANGERS_MANIFEST if strange else MAX_MANIFEST, WORDS_PER_ARRAY * most_arrays(nbytes))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -248,13 +272,17 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return data
 
 
-def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = None) -> Manifest:
+def decode_manifest(
+    data: bytes | bytearray | memoryview, nbytes: int | None = None, *, strange: bool = False
+) -> Manifest:
     """Parse and check a manifest that somebody else wrote.
 
     Parameters
     ----------
     nbytes : int, optional
         Bytes of memory that came with it: what it may say, and so what reading it costs, goes by that.
+    strange : bool
+        Whether it is another user's, of whom :data:`STRANGERS_ARRAYS` are read, in :data:`STRANGERS_MANIFEST` bytes.
 
     Raises
     ------
@@ -262,9 +290,11 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
         If it is not one, speaks of another version, or contradicts itself.
     """
     most = MAX_ARRAYS if nbytes is None else most_arrays(nbytes)
-    longest = MAX_MANIFEST if nbytes is None else min(MAX_MANIFEST, WORDS_PER_ARRAY * most)
+    longest = MAX_MANIFEST if nbytes is None else most_manifest(nbytes, strange=strange)
     if len(data) > longest:
-        raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read")
+        raise ProtocolError(f"a manifest of {len(data)} bytes; at most {longest} are read{_OF_STRANGERS[strange]}")
+    if strange:
+        most = min(most, STRANGERS_ARRAYS)
     try:
         if len(data) > _SMALL:
             _count(_outline_decoder.decode(data), most)
@@ -282,15 +312,32 @@ def decode_manifest(data: bytes | bytearray | memoryview, nbytes: int | None = N
     _check_handles(manifest)
     if manifest.updatable and (manifest.handles or manifest.pools or manifest.events):
         raise ProtocolError("memory that only its maker can keep is said to be updated in place")
+    if manifest.slots > 1:
+        _check_slots(manifest)
+    count = len(manifest.memories) // manifest.slots
     for name, entry in manifest.arrays.items():
-        if entry.memory >= len(manifest.memories):
-            raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {len(manifest.memories)}")
+        if entry.memory >= count:
+            raise ProtocolError(f"array {name!r} lies in memory {entry.memory} of {count}")
         room = manifest.memories[entry.memory].nbytes
         if entry.offset + entry.nbytes > room:
             raise ProtocolError(
                 f"array {name!r} names bytes {entry.offset} to {entry.offset + entry.nbytes} of a memory of {room}"
             )
     return manifest
+
+
+def _check_slots(manifest: Manifest) -> None:
+    """Raise ProtocolError unless what lies in a memory of the first slot has as much room in that of each other."""
+    count, memories = manifest.memories_of_a_slot, manifest.memories
+    if not manifest.updatable or len(memories) % manifest.slots:
+        raise ProtocolError(f"{len(memories)} memories, updatable={manifest.updatable}, are said to be two slots")
+    for number, memory in enumerate(memories[count:]):
+        first = memories[number % count]
+        if memory.device != first.device or memory.nbytes < first.nbytes:
+            raise ProtocolError(
+                f"the memories of two slots differ: {first.nbytes} bytes on {first.device!r:.80}, and {memory.nbytes} "
+                f"on {memory.device!r:.80}"
+            )
 
 
 def _count(outline: _Outline, most: int) -> None:

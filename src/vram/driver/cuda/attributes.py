@@ -22,6 +22,7 @@ __all__ = [
     "MEMPOOL",
     "PointerAttributes",
     "attribute",
+    "misread",
 ]
 
 # CU_POINTER_ATTRIBUTE_*
@@ -83,6 +84,19 @@ def attribute(bindings: Bindings, number: int, address: int) -> int:
     room = ctypes.c_uint64()
     bindings.past("cuPointerGetAttribute", ctypes.addressof(room), number, address)
     return ctypes.c_int32(room.value).value if number == DEVICE_ORDINAL else room.value
+
+
+def misread(bindings: Bindings) -> str:
+    """Return which attribute the bindings do not pass on as the driver says it; empty if they do.
+
+    Asked of an address of the host, whose GPU the driver says is -2; some releases give that without its sign.
+    """
+    page = ctypes.c_uint64()
+    attributes = [bindings.api.CUpointer_attribute(DEVICE_ORDINAL)]
+    (found,) = bindings("cuPointerGetAttributes", 1, attributes, ctypes.addressof(page))
+    told = ctypes.c_int32(int(found) & 0xFFFFFFFF).value
+    says = PointerAttributes(bindings, DEVICE_ORDINAL)(ctypes.addressof(page))[0]
+    return "" if told == says else f"for the GPU of a pointer they say {told} where the driver says {says}"
 
 
 def _check(address: int) -> None:

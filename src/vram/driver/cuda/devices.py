@@ -139,6 +139,7 @@ class Devices:
         self.all = tuple(Device(bindings, number) for number in range(int(bindings("cuDeviceGetCount"))))
         self._by_uuid = {device.uuid: device for device in self.all}
         self._places: dict[Location, tuple[int, int]] = {}
+        self._names: dict[tuple[int, int], Location] = {}
 
     def place(self, location: Location) -> tuple[int, int]:
         """Return a location as the driver says it: ``CUmemLocationType`` and id.
@@ -171,10 +172,12 @@ class Devices:
         return self.all[number]
 
     def location(self, kind: int, number: int) -> Location:
-        """Return what the driver's location is called here."""
-        if kind == DEVICE:
-            return Location("cuda", number)
-        return Location("cuda", "host" if kind == HOST else f"numa:{number}")
+        """Return what the driver's location is called here: for one place always the same object, found by identity."""
+        found = self._names.get((kind, number))
+        if found is None:
+            name = number if kind == DEVICE else "host" if kind == HOST else f"numa:{number}"
+            found = self._names.setdefault((kind, number), Location("cuda", name))
+        return found
 
     def _look_up(self, location: Location) -> tuple[int, int]:
         where = location.id

@@ -47,7 +47,8 @@ class MemoryCalls:
         self._books = Books()
         self._props: dict[tuple[Place, int, int], Any] = {}
         self._granularities: dict[tuple[Location, int, int], Granularity] = {}
-        self._grants: dict[tuple[Access, tuple[Place, ...]], tuple[Any, ...]] = {}
+        self._ways: dict[tuple[Location, HandleKind, AllocationFlags], tuple[Place, int, int]] = {}
+        self._grants: dict[tuple[Access, tuple[Location, ...]], tuple[tuple[Place, ...], tuple[Any, ...]]] = {}
         self._least = 0
 
     # -- devices ------------------------------------------------------------------------------------------------
@@ -225,13 +226,9 @@ class MemoryCalls:
 
     def mem_set_access(self, address: int, nbytes: int, access: Access, locations: Sequence[Location]) -> None:
         check_access("mem_set_access", access)
-        if not locations:
-            raise UsageError("mem_set_access: no location was named")
-        places = tuple([self._devices.place(location) for location in locations])
+        asked = (access, tuple(locations))
+        places, grants = self._grants.get(asked) or self._granted(*asked)
         due: list[Any] = self._books.whole("mem_set_access", address, nbytes, gaps=False)
-        grants = self._grants.get((access, places))
-        if grants is None:
-            grants = self._grants[access, places] = tuple(self._grant(access, place) for place in places)
         try:
             self._call("cuMemSetAccess", address, nbytes, grants, len(grants))
             self._write_rights(due, places, access)
@@ -264,13 +261,14 @@ class MemoryCalls:
         self, call: str, nbytes: int, location: Location, handle_kinds: HandleKind, flags: AllocationFlags
     ) -> CudaMemory:
         """Make memory, whose driver handle is still to be claimed."""
-        place = self._devices.place(location)
-        prop = self._prop(call, location, place, handle_kinds, flags)
-        check_size(call, nbytes, self.mem_granularity(location, handle_kinds, flags).minimum)
+        asked = (location, handle_kinds, flags)
+        place, prop, least = self._ways.get(asked) or self._way(call, *asked)
+        if nbytes <= 0 or nbytes % least or nbytes >> 64:
+            check_size(call, nbytes, least)
+            check_numbers("cuMemCreate", nbytes)
         memory = CudaMemory(nbytes, handle_kinds, place)
-        check_numbers("cuMemCreate", nbytes)
         try:
-            self._obtain(memory, "cuMemCreate", nbytes, int(prop.getPtr()), 0)
+            self._obtain(memory, "cuMemCreate", nbytes, prop, 0)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
                 error.call, error.code, error.name, f"{nbytes} bytes on {location}: {error.args[0].partition(': ')[2]}"
@@ -282,7 +280,9 @@ class MemoryCalls:
     def _map(self, call: str, address: int, memory: CudaMemory) -> CudaMapping:
         """Map a whole allocation, without access."""
         books, nbytes = self._books, memory.nbytes
-        check_address(call, address, self._granule())
+        least = self._least or self._granule()
+        if address < 0 or address % least:
+            check_address(call, address, least)
         mapping = CudaMapping(address, memory, books.reservation_at(call, address, nbytes))
         is_mapped = False
         try:
@@ -389,6 +389,18 @@ class MemoryCalls:
                 mapping.rights[place] = access
             mapping.access = max(mapping.rights.values())
 
+    def _way(self, call: str, location: Location, kinds: HandleKind, flags: AllocationFlags) -> tuple[Place, int, int]:
+        """Return where memory is made, the address of what describes it to the driver, and its granularity.
+
+        Found out once, since making memory comes by here each time.
+        """
+        place = self._devices.place(location)
+        prop = self._prop(call, location, place, kinds, flags)
+        found = place, int(prop.getPtr()), self.mem_granularity(location, kinds, flags).minimum
+        if location.id != "numa":  # that one depends on who asks
+            self._ways[location, kinds, flags] = found
+        return found
+
     def _prop(self, call: str, location: Location, place: Place, kinds: HandleKind, flags: AllocationFlags) -> Any:
         """Return what describes memory of that kind to the driver; made once, since making it costs microseconds."""
         key = (place, int(kinds), int(flags))
@@ -408,6 +420,16 @@ class MemoryCalls:
                 write(prop, offset, UINT32, value)
             self._props[key] = prop
         return prop
+
+    def _granted(self, access: Access, locations: tuple[Location, ...]) -> tuple[tuple[Place, ...], tuple[Any, ...]]:
+        """Return places, and what tells the driver of their right; found out once, as :meth:`_way`."""
+        if not locations:
+            raise UsageError("mem_set_access: no location was named")
+        places = tuple([self._devices.place(location) for location in locations])
+        found = places, tuple([self._grant(access, place) for place in places])
+        if "numa" not in [location.id for location in locations]:
+            self._grants[access, locations] = found
+        return found
 
     def _grant(self, access: Access, place: Place) -> Any:
         grant = self._api.CUmemAccessDesc()

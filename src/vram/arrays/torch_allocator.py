@@ -1,0 +1,179 @@
+"""What a pool for PyTorch needs of torch's allocator that no public function gives: asked for and checked in one place.
+
+References
+----------
+PyTorch, ``torch/csrc/cuda/Module.cpp``, ``c10/cuda/CUDACachingAllocator.cpp`` (settings, ``beginAllocateToPool``), and
+``aten/src/ATen/cuda/CublasHandlePool.cpp`` (workspaces).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+from ..errors import InternalError, UnsupportedError, UsageError
+
+__all__ = [
+    "Serving",
+    "Workspaces",
+    "check_thread",
+    "check_torch",
+    "immortal",
+    "import_torch",
+    "release_lock",
+    "serve",
+]
+
+# torch passes a device and a stream as well. What reads fewer arguments than it is passed is right on x86-64 and arm64.
+_ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+
+_NEEDED = (
+    "cuda.MemPool", "cuda.use_mem_pool", "cuda.memory_snapshot", "cuda.memory._snapshot", "_C._cuda_customAllocator",
+    "_C._cuda_beginAllocateCurrentThreadToPool", "_C._cuda_endAllocateToPool", "_C._cuda_releasePool",
+    "_C._accelerator_setAllocatorSettings",
+)  # fmt: skip
+_OLDEST = (2, 10)  # before, the end of a pool that a graph uses ended the process, and inner pools were ignored
+_OPEN = "release_lock_on_cudamalloc"
+
+
+def import_torch() -> Any:
+    """Return torch, or say that it is missing."""
+    try:
+        import torch
+    except ImportError as error:
+        raise UnsupportedError(
+            "a pool for torch", "torch", "no such package", "Install it, or use vram.empty(...).torch()"
+        ) from error
+    return torch
+
+
+def check_torch(torch: Any) -> None:
+    """Check that this torch has all that a pool needs, and have it let go of its lock."""
+    built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+    have = f"torch {torch.__version__}, built {built}"
+    missing = [f"torch.{name}" for name in _NEEDED if not _has(torch, name)]
+    if missing or torch.version.cuda is None:
+        raise UnsupportedError("a pool for torch", ", ".join(missing) or "a torch built with CUDA", have)
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < _OLDEST:
+        raise UnsupportedError("a pool for torch", f"torch {_OLDEST[0]}.{_OLDEST[1]} or newer", have)
+    if (backend := torch.cuda.get_allocator_backend()) != "native":
+        raise UnsupportedError("a pool for torch", "torch's own allocator", f"{backend} (PYTORCH_ALLOC_CONF)")
+    release_lock(torch)
+    if torch.cuda.memory._snapshot()["allocator_settings"].get(_OPEN) is not True:
+        raise UnsupportedError("a pool for torch", f"torch's setting {_OPEN}, which has no effect here", have)
+
+
+def _has(torch: Any, name: str) -> bool:
+    found = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
+
+
+def release_lock(torch: Any) -> None:
+    """Have torch let go of its allocator's lock while it calls a pool for memory.
+
+    Without it, a thread that allocates in a pool holds torch's lock and waits for Python's, and one that enters a pool
+    holds Python's and waits for torch's. The settings that somebody else made last are kept; torch drops those that are
+    not named again.
+    """
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    given = read() if read else torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]
+    settings = [*filter(None, given.replace(" ", "").strip(",").split(",")), f"{_OPEN}:True"]
+    if settings[-2:-1] != settings[-1:]:
+        torch._C._accelerator_setAllocatorSettings(",".join(settings))
+
+
+def immortal(thing: object) -> None:
+    """Keep something as long as the process, because torch may call or free it as late as that."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+class Serving(NamedTuple):
+    """What torch calls to allocate, and torch's object for it.
+
+    Attributes
+    ----------
+    requests : generator
+        Takes sizes and gives addresses, or 0.
+    allocator : object
+        What a pool of torch's is made with.
+    """
+
+    requests: Any
+    allocator: object
+
+    def check(self) -> None:
+        """Check that it goes on serving."""
+        if self.requests.gi_frame is None:
+            raise InternalError(
+                "an interrupt in the midst of another came while torch was allocating: what it allocated on this "
+                "thread may be anywhere. End the process"
+            )
+
+
+def serve(torch: Any, requests: Generator[int, int, None]) -> Serving:
+    """Have torch ask a generator for memory, which it may as long as there is a process."""
+    next(requests)
+    allocate = _ALLOCATE(requests.send)
+    release = ctypes.CDLL(None).labs  # native, and does nothing: it takes an integer and returns another
+    allocator = torch._C._cuda_customAllocator(
+        *(ctypes.cast(function, ctypes.c_void_p).value for function in (allocate, release))
+    )
+    for thing in (requests, allocate, allocator):
+        immortal(thing)
+    return Serving(requests, allocator)
+
+
+def check_thread(entered_by: int, what: str) -> None:
+    """Check that a block, in which torch allocates for one thread only, is left by the thread that entered it."""
+    if threading.get_ident() != entered_by:
+        raise UsageError(
+            f"{what} is left by another thread than the one that entered it, which torch may still allocate for there. "
+            f"Leave it where it was entered"
+        )
+
+
+class Workspaces:
+    """The workspaces that torch takes for cuBLAS, one for each thread and stream, and keeps as long as the process.
+
+    torch takes one at the first matrix product of a thread on a stream, wherever that thread allocates just then. In a
+    block of a pool that is memory which sleeps, and a product elsewhere would then fault. A captured graph, too, holds
+    the address of the one that its stream had. torch tells nobody where they are, and lets go of all of them or none.
+    So each letting go may take one from a graph that holds it, which then writes into whatever torch puts there next:
+
+    - A graph that is captured with none there takes one in its own memory. All are let go of before
+      :meth:`TorchPool.capture`, and such graphs mind no letting go afterwards.
+    - For graphs that others captured, as few as possible are let go of: only where one may be in memory of a pool, and
+      at once if that is likely, so that what is captured later begins with none.
+
+    Attributes
+    ----------
+    may_be_ours : bool
+        Whether some may be in memory of a pool.
+    """
+
+    def __init__(self) -> None:
+        self.may_be_ours = False
+
+    def leave(self, torch: Any, *, grew: bool) -> None:
+        """A thread has left a block, in which memory was made or not.
+
+        torch may have put one into memory that it had before. That is seen to when that memory is to go.
+        """
+        self.may_be_ours = True
+        if grew:
+            self.let_go(torch)
+
+    def let_go(self, torch: Any, *, always: bool = False) -> None:
+        """Have torch take them anew where it next needs them, if any may be in memory of a pool, or `always`.
+
+        Not while this thread captures a graph, which holds those that it has used so far.
+        """
+        if (self.may_be_ours or always) and not torch.cuda.is_current_stream_capturing():
+            self.may_be_ours = False  # first: a block that is left meanwhile says so again
+            clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+            if clear is not None:
+                clear()

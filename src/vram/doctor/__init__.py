@@ -1,0 +1,39 @@
+"""What works on this machine, what does not, and why: ``vram doctor``.
+
+What can be found out by doing it is done: an attribute, a version or a file says only what should be. Multicast alone
+goes by the attribute, since trying it can put a whole host out of service. Nothing of what is tried stays behind.
+
+=============  =====================================================================================================
+:mod:`.system`    the kernel, and what it lets this process have
+:mod:`.keepers`   the socket of this user's keeper, and who answers there
+:mod:`.gpus`      NVIDIA's driver, cuda-bindings, each GPU: in a process of their own, which a sick driver may hang
+:mod:`.packages`  what is installed beside this library
+=============  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+
+from . import gpus, keepers, packages, system
+from .finding import Area, Finding, Verdict, unmet
+
+__all__ = ["Area", "Finding", "Verdict", "examine", "unmet"]
+
+
+def examine(keeper: str | os.PathLike[str] | None = None, *, timeout: float = 60.0) -> tuple[Finding, ...]:
+    """Find out what works here. It raises nothing for what does not: that is what it returns.
+
+    Parameters
+    ----------
+    keeper : str or PathLike, optional
+        The keeper's socket; by default ``VRAM_KEEPER``, or the user's own.
+    timeout : float
+        Seconds that the driver of the GPUs has to answer everything. A keeper has 5 s.
+
+    Returns
+    -------
+    tuple of Finding
+        By area: "host", "keeper", "gpu", "packages".
+    """
+    return (*system.examine(), *keepers.examine(keeper), *gpus.ask(timeout), *packages.examine())

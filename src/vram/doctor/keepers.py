@@ -1,0 +1,61 @@
+"""The keeper of this user: where its socket is, whether that place can be trusted, and who answers there."""
+
+from __future__ import annotations
+
+import os
+
+from ..entries.administration import statistics
+from ..errors import PeerGoneError, VramError
+from ..keeper.paths import check_directory, find_path, how_to_start
+from ..spec import format_size
+from .finding import Finding, failed
+
+__all__ = ["examine"]
+
+_FULL = 0.9  # of a ceiling: who publishes more will soon be refused
+
+
+def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
+    """Look at the directory, and ask the keeper for its statistics."""
+    try:
+        found, chosen = find_path(path)
+    except VramError as error:
+        return [failed("keeper", "keeper", error, remedy="set VRAM_KEEPER, or XDG_RUNTIME_DIR, to a shorter path")]
+    if not os.path.lexists(found):
+        return [
+            Finding(
+                area="keeper", check="keeper", verdict="absent", said=f"nobody listens at {found}", code="ENOENT",
+                remedy=how_to_start(found) + ", or mount the directory of one that runs and set VRAM_KEEPER",
+            )
+        ]  # fmt: skip
+    try:
+        if not chosen:  # where somebody chose it, its owner is whom they trust: connecting checks that
+            check_directory(os.path.dirname(found))
+        held = statistics(keeper=found)
+    except PeerGoneError as error:
+        said = failed("keeper", "keeper", error, remedy=how_to_start(found))
+        return [Finding(area="keeper", check="keeper", verdict="absent", said=said.said, remedy=said.remedy)]
+    except (VramError, OSError) as error:
+        return [failed("keeper", "keeper", error)]
+    findings = [
+        Finding(
+            area="keeper", check="keeper", verdict="ok",
+            said=f"pid {held.pid} serves at {found}: {held.entries} entries, {format_size(held.nbytes)}",
+        )
+    ]  # fmt: skip
+    for what, used, most in (
+        ("bytes", held.nbytes, held.max_bytes),
+        ("entries", held.entries, held.max_entries),
+        ("descriptors", held.descriptors, held.max_descriptors),
+    ):
+        if most is not None:
+            full = used >= most * _FULL
+            findings.append(
+                Finding(
+                    area="keeper", check=f"keeper {what}", verdict="limited" if full else "ok",
+                    said=f"{used} of {most} {what} are used",
+                    remedy="remove entries (vram rm), or take it over with a higher limit (vram keep --takeover)"
+                    if full else "",
+                )
+            )  # fmt: skip
+    return findings

@@ -1,0 +1,160 @@
+"""Two slots of what is updated in place: readers stay in one while the publisher writes the other (decision 043).
+
+Version `v` of an entry that was published with ``swap=True`` is in slot ``(v - 1) % 2``: the number of the version,
+which is one word, says where it is, and no reader ever has to wait for the publisher. The publisher waits, before it
+writes version ``v + 1``, for the readers that are still inside version ``v - 1``, whose slot that is.
+
+While a thread enters a section its word says that it may be in either slot; then which. So it has said that it is in
+a slot since before it looked which one is current, and a publisher that looks at the words behind a barrier has seen
+that, or the thread sees the version that the publisher has counted before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from threading import get_ident
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..arrays import Array
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..sharing.descriptor import Manifest
+    from .reading import Page
+
+__all__ = ["Given", "Slot", "Slotted", "Span", "current", "difference", "slot_of", "slots"]
+
+
+def slot_of(version: int) -> int:
+    """Return the slot that a version is in."""
+    return (version - 1) & 1
+
+
+# -- the reader's ------------------------------------------------------------------------------------------------------
+class Slotted(Protocol):
+    """A lease, as this module uses it."""
+
+    _manifest: Manifest
+    _page: Page | None
+
+    @property
+    def name(self) -> str:
+        """The entry's name."""
+
+    def _array_in(self, slot: int, name: str) -> Array:
+        """Return an array of a slot."""
+
+
+class Slot(Mapping[str, Array]):
+    """The arrays of one slot of a lease, by name: where they are never changes, and what is in them is of no one
+    version but inside of a section that is in this slot."""
+
+    __slots__ = ("_lease", "_number")
+
+    def __init__(self, lease: Slotted, number: int) -> None:
+        self._lease, self._number = lease, number
+
+    def __getitem__(self, name: str) -> Array:
+        return self._lease._array_in(self._number, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._lease._manifest.arrays)
+
+    def __len__(self) -> int:
+        return len(self._lease._manifest.arrays)
+
+    def __repr__(self) -> str:
+        return f"<slot {self._number} of {self._lease!r}>"
+
+
+def slots(lease: Slotted) -> tuple[Slot, ...]:
+    """Return the slots of a lease on what has several."""
+    return tuple([Slot(lease, number) for number in range(lease._manifest.slots)])
+
+
+def current(lease: Slotted) -> int:
+    """Return the slot that the section of the calling thread is in.
+
+    Raises
+    ------
+    UsageError
+        If this thread is in no section of this lease.
+    """
+    page = lease._page
+    mine = None if page is None else page.slots_of.get(get_ident())
+    if mine is None or not (mine.depth and mine.version):
+        raise UsageError(
+            f"{lease.name!r} was published with swap=True: which of its two slots is read is decided where a section "
+            f"begins, and this thread is in none. Ask inside of lease.reading(), or lease.slots for the arrays of both"
+        )
+    return slot_of(mine.version)
+
+
+# -- the publisher's ---------------------------------------------------------------------------------------------------
+class Span(NamedTuple):
+    """Bytes of one memory: its number, where they begin and where they end."""
+
+    memory: int
+    start: int
+    stop: int
+
+
+class Given(Mapping[str, Array]):
+    """The arrays that the block of an update may write: it notes which of them the block has asked for.
+
+    Parameters
+    ----------
+    arrays : mapping of str to Array
+        What there is to be asked for.
+    asked, differs : set of str
+        The name of what is asked for is added to both, before the array is given out: what this block may have written,
+        and what the slots may not have in common any more, however this block ends.
+    """
+
+    __slots__ = ("_arrays", "_asked", "_differs")
+
+    def __init__(self, arrays: Mapping[str, Array], asked: set[str], differs: set[str]) -> None:
+        self._arrays, self._asked, self._differs = arrays, asked, differs
+
+    def __getitem__(self, name: str) -> Array:
+        array = self._arrays[name]
+        self._differs.add(name)
+        self._asked.add(name)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+
+def difference(spans: Iterable[Span], cuts: Iterable[Span]) -> list[Span]:
+    """Return the bytes of `spans` that are in none of `cuts`, each once and in order, in as few spans as that takes."""
+    left: list[Span] = []
+    holes = _joined(cuts)
+    at = 0
+    for memory, start, stop in _joined(spans):
+        while at < len(holes) and (holes[at].memory, holes[at].stop) <= (memory, start):
+            at += 1
+        begin, hole = start, at
+        while hole < len(holes) and holes[hole].memory == memory and holes[hole].start < stop:
+            if holes[hole].start > begin:
+                left.append(Span(memory, begin, holes[hole].start))
+            begin = max(begin, holes[hole].stop)
+            hole += 1
+        if begin < stop:
+            left.append(Span(memory, begin, stop))
+    return left
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Return spans in order, those that touch or overlap as one."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        last = found[-1] if found else None
+        if last is not None and last.memory == span.memory and span.start <= last.stop:
+            found[-1] = Span(last.memory, last.start, max(last.stop, span.stop))
+        elif span.start < span.stop:
+            found.append(span)
+    return found

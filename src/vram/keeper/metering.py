@@ -1,0 +1,176 @@
+"""What a keeper has done, for whom, and how long it worked on it: for ``vram metrics`` and ``vram top``.
+
+Counted as requests are answered. Who has how much is in the accounts already; only the bytes of each device are
+looked up when somebody asks, since who publishes should not pay for that: what came since is read then.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from . import messages as m
+from .catalogue import Catalogue
+from .records import Version
+
+__all__ = ["BOUNDS", "MOST_ROWS", "Meter", "kind_of"]
+
+# Seconds that the keeper worked on a request. Most take 20 to 200 us.
+BOUNDS: Final = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 1.0)
+MOST_ROWS: Final = 100  # users, and devices; what the others have is one row
+_READ: Final = 1_000  # versions whose devices one answer reads, at 3 us each: others wait for it
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+_entry = msgspec.msgpack.Decoder(m.Entry)
+
+
+class _Kind:
+    """All requests of one kind."""
+
+    __slots__ = ("buckets", "errors", "seconds")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (len(BOUNDS) + 1)  # the last is for what took longer
+        self.seconds = 0.0
+        self.errors: dict[str, int] = {}
+
+
+class Meter:
+    """The counts of one keeper.
+
+    Parameters
+    ----------
+    catalogue : Catalogue
+        What it holds.
+    """
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._kinds: dict[str, _Kind] = {}
+        self._places: dict[int, list[tuple[str, int]]] = {}  # of each version, by its serial: bytes by device
+        self._sums: dict[str, list[int]] = {}  # of each device: bytes and versions
+        self._read = 0  # the serial of the last version whose devices were read
+
+    def count(self, kind: str, seconds: float, error: str = "") -> None:
+        """Count a request, the seconds that were worked on it, and the name of the error if it failed."""
+        counts = self._kinds.get(kind)
+        if counts is None:
+            counts = self._kinds[kind] = _Kind()
+        counts.buckets[bisect.bisect_left(BOUNDS, seconds)] += 1
+        counts.seconds += seconds
+        if error:
+            counts.errors[error] = counts.errors.get(error, 0) + 1
+
+    def report(self, call: int, *, uptime: float, connections: Mapping[int, int]) -> m.Measurements:
+        """Return all counts.
+
+        Parameters
+        ----------
+        call : int
+            The request's number.
+        uptime : float
+            Seconds since the keeper began.
+        connections : mapping of int to int
+            How many each user has.
+        """
+        more = self._read_places()
+        return m.Measurements(
+            call=call,
+            uptime=uptime,
+            processor=time.process_time(),
+            resident=_resident(),
+            bounds=list(BOUNDS),
+            requests=[
+                m.RequestRow(kind, sum(counts.buckets), counts.seconds, counts.buckets, counts.errors)
+                for kind, counts in sorted(self._kinds.items())
+            ],
+            users=self._users(connections),
+            devices=self._devices(),
+            more=more,
+        )
+
+    def _users(self, connections: Mapping[int, int]) -> list[m.UserRow]:
+        accounts = self._catalogue.accounts
+        rows = []
+        for uid in accounts.users() | connections.keys():
+            used, tally = accounts.of(uid), accounts.tally(uid)
+            rows.append(
+                m.UserRow(
+                    uid, m.saturated(used.nbytes), used.entries, used.handles, tally.leases, connections.get(uid, 0)
+                )
+            )
+        rows.sort(key=lambda row: (row.nbytes, row.connections), reverse=True)
+        if len(rows) > MOST_ROWS:
+            rest = rows[MOST_ROWS:]
+            rows[MOST_ROWS:] = [
+                m.UserRow(
+                    None,
+                    m.saturated(sum(row.nbytes for row in rest)),
+                    sum(row.entries for row in rest),
+                    sum(row.descriptors for row in rest),
+                    sum(row.leases for row in rest),
+                    sum(row.connections for row in rest),
+                )
+            ]
+        return rows
+
+    def _devices(self) -> list[m.DeviceRow]:
+        rows = [m.DeviceRow(device, m.saturated(nbytes), count) for device, (nbytes, count) in self._sums.items()]
+        rows.sort(key=lambda row: row.nbytes, reverse=True)
+        if len(rows) > MOST_ROWS:
+            rest = rows[MOST_ROWS:]
+            nbytes, count = sum(row.nbytes for row in rest), sum(row.versions for row in rest)
+            rows[MOST_ROWS:] = [m.DeviceRow(None, m.saturated(nbytes), count)]
+        return rows
+
+    def _read_places(self) -> bool:
+        """Forget the versions that are gone, and read some of those that are new; return whether more are."""
+        catalogue, places = self._catalogue, self._places
+        for serial in [serial for serial in places if not catalogue.has_serial(serial)]:
+            self._add(places.pop(serial), -1)
+        new = catalogue.versions_after(self._read)  # what was moved is among them, by a new serial number
+        for version in itertools.islice(new, _READ):
+            self._read = version.serial
+            places[version.serial] = found = _places(version)
+            self._add(found, 1)
+        return next(new, None) is not None
+
+    def _add(self, places: list[tuple[str, int]], times: int) -> None:
+        for device, nbytes in places:
+            counts = self._sums.setdefault(device, [0, 0])
+            counts[0] += times * nbytes
+            counts[1] += times
+            if not counts[1]:
+                del self._sums[device]
+
+
+def kind_of(request: m.Request) -> str:
+    """What a request is counted as: by the name of its message, but a removal that asks readers to let go apart."""
+    if type(request) is m.Remove and request.revoke:
+        return "revoke"
+    return str(type(request).__struct_config__.tag)
+
+
+def _places(version: Version) -> list[tuple[str, int]]:
+    """The bytes that a version has on each device. What is parked is on the host, whatever it is to wake on."""
+    entry = _entry.decode(version.body)
+    if not entry.devices or version.parked:
+        return [("host", version.nbytes)]
+    sums = dict.fromkeys(entry.devices, 0)
+    for piece in entry.segments:
+        sums[entry.devices[piece.device]] += piece.size
+    return list(sums.items())
+
+
+def _resident() -> int:
+    """Bytes of memory that this process has; 0 where /proc is not there."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return 0

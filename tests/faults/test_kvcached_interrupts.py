@@ -1,0 +1,210 @@
+"""Ctrl-C at every point of the adapter of kvcached (I12): no page on another's memory, none lost, no lock held."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from interrupts import Point, chosen, interrupt, points, room
+from vram import driver, lifetime
+from vram.engines import kvcached, kvcached_tensors
+from vram.spec import HOST
+
+PAGE = 2 << 20
+PAGES = 6
+SOON = 10.0
+BOOKS = room("engines/", "std:threading")
+MEMORY = room("engines/", "memory/", "lifetime.py")
+
+
+@pytest.fixture(autouse=True)
+def tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no torch, numpy's arrays over the same memory stand for its tensors."""
+    if importlib.util.find_spec("torch") is None:
+        monkeypatch.setattr(kvcached_tensors._Shown, "tensor", lambda self, device: np.asarray(self))
+
+
+class Engine:
+    """Tensors of two layers, and their pages."""
+
+    def __init__(self, *, memory: bool = True, ahead: bool = False) -> None:
+        kvcached.shutdown_kvcached()
+        self.tensors: list[Any] = []
+        if memory:
+            kvcached.init_kvcached("cpu", PAGE, False)
+            self.tensors = kvcached.create_kv_tensors(2 * PAGES * PAGE, 1, "cpu", 1)
+        self.pages = kvcached.PageAllocator(
+            1, PAGES * PAGE, PAGE, contiguous_layout=False, enable_page_prealloc=ahead,
+            ipc_name=f"vram-test-{os.getpid()}",
+        )  # fmt: skip
+        if not memory:
+            self.pages.set_use_worker_ipc(True)
+            self.pages.set_broadcast_map_callback(lambda world, offsets: None)
+            self.pages.set_broadcast_unmap_callback(lambda world, offsets: None)
+        self.pages._most = 1
+        self.taken = [self.pages.alloc_page().page_id for _ in range(3)]
+        self.got: list[int] = []
+
+    def check(self, *, interrupted_free: bool = False) -> None:
+        """What holds after an interrupt, whatever it was in."""
+        said: list[bool] = []
+
+        def look() -> None:
+            for lock in (self.pages._lock, kvcached_tensors._state.lock):
+                if lock.acquire(timeout=SOON):
+                    said.append(True)
+                    lock.release()
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(3 * SOON)
+        assert said == [True, True], "a lock is held"
+        state = self.pages.get_page_state()
+        mine = self.taken + self.got
+        assert state["inuse_pages"] in ({0, len(mine)} if interrupted_free else {len(mine)}), (state, mine)
+        if not state["inuse_pages"]:
+            mine.clear()
+        free = state["free_pages"]
+        more = [self.pages.alloc_page().page_id for _ in range(free)]
+        assert sorted(mine + more) == list(range(state["total_pages"]))
+        for tensor in self.tensors:
+            half = len(tensor) // 2
+            for start in (0, half):
+                for page in mine + more:
+                    tensor[start + page * PAGE] = page + 1
+                assert [int(tensor[start + page * PAGE]) for page in mine + more] == [p + 1 for p in mine + more]
+
+
+ACTS: dict[str, Callable[[Engine], object]] = {
+    "alloc": lambda engine: engine.got.append(engine.pages.alloc_page().page_id),
+    "free": lambda engine: engine.pages.free_pages(engine.taken),
+    "state": lambda engine: engine.pages.get_page_state(),
+    "limit": lambda engine: engine.pages.check_and_get_resize_target(PAGES * PAGE),
+    "grow": lambda engine: engine.pages.resize((PAGES + 2) * PAGE),
+    "shrink": lambda engine: engine.pages.resize((PAGES - 2) * PAGE),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interrupt_leaves_each_page_in_one_place_and_no_lock_held_i12(act: str) -> None:
+    for nth in range(1, 10_000):
+        engine = Engine(memory=False)
+        hit = interrupt(nth, lambda: ACTS[act](engine), BOOKS)  # noqa: B023  (called here)
+        if not hit:
+            break
+        engine.check(interrupted_free=act == "free")
+    assert nth > 3
+    kvcached.shutdown_kvcached()
+
+
+def test_an_interrupt_of_a_trim_loses_no_page_i12() -> None:
+    for nth in range(1, 10_000):
+        engine = Engine(memory=False)
+        engine.pages._most = 3
+        engine.pages.free_pages(engine.taken)
+        engine.taken = []
+        if not interrupt(nth, engine.pages.trim, BOOKS):
+            break
+        engine.check()
+    assert nth > 3
+
+
+def seen(act: str) -> list[Point]:
+    engine = Engine()
+    return points(lambda: ACTS[act](engine), MEMORY)
+
+
+def once(act: str, nth: int) -> None:
+    engine = Engine()
+    interrupt(nth, lambda: ACTS[act](engine), MEMORY)
+    engine.check(interrupted_free=act == "free")
+
+
+@pytest.mark.parametrize("act", ["alloc", "free"])
+def test_an_interrupt_puts_no_two_pages_on_one_memory_i12(act: str) -> None:
+    before = driver.get(HOST).live().handles
+    found = seen(act)
+    assert len(found) > 100
+    for nth in chosen(found, 80, 1):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what was made and never handed out is dropped, as anything may be
+            once(act, nth)
+            gc.collect(0)
+    kvcached.shutdown_kvcached()
+    gc.collect()
+    assert not lifetime.stuck()
+    assert driver.get(HOST).live().handles == before
+
+
+@pytest.mark.parametrize("verb", ["map_to_kv_tensors", "unmap_from_kv_tensors"])
+def test_an_interrupted_exchange_is_done_again_i12(verb: str) -> None:
+    """At every point of the adapter itself: what is mapped, and not a note of it, says what is to be done."""
+    offsets = [PAGE, 2 * PAGE]
+    before = driver.get(HOST).live().handles
+    for nth in range(1, 10_000):
+        engine = Engine()
+        kvcached.unmap_from_kv_tensors([page * PAGE for page in range(PAGES)])
+        (tensor,) = engine.tensors
+        empty = driver.get(HOST).live().handles
+        if verb.startswith("un"):
+            kvcached.map_to_kv_tensors(offsets)
+        if not interrupt(nth, lambda: getattr(kvcached, verb)(offsets), room("engines/")):
+            break
+        kvcached.map_to_kv_tensors(offsets)
+        assert driver.get(HOST).live().handles == empty + 4, nth
+        for page in (1, 2, PAGES + 1, PAGES + 2):
+            tensor[page * PAGE] = page
+        assert [int(tensor[page * PAGE]) for page in range(2 * PAGES)] == [0, 1, 2, 0, 0, 0, 0, 7, 8, 0, 0, 0], nth
+        kvcached.unmap_from_kv_tensors(offsets)
+        assert driver.get(HOST).live().handles == empty, nth
+    assert nth > 10
+    del engine, tensor
+    kvcached.shutdown_kvcached()
+    gc.collect()
+    assert driver.get(HOST).live().handles == before
+
+
+def test_an_interrupt_of_the_shutdown_leaves_memory_that_the_next_one_gives_back_i12() -> None:
+    before = driver.get(HOST).live().handles
+    for nth in range(1, 10_000):
+        engine = Engine()
+        hit = interrupt(nth, kvcached.shutdown_kvcached, room("engines/"))
+        kvcached.shutdown_kvcached()
+        del engine
+        gc.collect()
+        assert driver.get(HOST).live().handles == before, nth
+        if not hit:
+            break
+    assert nth > 5
+
+
+def test_threads_that_map_ahead_can_be_ended_and_begun_again_after_an_interrupt_i12() -> None:
+    for verb in ("start_prealloc_thread", "stop_prealloc_thread"):
+        for nth in range(1, 10_000):
+            pages = Engine(memory=False, ahead=True).pages
+            pages.free_pages(range(3))
+            if verb.startswith("stop"):
+                pages.start_prealloc_thread()
+            hit = interrupt(nth, getattr(pages, verb), room("engines/", "lifetime.py", "std:threading"), returns=False)
+            pages.start_prealloc_thread()
+            threads = list(pages._threads)
+            assert len(threads) == 2
+            assert all(thread.is_alive() for thread in threads)
+            ender = threading.Thread(target=pages.stop_prealloc_thread, daemon=True)
+            ender.start()
+            ender.join(SOON)
+            assert not ender.is_alive(), (verb, nth)
+            if not hit:
+                break
+        assert nth > 3
+    del pages
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vram: kvcached")]

@@ -1,0 +1,678 @@
+"""Updates of what has two slots: readers move when they like, and nothing is ever torn (I14, decision 043)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from tests.keeper_here import later
+from tests.processes import update_children as children
+from tests.processes.test_update import child, steps, tear, write
+from tests.processes.update_children import ROWS, publish, seen, seen_here
+
+import vram
+from vram import driver as drivers
+from vram.driver import words
+from vram.entries import placement, reading, update
+from vram.entries.swap import Span, difference, slot_of
+from vram.errors import (
+    AccessDeniedError,
+    BusyError,
+    ClosedError,
+    ForkedError,
+    NotFoundError,
+    PeerGoneError,
+    TornError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.handover.exports import ExportTable
+from vram.keeper.client import close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.spec import HOST
+from vram.testing.keeper import SOON, until
+
+pytestmark = pytest.mark.usefixtures("kept")
+
+
+# -- one process, in words -------------------------------------------------------------------------------------------
+
+
+def test_an_update_goes_into_the_other_slot_and_readers_move_there() -> None:
+    mine = publish(swap=True)
+    with vram.attach("w") as lease:
+        assert (lease.updatable, lease.torn, len(lease.slots)) == (True, False, 2)
+        where = [{name: array.address for name, array in slot.items()} for slot in lease.slots]
+        assert not set(where[0].values()) & set(where[1].values())
+        views = [{name: array.numpy() for name, array in slot.items()} for slot in lease.slots]
+        written = set()
+        for version in range(1, 6):
+            if version > 1:
+                with vram.update("w") as arrays:
+                    written.add(arrays["a0"].address)
+                    for array in arrays.values():
+                        array.numpy()[:] = version
+            with lease.reading() as number:
+                assert (number, lease.slot) == (version, (version - 1) % 2)
+                assert {name: array.address for name, array in lease.items()} == where[lease.slot]
+                assert all((view == version).all() for view in views[lease.slot].values())
+                assert all((view == version).all() for view in lease.numpy().values())
+                assert [name for name, array in lease.items() if array is lease.slots[lease.slot][name]] == list(lease)
+        assert lease.wait(newer_than=4, timeout=0) == 5
+        assert len(written) == 2
+        assert mine["a0"].address in written, "what is shared where it is, is one of the two"
+        assert lease.nbytes >= 2 * sum(array.nbytes for array in mine.values())
+
+
+def test_an_update_waits_for_nobody_in_the_current_version_and_for_who_is_one_behind() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease, vram.attach("w") as other:
+        with lease.reading() as version:
+            write(2, timeout=0)
+            assert (version, lease.slot, seen(other)) == (1, 0, (2, [2]))
+            assert all((array.numpy() == 1).all() for array in lease.values())
+            with pytest.raises(BusyError, match=r"of the version before the current one") as refused:
+                write(3, timeout=0.05)
+            assert len(refused.value.holders) == 1
+            assert f"pid {os.getpid()}, uid {os.getuid()}" in refused.value.holders[0]
+            assert seen(other) == (2, [2]), "what was not begun has changed something"
+            with lease.reading() as inner:
+                assert (inner, lease.slot) == (1, 0), "a section inside another one has moved"
+            assert seen_here(lease) == [1]
+            thread, came = later(lambda: write(3))
+            until(lambda: other._words is not None and other._words[reading.NEXT] == 3)
+            assert not came
+        thread.join(SOON)
+        assert came == [None]
+        assert seen(lease) == seen(other) == (3, [3])
+
+
+def test_a_reader_that_is_still_entering_is_in_either_slot() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        assert lease._page is not None
+        for version, word, waits in ((1, 1, False), (2, 2, False), (3, 2, True), (3, 3, True), (3, 4, True)):
+            lease._page.slots[9] = word
+            if waits:
+                with pytest.raises(BusyError):
+                    write(version + 1, timeout=0.02)
+            else:
+                write(version + 1, timeout=0.02)
+        lease._page.slots[9] = 1
+        write(4, timeout=0.02)
+        assert seen(lease) == (4, [4])
+
+
+def test_who_enters_says_so_of_both_slots_until_it_knows_which() -> None:
+    """Or the publisher could look in between: at a thread that has looked where it will be, and has not said so."""
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        (slot,) = page_of(lease).slots_of.values()
+        real, said = slot.words, []
+
+        class Words:
+            def __getitem__(self, index: int) -> int:
+                if index == reading.VERSION:
+                    said.append(slot.slots[slot.index])
+                return int(real[index])
+
+        slot.words = Words()  # type: ignore[assignment]
+        with lease.reading():
+            said.append(slot.slots[slot.index])
+        assert slot.slots[slot.index] == 0
+        assert said == [reading.EITHER, 1, 1], "where it looks, inside, and where it leaves"
+        slot.words = real
+
+
+def test_an_entry_of_too_many_segments_for_two_slots_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "MAX_SEGMENTS", 5)
+    arrays = {f"a{number}": vram.zeros(8, device="host") for number in range(3)}
+    assert vram.publish("one", arrays, updatable=True).zero_copy
+    for array in arrays.values():
+        array.close()
+    arrays = {f"a{number}": vram.zeros(8, device="host") for number in range(3)}
+    receipt = vram.publish("w", arrays, updatable=True, swap=True)
+    assert set(receipt.copied.values()) == {"all of it lies in 3 segments; 5 is the most"}
+    with vram.attach("w") as lease:
+        write(2)
+        assert seen(lease) == (2, [2])
+
+
+def test_arrays_are_aligned_in_the_second_slot_as_in_the_first() -> None:
+    with vram.Region.create("host", capacity=1 << 20, nbytes=1 << 20) as region:
+        arrays = {"odd": vram.Array(region, "int8", 3, offset=1), "even": vram.Array(region, "float64", 9, offset=264)}
+        assert vram.publish("w", arrays, updatable=True, swap=True, whole=True).zero_copy
+        with vram.attach("w") as lease:
+            for slot in lease.slots:
+                assert [array.address % 256 for array in slot.values()] == [1, 8]
+            for value in (2, 3, 4):
+                with vram.update("w", only=["even"] if value == 3 else None) as written:
+                    for array in written.values():
+                        array.fill(value)
+                with lease.reading():
+                    assert lease["even"].numpy().tolist() == [value] * 9
+                    assert lease["odd"].numpy().tolist() == [2 if value == 3 else value] * 3
+        vram.remove("w")
+
+
+def test_arrays_are_asked_for_inside_of_sections() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        for ask in (
+            lambda: lease["a0"], lambda: list(lease.values()), lease.numpy, lambda: lease.slot, lambda: lease.array,
+        ):  # fmt: skip
+            with pytest.raises(UsageError, match=r"this thread is in none|ask by name"):
+                ask()
+        with pytest.raises(NotFoundError, match="no array 'x'"):
+            lease.slots[1]["x"]
+        with lease.reading():
+            with pytest.raises(NotFoundError, match="no array 'x'"):
+                lease["x"]
+            for ask in (lambda: lease["a0"], lambda: lease.slot):
+                thread, came = later(ask)
+                thread.join(SOON)
+                assert isinstance(came[0], UsageError), "a thread without a section gets what another one's is in"
+            assert seen_here(lease) == [1]
+        with pytest.raises(UsageError):
+            lease["a0"]
+        slots = lease.slots
+        assert repr(slots[1]).startswith("<slot 1 of <Lease 'w' version ")
+        assert [len(slot) for slot in slots] == [3, 3]
+    for ask in (lambda: slots[0]["a0"], lambda: lease.slot):
+        with pytest.raises(ClosedError):
+            ask()
+
+
+def test_what_has_one_slot_says_so() -> None:
+    publish()
+    with vram.attach("w") as lease:
+        assert lease.slots == (lease,)
+        assert lease.slot == 0
+        with lease.reading():
+            assert lease.slot == 0
+
+
+def test_arguments_that_cannot_be() -> None:
+    arrays = {"a": np.zeros(3)}
+    for verb in (vram.publish, lambda *given, **named: vram.attach_or_publish(given[0], lambda: given[1], **named)):
+        with pytest.raises(UsageError, match="needs updatable=True"):
+            verb("x", arrays, swap=True)  # type: ignore[operator]
+        with pytest.raises(UsageError, match="choose one of them"):
+            verb("x", arrays, swap=True, updatable=True, writable=True)  # type: ignore[operator]
+        with pytest.raises(UsageError, match="swap must be True or False"):
+            verb("x", arrays, swap=1, updatable=True)  # type: ignore[operator]
+    publish(swap=True)
+    with pytest.raises(UsageError, match="no private copy of either stays whole"):
+        vram.attach("w", access="cow")
+    with pytest.raises(AccessDeniedError):
+        vram.attach("w", access="rw")
+    with pytest.raises(UsageError, match="no array 'x'"):
+        vram.update("w", only=["x"]).__enter__()
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        write(2)
+        assert seen(lease) == (2, [2])
+
+
+def test_what_is_loaded_or_consumed_has_two_slots(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"x": np.ones(4), "y": np.ones((2, 3), "int16"), "empty": np.ones((0, 3))}, path)
+    assert vram.publish_file("w", path, device="host", updatable=True, swap=True).zero_copy
+    with vram.attach("w") as lease:
+        with vram.update("w") as arrays:
+            arrays["y"].fill(7)
+        with lease.reading() as version:
+            assert (version, lease["y"].numpy().tolist()) == (2, [[7] * 3] * 2)
+            assert lease["x"].numpy().tolist() == [1] * 4
+            assert lease["empty"].shape == (0, 3)
+    vram.remove("w")
+    sources: dict[str, Any] = {"a": np.ones(1000), "b": vram.asarray(np.ones(1000), device="host")}
+    vram.publish("w", sources, updatable=True, swap=True, consume=True)
+    assert not sources
+    with vram.attach("w") as lease:
+        write(3)
+        assert seen(lease) == (2, [3])
+    vram.remove("w")
+    with vram.attach_or_publish("w", lambda: {"a": np.ones(3)}, updatable=True, swap=True) as lease:
+        assert len(lease.slots) == 2
+        write(3)
+        assert seen(lease) == (2, [3])
+
+
+def test_an_array_of_a_slot_does_not_leave_the_process() -> None:
+    mine = publish(swap=True)
+    with vram.attach("w") as lease:
+        table = ExportTable(lambda number: None)
+        for array in (mine["a0"], lease.slots[0]["a0"], lease.slots[1]["a0"]):
+            with pytest.raises(UsageError):
+                pickle.dumps(array)
+            with pytest.raises(UsageError, match="updatable=True"):
+                table.export(array)
+            assert vram.publish("again", {"a": array}).copied
+
+
+# -- what a block does not write ---------------------------------------------------------------------------------------
+
+
+def test_what_a_block_does_not_ask_for_is_copied_over() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        for value, names in ((5, ["a0"]), (6, ["a1"]), (7, []), (8, ["a2", "a0"]), (9, ["a1"])):
+            with vram.update("w", only=names or None) as arrays:
+                assert list(arrays) == (sorted(names) or ["a0", "a1", "a2"])
+                for name in names:
+                    arrays[name].fill(value)
+        with lease.reading() as version:
+            assert version == 6
+            assert [int(array.numpy()[0]) for array in lease.values()] == [8, 9, 8]
+            assert len(seen_here(lease)) == 2
+
+
+def test_only_what_differs_is_copied_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(swap=True)
+    copied: list[int] = []
+    kind: Any = type(drivers.get(HOST))
+    real = kind.copy
+
+    def copy(self: Any, destination: int, source: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        real(self, destination, source, nbytes)
+
+    monkeypatch.setattr(kind, "copy", copy)
+    for value in (2, 3):
+        write(value)
+    assert copied == []
+    for names, nbytes in ((["a0"], 2), (["a0"], 0), (["a1"], 1), (None, 0)):
+        copied.clear()
+        with vram.update("w", only=names) as arrays:
+            for array in arrays.values():
+                array.fill(4)
+        assert sum(copied) == nbytes * 8 * ROWS
+
+
+def test_two_names_of_the_same_memory_are_written_by_either() -> None:
+    with vram.empty((ROWS,), "int64", device="host") as array:
+        array.fill(1)
+        vram.publish("w", {"embed": array, "head": array, "part": array[10:20]}, updatable=True, swap=True)
+    with vram.attach("w") as lease:
+        for value, name in ((2, "embed"), (3, "head"), (4, "part"), (5, "head"), (6, "part"), (7, "part")):
+            with vram.update("w", only=[name]) as arrays:
+                arrays[name].fill(value)
+            with lease.reading():
+                found = {name: np.unique(array.numpy()).tolist() for name, array in lease.items()}
+            part, whole = (value, {4: 3, 6: 5, 7: 5}[value]) if name == "part" else (value, value)
+            assert found["part"] == [part]
+            assert found["embed"] == found["head"] == sorted({part, whole})
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 12)), max_size=8).map(
+    lambda found: [Span(memory, start, start + length) for memory, start, length in found]
+)
+
+
+def bytes_of(spans: list[Span]) -> set[tuple[int, int]]:
+    return {(span.memory, at) for span in spans for at in range(span.start, span.stop)}
+
+
+@settings(max_examples=300, deadline=None)
+@given(SPANS, SPANS)
+def test_the_difference_of_spans_is_that_of_their_bytes(spans: list[Span], cuts: list[Span]) -> None:
+    found = difference(spans, cuts)
+    assert bytes_of(found) == bytes_of(spans) - bytes_of(cuts)
+    assert sum(span.stop - span.start for span in found) == len(bytes_of(found)), "a byte comes twice"
+    assert found == sorted(found)
+    assert all(one.memory < two.memory or one.stop < two.start for one, two in itertools.pairwise(found))
+
+
+NAMES = ("a0", "a1", "a2")
+STEPS = st.lists(
+    st.tuples(st.sets(st.sampled_from(NAMES)), st.booleans(), st.sampled_from(["whole", "raises", "dropped"])),
+    max_size=12,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS)
+def test_each_version_is_the_one_before_and_what_was_written(did: list[tuple[set[str], bool, str]]) -> None:
+    """Against a model with real bytes; a reader stays in each version until the one after the next one is due."""
+    publish(swap=True)
+    model, value, version = dict.fromkeys(NAMES, 1), 1, 1
+    with vram.attach("w") as lease, vram.attach("w") as slow:
+        section = slow.reading()
+        section.__enter__()
+        before = dict(model)
+        for names, named, how in did:
+            value += 1
+            begun = vram.update("w", only=names if named and names else None, timeout=SOON)
+            if slow_is_behind(slow, version):
+                section.__exit__(None, None, None)
+                section = slow.reading()
+                assert section.__enter__() == version
+                before = dict(model)
+            arrays = begun.__enter__()
+            for name in names:
+                arrays[name].fill(value)
+            if how == "whole":
+                begun.__exit__(None, None, None)
+                model |= dict.fromkeys(names, value)
+                version += 1
+            elif how == "raises":
+                begun.__exit__(KeyError, KeyError(), None)
+            del begun, arrays
+            gc.collect()
+            assert {name: np.unique(array.numpy()).tolist() for name, array in slow.items()} == {
+                name: [number] for name, number in before.items()
+            }
+            with lease.reading() as number:
+                assert (number, lease.torn) == (version, False)
+                found = {name: np.unique(array.numpy()).tolist() for name, array in lease.items()}
+            assert found == {name: [number] for name, number in model.items()}
+        section.__exit__(None, None, None)
+    vram.remove("w")
+
+
+def slow_is_behind(lease: vram.Lease, version: int) -> bool:
+    return lease.slot != slot_of(version)
+
+
+# -- who dies, and where -----------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_raises_changes_nothing_and_the_next_one_is_whole() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        with lease.reading():
+            tear()
+            assert seen_here(lease) == [1]
+        assert (lease.torn, seen(lease)) == (False, (1, [1]))
+        with pytest.raises(WaitTimeoutError):
+            lease.wait(newer_than=1, timeout=0.01)
+        with vram.update("w", only=["a1"]) as arrays:
+            arrays["a1"].fill(5)
+        with lease.reading():
+            assert [int(array.numpy()[0]) for array in lease.values()] == [1, 5, 1]
+            assert seen_here(lease) == [1, 5]
+        begun = vram.update("w")
+        begun.__enter__()["a0"].fill(2)
+        del begun
+        gc.collect()
+        with vram.update("w", only=["a2"]) as arrays:
+            arrays["a2"].fill(6)
+        with lease.reading():
+            assert [np.unique(array.numpy()).tolist() for array in lease.values()] == [[1], [5], [6]]
+        write(7)
+        assert seen(lease) == (4, [7])
+
+
+def test_a_publisher_may_be_killed_at_any_step_and_readers_go_on() -> None:
+    leases: list[vram.Lease] = []
+
+    def attach(victim: Any) -> None:
+        assert victim.said() == "published"
+        leases.append(vram.attach("w"))
+        assert seen(leases[0]) == (1, [1])
+        victim.tell()
+
+    found = {}
+    for at, victim in steps(_write_stopping, beside=attach):
+        (lease,) = leases
+        with lease, lease.reading() as version:
+            assert seen_here(lease) == [version], at
+            victim.kill()
+            assert seen_here(lease) == [version], at
+            with vram.attach("w") as another:
+                assert (another.torn, seen(another)) == (False, (version, [version])), at
+            assert not lease.torn, at
+            with pytest.raises(PeerGoneError):
+                lease.wait(newer_than=2, timeout=SOON)
+            with pytest.raises(AccessDeniedError, match="which is gone: publish it again"):
+                vram.update("w").__enter__()
+            found[at] = version
+        leases.clear()
+        vram.remove("w")
+    assert found["begin_update"] == found["pages"] == found["array 0"] == found["array 2"] == 1
+    assert (found["end_update"], found["done"]) == (2, 2)
+    assert "barrier" in found
+
+
+def _write_stopping(path: str, pipe: Any, stop_at: int) -> None:
+    children.write_stopping(path, pipe, stop_at, "host", True)
+
+
+def test_a_reader_may_be_killed_at_any_step() -> None:
+    publish(swap=True)
+    value, found = 1, []
+    for at, victim in steps(children.read_stopping, beside=lambda victim: None):
+        value += 1
+        write(value, timeout=SOON)  # the reader is in the version before now
+        if at == "inside":
+            with pytest.raises(BusyError, match=f"pid {victim.process.pid}"):
+                write(0, timeout=0.05)
+        thread, came = later(functools.partial(write, value + 1))
+        victim.kill()
+        thread.join(SOON)
+        assert came == [None], at
+        value += 1
+        found.append(at)
+    assert found == ["make", "give_page", "inside", "outside"]
+    with vram.attach("w") as lease:
+        assert seen(lease) == (value, [value])
+
+
+def test_a_section_whose_lease_was_over_says_so_at_its_end() -> None:
+    """The publisher waits for it no longer: one version on is fine, two are not, and the second one may have begun."""
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        page, words_there = page_of(lease), lease._words
+        assert words_there is not None
+        page.verify(1, 1, reading.QUIET, 1)
+        page.verify(1, 2, reading.QUIET, 2)
+        page.verify(1, 2, reading.QUIET, 3)  # the publisher waits for this section
+        for version, following in ((3, 3), (3, 4), (0, 0), (2**63, 2**63)):
+            with pytest.raises(TornError, match="updated while it was read"):
+                page.verify(1, version, reading.QUIET, following)
+        lease._client._channel.close()
+        page.verify(1, 2, reading.QUIET, 2)
+        with pytest.raises(PeerGoneError, match="nobody can tell"):
+            page.verify(1, 2, reading.QUIET, 3)
+
+
+def page_of(lease: vram.Lease) -> reading.Page:
+    lease.reading()
+    assert lease._page is not None
+    return lease._page
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_section_that_was_cut_off_is_whole_after_one_update_and_torn_after_two(updates: int) -> None:
+    with child(_write_twice, updates) as publisher:
+        assert publisher.said() == "published"
+        with vram.attach("w") as lease:
+            section = lease.reading()
+            assert section.__enter__() == 1
+            lease._client._channel.close()
+            publisher.tell()
+            assert publisher.said() == "done"
+            if updates == 1:
+                assert seen_here(lease) == [1]
+                section.__exit__(None, None, None)
+            else:
+                with pytest.raises(TornError, match="updated while it was read"):
+                    section.__exit__(None, None, None)
+            publisher.kill()
+
+
+def _write_twice(path: str, pipe: Any, updates: int) -> None:
+    os.environ["VRAM_KEEPER"] = path
+    publish(swap=True)
+    pipe.send("published")
+    pipe.recv()
+    for value in range(updates):
+        write(2 + value)
+    pipe.send("done")
+    pipe.recv()
+
+
+def test_what_an_interrupt_leaves_of_a_section_ends_with_it() -> None:
+    """As if ``__exit__`` had never begun (I12)."""
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        section = lease.reading()
+        section.__enter__()
+        assert any(page_of(lease).slots)
+        del section
+        assert not any(page_of(lease).slots)
+        write(2)
+        write(3, timeout=0)
+        assert seen(lease) == (3, [3])
+
+
+def test_a_forked_child_has_no_section_and_no_slot() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        section = lease.reading()
+        with lease.reading():
+            reader, writer = os.pipe()
+            child = os.fork()
+            if not child:
+                said = b""
+                for act in (lease.reading, section.__enter__, lambda: lease.slot, lambda: lease["a0"]):
+                    try:
+                        act()
+                    except ForkedError:
+                        said += b"forked "
+                    except BaseException as error:
+                        said += repr(error).encode()
+                os.write(writer, said)
+                os._exit(0)
+            os.close(writer)
+            with open(reader, "rb") as pipe:
+                assert pipe.read() == b"forked " * 4
+            os.waitpid(child, 0)
+            assert any(page_of(lease).slots), "the child has left its parent's section"
+            write(2)
+            with pytest.raises(BusyError):
+                write(3, timeout=0.02)
+        write(3)
+
+
+def test_a_barrier_stands_between_the_version_and_the_look_at_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may be seen after a later load: without the barrier a reader enters the slot that is written next."""
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        assert seen(lease) == (1, [1])
+        order: list[str] = []
+        real_barrier, real_look = words.barrier, update.pages
+
+        def barrier() -> None:
+            assert lease._words is not None
+            order.append(f"barrier, next {lease._words[reading.NEXT]}, now {lease._words[reading.VERSION]}")
+            real_barrier()
+
+        def look(*given: Any) -> Any:
+            order.append("look")
+            return real_look(*given)
+
+        monkeypatch.setattr(words, "barrier", barrier)
+        monkeypatch.setattr(update, "pages", look)
+        with vram.update("w") as arrays:
+            order.append("write")
+            for array in arrays.values():
+                array.fill(2)
+        first = "barrier, next 2, now 1"
+        assert order == [first, "look", first, "write", first]
+
+
+# -- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_readers_in_other_processes_see_exactly_one_version() -> None:
+    last = 1000
+    publish(swap=True)
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(child(children.read_until, last)) for _ in range(3)]
+        assert [reader.said() for reader in readers] == ["ready"] * 3
+        for value in range(2, last + 1):
+            write(value, timeout=SOON)
+        for reader in readers:
+            sections = reader.said()
+            assert isinstance(sections, int), sections
+            assert sections > 1
+
+
+def test_threads_see_exactly_one_version() -> None:
+    publish(swap=True)
+    wrong: list[object] = []
+    over = threading.Event()
+    counts = [0] * 4
+
+    def read(number: int) -> None:
+        try:
+            while not over.is_set():
+                version, found = seen(lease)
+                counts[number] += 1
+                if found != [version]:
+                    wrong.append((version, found))
+        except BaseException as error:
+            wrong.append(error)
+
+    with vram.attach("w") as lease:
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for value in range(2, 200):
+            write(value, timeout=SOON)
+        until(lambda: bool(wrong) or all(counts), what="a section of each thread")
+        over.set()
+        for thread in threads:
+            thread.join(SOON)
+    assert not wrong
+    assert all(counts)
+
+
+def test_a_takeover_carries_which_slot_readers_are_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    with short_directory() as directory, contextlib.ExitStack() as stack:
+        path = os.path.join(directory, "keeper.sock")
+        stack.callback(KeeperProcess(path, []).stop)
+        monkeypatch.setenv("VRAM_KEEPER", path)
+        stack.callback(close_client, path)
+        publish(swap=True)
+        lease = stack.enter_context(vram.attach("w"))
+        with child(children.hold) as reader:
+            reader.said()
+            stack.callback(KeeperProcess(path, ["--takeover"]).stop)
+            write(2)
+            assert seen(lease) == (2, [2])
+            with pytest.raises(BusyError, match="1 of its readers"):
+                write(3, timeout=0.05)
+            reader.kill()
+            write(3)
+            assert seen(lease) == (3, [3])
+
+
+def test_readers_go_on_when_the_keeper_is_gone_and_nobody_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    with short_directory() as directory:
+        keeper = KeeperProcess(os.path.join(directory, "keeper.sock"), [])
+        monkeypatch.setenv("VRAM_KEEPER", keeper.path)
+        publish(swap=True)
+        with vram.attach("w") as lease:
+            assert seen(lease) == (1, [1])
+            keeper.stop()
+            with pytest.raises(PeerGoneError):
+                write(2)
+            assert seen(lease) == (1, [1])
+        close_client(keeper.path)
