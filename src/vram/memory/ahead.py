@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import tee
 from typing import Any
 
 from ..driver.protocol import Driver, HostAddressable, StreamOrdered
@@ -301,10 +302,12 @@ def _spares_descriptors(driver: Driver) -> bool:
     if not isinstance(driver, HostAddressable):
         return True
     try:
-        lowest = os.open("/", os.O_PATH | os.O_CLOEXEC)  # the kernel gives the lowest number: all below are in use
+        # The kernel gives the lowest number: all below are in use. Opened and closed in one step: no interrupt between.
+        opened, numbers = tee(map(os.open, ("/",), (os.O_PATH | os.O_CLOEXEC,)))
+        (_,) = map(os.close, opened)
+        (lowest,) = numbers
     except OSError:
         return False
-    os.close(lowest)
     return lowest < resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
 
 
