@@ -13,6 +13,7 @@ LONG = {
     "vram/sharing/channel.py": "one socket: every place where a message, its descriptors or an interrupt could be lost",
     "vram/entries/lease.py": "everything that a lease may be asked, and what of it stays with whom",
     "vram/keeper/messages.py": "one protocol: what may be said is read in one place, and its parts are data only",
+    "vram/keeper/client.py": "each request that takes or gives a lease, and what of its answer is whose at which line",
     "vram/keeper/catalogue.py": "one state machine: each transition relies on what all others leave behind",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,6 +12,7 @@ from vram.driver.protocol import CopyOnWrite, HostAddressable
 from vram.errors import DriverError, OutOfMemoryError, UsageError
 from vram.spec import HOST, Access, HandleKind
 from vram.testing.faults import UNDO, FaultyDriver
+from vram.testing.keeper import SOON
 
 G = 2 << 20
 
@@ -130,3 +132,16 @@ def test_offers_what_the_wrapped_driver_offers(driver):
     assert isinstance(driver, CopyOnWrite)
     assert isinstance(driver, FaultyDriver)
     assert not isinstance(FaultyDriver(object()), HostAddressable)
+
+
+def test_calls_of_other_threads_neither_count_nor_fail_where_only_this_one_is_meant() -> None:
+    driver = FaultyDriver(HostDriver())
+    with driver.inject("mem_granularity", 2, forever=True, only_here=True) as fault:
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(3):
+                pool.submit(driver.mem_granularity, HOST, HandleKind.POSIX_FD).result(SOON)
+        driver.mem_granularity(HOST, HandleKind.POSIX_FD)
+        assert fault.fired == ()
+        with pytest.raises(DriverError, match="injected"):
+            driver.mem_granularity(HOST, HandleKind.POSIX_FD)
+    assert fault.fired == ("mem_granularity",)

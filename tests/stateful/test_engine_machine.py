@@ -138,7 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
         fired: tuple[str, ...] = ()
         try:
             if nth:
-                with self.driver.inject(methods, nth, error, forever=True) as fault:
+                # Not what is prepared meanwhile: that thread goes on when it can.
+                with self.driver.inject(methods, nth, error, forever=True, only_here=True) as fault:
                     try:
                         came = call()
                     finally:

@@ -68,7 +68,8 @@ class ResizeMachine(RuleBasedStateMachine):
         call = {area.region: nbytes for area, nbytes in changes.items()}
         error = OutOfMemoryError("injected", errno.ENOMEM, "ENOMEM")
         if fails:
-            with self.driver.inject({"mem_map", "mem_map_new", "mem_set_access"}, fails, error, forever=True) as fault:
+            methods = {"mem_map", "mem_map_new", "mem_set_access"}
+            with self.driver.inject(methods, fails, error, forever=True, only_here=True) as fault:
                 raised = self.outcome(call)
             if fault.fired:
                 assert raised is error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import vllm_like
 import vram
 from vram import engines
 from vram.arrays.torch_pool import Usage
-from vram.errors import OutOfMemoryError, PeerGoneError, UsageError
+from vram.errors import MismatchError, OutOfMemoryError, PeerGoneError, UsageError
 from vram.testing.keeper import SOON
 
 
@@ -319,6 +320,17 @@ def test_other_weights_are_another_entry(torch: Any, keeper: str, config: Any) -
     assert config.loads == ["tiny", "other"]
     assert first.vram_lease.name.startswith("vllm/")
     assert second.vram_lease.name.startswith("mine/")
+
+
+def test_weights_of_another_user_are_not_taken(torch: Any, keeper: str, config: Any) -> None:
+    """Whoever may connect can publish under a free name."""
+    load(config, keeper)
+    load(config, keeper)
+    assert config.loads == ["tiny"]
+    assert not hasattr(load(config, keeper, owner=os.getuid() + 1), "vram_lease")
+    assert config.loads == ["tiny", "tiny"]
+    with pytest.raises(MismatchError):
+        load(config, keeper, owner=os.getuid() + 1, fallback=False)
 
 
 def test_without_a_keeper_each_loads_or_says_so(torch: Any, tmp_path: Path, config: Any) -> None:

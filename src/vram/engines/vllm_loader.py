@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -73,9 +74,11 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
     """Attach the weights of a model, or load and publish them.
 
     Keys of ``--model-loader-extra-config``: ``keeper`` (the path of a keeper's socket), ``name`` (what the entries'
-    names begin with, by default "vllm"), ``timeout`` (seconds to wait for another engine to load; by default as long
-    as that takes), and two of vLLM's: ``mode`` ("zero_copy", or "copy" into memory of this engine, which can be updated
-    and put to sleep) and ``fallback`` (load without sharing where there is no keeper; by default true).
+    names begin with, by default "vllm"), ``owner`` (the uid whose weights are taken, by default this process's: on a
+    keeper of several users anybody may publish under a name that is free), ``timeout`` (seconds to wait for another
+    engine to load; by default as long as that takes), and two of vLLM's: ``mode`` ("zero_copy", or "copy" into memory
+    of this engine, which can be updated and put to sleep) and ``fallback`` (load without sharing where there is no
+    keeper, or somebody else's entry has the name; by default true).
 
     The model has the lease in ``vram_lease``, as long as it lives.
     """
@@ -84,6 +87,7 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         extra = dict(load_config.model_loader_extra_config or {})
         self._keeper = extra.pop("keeper", None)
         self._prefix = str(extra.pop("name", "vllm"))
+        self._owner = int(extra.pop("owner", os.getuid()))
         self._timeout: float | None = extra.pop("timeout", None)
         if unused := sorted(set(extra).intersection(_OTHERS)):
             raise ValueError(f"load format 'vram' takes no {unused}: a keeper serves all GPUs, at one path (keeper)")
@@ -212,7 +216,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         return sum(
             one.nbytes
             for one in entries
-            if one.name == name and not one.parked and expect.items() <= dict(one.meta).items()
+            if (one.name, one.owner) == (name, self._owner)
+            and not one.parked
+            and expect.items() <= dict(one.meta).items()
         )
 
     def _attach_or_publish(self, load: Callable[[], dict[str, Any]], expect: dict[str, str], name: str) -> Any:
@@ -221,7 +227,7 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         while self._lease is None:
             try:
                 self._lease = vram.attach_or_publish(
-                    name, load, expect=expect, timeout=self._timeout, keeper=self._keeper
+                    name, load, expect=expect, owner=self._owner, timeout=self._timeout, keeper=self._keeper
                 )
             except AsleepError:
                 self._wake(expect, name, until)
@@ -232,7 +238,9 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
         """Attach what is parked. If it was replaced or removed meanwhile, leave it to who looks again."""
         left = _LOOK if until is None else max(0.0, min(_LOOK, until - time.monotonic()))
         try:
-            self._lease = vram.attach(name, expect=expect, wake=True, timeout=left, keeper=self._keeper)
+            self._lease = vram.attach(
+                name, expect=expect, owner=self._owner, wake=True, timeout=left, keeper=self._keeper
+            )
         except (BusyError, MismatchError, NotFoundError, WaitTimeoutError):
             if until is not None and time.monotonic() >= until:
                 raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -43,11 +44,12 @@ _BEFORE = "the model has the weights of before: nothing of this update was loade
 
 @dataclass
 class VramInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker is told first: the entry, and whom to ask for it."""
+    """What a worker is told first: the entry, whom to ask for it, and the uid whose it has to be (None: its own)."""
 
     name: str
     keeper: str | None = None
     timeout: float | None = 60.0
+    owner: int | None = None
 
 
 @dataclass
@@ -73,7 +75,8 @@ class VramWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: VramInitInfo) -> None:
         """Attach the trainer's entry."""
         self.shutdown()
-        lease = vram.attach(init_info.name, timeout=init_info.timeout, keeper=init_info.keeper)
+        owner = os.getuid() if init_info.owner is None else init_info.owner
+        lease = vram.attach(init_info.name, owner=owner, timeout=init_info.timeout, keeper=init_info.keeper)
         if not lease.updatable:
             lease.close()
             raise UsageError(f"{init_info.name!r} was published without updatable=True: nothing will come of it")
@@ -221,7 +224,12 @@ class VramTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
                 engine._publish(gathered)
         if engine.is_sender:
             client.init_weight_transfer_engine(
-                {"name": init_info.name, "keeper": init_info.keeper, "timeout": init_info.timeout}
+                {
+                    "name": init_info.name,
+                    "keeper": init_info.keeper,
+                    "timeout": init_info.timeout,
+                    "owner": os.getuid(),
+                }
             )
         return engine
 

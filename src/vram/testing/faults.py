@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import threading
 from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -71,12 +72,14 @@ class Fault:
         nth: int,
         error: BaseException | Callable[[], BaseException] | None,
         forever: bool,
+        thread: int,
     ) -> None:
         self._faults = faults
         self._methods = methods
         self._nth = nth
         self._error = error
         self._forever = forever
+        self._thread = thread
         self._count = itertools.count(1)  # atomic: drivers are called from finalizers, where a lock must not be
         self._fired: list[str] = []
         faults.append(self)
@@ -100,7 +103,7 @@ class Fault:
         self.remove()
 
     def _strike(self, method: str) -> None:
-        if method not in self._methods:
+        if method not in self._methods or self._thread not in (0, threading.get_ident()):
             return
         count = next(self._count)
         if count == self._nth or (self._forever and count > self._nth):
@@ -154,6 +157,7 @@ class FaultyDriver:
         error: BaseException | Callable[[], BaseException] | None = None,
         *,
         forever: bool = False,
+        only_here: bool = False,
     ) -> Fault:
         """Let a call fail.
 
@@ -167,6 +171,8 @@ class FaultyDriver:
             What to raise, or what returns it; by default a new :class:`~vram.errors.DriverError`.
         forever : bool
             Let all later ones fail too.
+        only_here : bool
+            Count and fail calls of this thread only, not those that another one makes meanwhile.
 
         Raises
         ------
@@ -178,7 +184,7 @@ class FaultyDriver:
             raise UsageError(f"no driver has the methods {sorted(unknown)}; there are {sorted(_ALL)}")
         if nth < 1 or not methods:
             raise UsageError(f"inject: nth is {nth} and methods are {sorted(methods)}; this could never fail")
-        return Fault(self._faults, methods, nth, error, forever)
+        return Fault(self._faults, methods, nth, error, forever, threading.get_ident() if only_here else 0)
 
     def clear(self) -> None:
         """Remove all faults, and forget the calls so far."""
