@@ -14,6 +14,7 @@ import standin
 import vram
 from vram import driver as drivers
 from vram import lifetime
+from vram.arrays.upload import ring_of
 from vram.errors import ReleaseWarning, VramError
 from vram.keeper.client import KeeperClient, close_client
 from vram.keeper.private import private_socket
@@ -128,6 +129,7 @@ def test_parking_and_waking_change_all_or_nothing_i13(keeper: vram.Keeper, verb:
     with vram.zeros((2, 1 << 19), "int32", device="cuda:0", chunk="2MiB") as array:
         array[:] = np.arange(2, dtype="int32")[:, None] + 5
         vram.publish("there", {"a": array[0], "b": array[1]}, keeper=keeper)
+    ring_of(drivers.get(GPU), GPU)  # it is kept: what fails where it is made is tried with it
     if verb == "wake":
         vram.park("there", keeper=keeper)
 
