@@ -26,7 +26,7 @@ from vram.keeper.client import KeeperClient
 from vram.keeper.metering import MOST_ROWS, Meter
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.metrics import Exporter, exporter, parse_address
-from vram.testing.keeper import SOON
+from vram.testing.keeper import SOON, make_memfd
 
 VRAM = Path(sys.executable).with_name("vram")
 
@@ -107,6 +107,21 @@ def test_bytes_are_counted_by_user_and_by_device_until_they_are_gone(kept: vram.
     vram.remove("a", keeper=kept)
     vram.remove("b", keeper=kept)
     assert measured(kept).devices == []
+
+
+def test_devices_that_no_memory_is_on_are_not_counted(kept: vram.Keeper) -> None:
+    """A publisher may name 64, each version others: nobody's answer is to grow by that."""
+    fd = make_memfd(2 << 20)
+    try:
+        with KeeperClient.connect(kept.path) as client:
+            devices = [f"{number:064}" for number in range(63)]
+            call = next(client._calls)
+            request = m.Publish(call, "w", [m.SegmentRow(2 << 20, 1, 63)], [*devices, "host"], b"m", False, True, {})
+            client._expect(m.Published, client._ask(request, call, [fd]))
+    finally:
+        os.close(fd)
+    (row,) = measured(kept).devices
+    assert (row.device, row.nbytes) == ("host", 2 << 20)
 
 
 def test_many_versions_are_read_in_parts(kept: vram.Keeper) -> None:
@@ -208,7 +223,7 @@ def test_names_of_devices_are_words(kept: vram.Keeper, served: Exporter, monkeyp
     monkeypatch.setattr(KeeperClient, "measure", lambda self: m.decode_reply(m.encode(_with_devices(done, [row]))))
     text = scrape(f"127.0.0.1:{served.port}")
     assert values(text)["vram_keeper_up",] == 1
-    assert values(text)["vram_keeper_device_memory_bytes", row.device or ""] == 5
+    assert values(text)["vram_keeper_device_memory_bytes", "(other)"] == 5
 
 
 def _with_devices(done: m.Measurements, devices: list[m.DeviceRow]) -> m.Measurements:

@@ -282,6 +282,24 @@ def test_what_a_block_does_not_ask_for_is_copied_over() -> None:
             assert len(seen_here(lease)) == 2
 
 
+def test_to_look_whether_an_array_is_there_is_not_to_ask_for_it() -> None:
+    publish(swap=True)
+    with vram.attach("w") as lease:
+        for value in (5, 6):
+            with vram.update("w") as arrays:
+                assert "a1" in arrays
+                assert arrays.keys() & {"a1"}
+                assert arrays != {}
+                assert arrays.get("none") is None
+                arrays["a0"].fill(value)
+        with vram.update("w") as arrays:
+            arrays["a1"].fill(7)
+        with vram.update("w") as arrays:
+            assert "a1" in arrays
+        with lease.reading():
+            assert [int(lease[name].numpy()[0]) for name in ("a0", "a1")] == [6, 7]
+
+
 def test_only_what_differs_is_copied_over(monkeypatch: pytest.MonkeyPatch) -> None:
     publish(swap=True)
     copied: list[int] = []

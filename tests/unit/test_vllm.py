@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vllm_like
@@ -484,3 +485,14 @@ def test_the_entry_points_name_what_there_is() -> None:
     for group in ("vllm.general_plugins", "sglang.srt.plugins"):
         module, _, name = project["entry-points"][group]["vram"].partition(":")
         assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_sglang_takes_no_weights_of_another_user(torch: Any, keeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vram.engines import sglang
+
+    monkeypatch.setenv("VRAM_KEEPER", keeper)
+    vram.publish("policy", {"w": np.zeros(4, "float32")}, updatable=True)
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(MismatchError):
+        sglang.update(SimpleNamespace(), [("policy", torch.tensor([1]))])

@@ -29,7 +29,7 @@ def examine(keeper: str | os.PathLike[str] | None = None, *, timeout: float = 60
     keeper : str or PathLike, optional
         The keeper's socket; by default ``VRAM_KEEPER``, or the user's own.
     timeout : float
-        Seconds that the driver of the GPUs has to answer everything. A keeper has 5 s.
+        Seconds that the driver of the GPUs has to answer everything. A keeper has 5 s to greet, and 30 to answer.
 
     Returns
     -------

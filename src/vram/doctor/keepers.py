@@ -21,6 +21,11 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
         found, chosen = find_path(path)
     except VramError as error:
         return [failed("keeper", "keeper", error, remedy="set VRAM_KEEPER, or XDG_RUNTIME_DIR, to a shorter path")]
+    try:
+        if not chosen and os.path.lexists(os.path.dirname(found)):  # first: in somebody else's there is none to start
+            check_directory(os.path.dirname(found))
+    except VramError as error:
+        return [failed("keeper", "keeper", error)]
     if not os.path.lexists(found):
         return [
             Finding(
@@ -29,8 +34,6 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
             )
         ]  # fmt: skip
     try:
-        if not chosen:  # where somebody chose it, its owner is whom they trust: connecting checks that
-            check_directory(os.path.dirname(found))
         held = statistics(keeper=found)
     except PeerGoneError as error:
         said = failed("keeper", "keeper", error, remedy=how_to_start(found))

@@ -105,7 +105,9 @@ def _room(root: Path) -> Finding:
     said = f"{format_size(available)} of {format_size(total)} can be had"
     found = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     if found and total < int(found[1]) * 1024:
-        said += f": the control group sets that limit ({_read(root / 'proc/self/cgroup').strip().splitlines()[-1]})"
+        said += (
+            f": the control group sets that limit ({_read(root / 'proc/self/cgroup').strip().rpartition(chr(10))[2]})"
+        )
         return _finding(
             "memory", said, "give the group room for what it publishes: pages count for the group that touched them "
             "first, for as long as anybody has them"
@@ -215,6 +217,6 @@ def _number(path: Path) -> int | None:
 def _read(path: Path) -> str:
     """What a file of the kernel's says; empty where there is none, or it may not be read."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

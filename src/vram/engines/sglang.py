@@ -9,6 +9,7 @@ Written against SGLang 0.5.23.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,7 +85,7 @@ def _lease(name: str) -> Lease:
         lease.close()
         lease = None
     if lease is None:
-        lease = vram.attach(name)
+        lease = vram.attach(name, owner=os.getuid())  # anybody may publish under a name that is free
         if not lease.updatable:
             lease.close()
             raise UsageError(f"{name!r} was published without updatable=True: attach it, or publish it with that")

@@ -35,7 +35,7 @@ from ..memory import Region
 from ..sharing.channel import close_fds
 from ..sharing.descriptor import ArrayEntry, Manifest, SegmentEntry
 from ..sharing.mapping import extend_memory
-from .manifests import read_manifest
+from .manifests import is_strange, read_manifest
 
 if TYPE_CHECKING:
     from threading import RLock
@@ -130,7 +130,11 @@ def tell_of_growth(callback: Callable[[_L], object], lease: _L) -> None:
             return
         client, attachment = found
         try:
-            _plan(lease, read_manifest(client, attachment, older=lease._manifest), attachment)
+            _refuse_rights(lease, attachment)
+            # Another user may publish again and again what takes a while to read, and every thread waits while it is:
+            # whoever refreshes sees what it is.
+            if attachment.manifest_fd is None or not is_strange(client, attachment):
+                _plan(lease, read_manifest(client, attachment, older=lease._manifest), attachment)
         finally:
             if attachment.answer is not None:
                 attachment.answer.give_back()
@@ -167,6 +171,7 @@ def _listen_on(callback: Callable[[_L], object], lease: _L, before: Attachment, 
 
 def _go_on(lease: Movable, client: KeeperClient, attachment: Attachment) -> tuple[str, ...]:
     before = lease._manifest
+    _refuse_rights(lease, attachment)
     manifest, added = _plan(lease, read_manifest(client, attachment, older=before), attachment)
     _check_room(lease, attachment, added)
     sizes = [(one.region, one.region.nbytes) for one in added]
@@ -245,6 +250,20 @@ def _check_room(lease: Movable, attachment: Attachment, added: Sequence[_Added])
             )
 
 
+def _refuse_rights(lease: Movable, attachment: Attachment) -> None:
+    """Refuse what cannot have grown, whatever its manifest says: that costs nothing to see."""
+    reason = ""
+    if not (lease._attachment.writable and attachment.writable):  # what is sealed does not grow (S8)
+        reason = "only what is published with writable=True can be"
+    elif len(attachment.segments) < len(lease._attachment.segments):
+        reason = f"it has {len(attachment.segments)} segments, and this one {len(lease._attachment.segments)}"
+    if reason:
+        raise MismatchError(
+            f"{lease.name!r} version {attachment.version} is not version {lease.version} with more behind it: "
+            f"{reason}. Attach it anew (upgrade the lease)"
+        )
+
+
 def _plan(lease: Movable, newer: Manifest, attachment: Attachment) -> tuple[Manifest, list[_Added]]:
     """Compare a newer version with the one that a lease is on.
 
@@ -261,11 +280,6 @@ def _plan(lease: Movable, newer: Manifest, attachment: Attachment) -> tuple[Mani
         If it is not the same with more behind it.
     """
     older = lease._manifest
-    if not (lease._attachment.writable and attachment.writable):  # what is sealed does not grow (S8)
-        raise MismatchError(
-            f"{lease.name!r} version {attachment.version} is not version {lease.version} with more behind it: only "
-            f"what is published with writable=True can be. Attach it anew (upgrade the lease)"
-        )
     if newer.handles or newer.pools or newer.updatable:
         raise MismatchError(
             f"{lease.name!r} version {attachment.version} is memory of another kind than version {lease.version}. "

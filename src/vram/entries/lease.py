@@ -177,8 +177,8 @@ class Lease(Owned, Mapping[str, Array]):
                 )
             if (self._manifest.handles or self._manifest.events) and not client.lends:
                 raise ProtocolError(f"{attachment.name!r} is of memory that lives as long as its maker: none to keep")
-            if follow:
-                _check_addresses(client, attachment, self._manifest)
+            if follow or sum([segment.size for segment in attachment.segments]) > STRANGERS_ADDRESSES:
+                _check_addresses(client, attachment, self._manifest, follow)
             updatable = self._manifest.updatable
             if updatable:
                 from .reading import words_of  # few leases are on what is updated
@@ -690,8 +690,10 @@ class Lease(Owned, Mapping[str, Array]):
 
         It is called once for the version that this lease is on, and again after each :meth:`refresh`, which it may call
         itself. Called at once if there is such a version already. It is not called for a version that is something
-        else, and goes on waiting for one that is not; once the entry is removed it waits no more. Whatever else
-        :meth:`on_revoke` says of its callbacks holds here, too.
+        else, and goes on waiting for one that is not; once the entry is removed it waits no more. Of another user's
+        entry with many arrays (their description has memory of its own) that is not looked at before it is called:
+        :meth:`refresh` raises :class:`~vram.errors.MismatchError` then. Whatever else :meth:`on_revoke` says of its
+        callbacks holds here, too.
 
         Parameters
         ----------
@@ -800,13 +802,17 @@ class Lease(Owned, Mapping[str, Array]):
         return f"<Lease {self.name!r} version {self.version}, {self.access}, {state}>"
 
 
-def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Manifest) -> None:
-    """Refuse to set aside so many addresses for what another user says will grow that few are left."""
-    total = sum([memory.capacity for memory in manifest.memories])
+def _check_addresses(client: KeeperClient, attachment: Attachment, manifest: Manifest, follow: bool) -> None:
+    """Refuse to use so many addresses for what another user says is there, or will grow, that few are left."""
+    if follow:
+        total = sum([memory.capacity for memory in manifest.memories])
+    else:
+        total = sum([segment.size for segment in attachment.segments])
     if total > STRANGERS_ADDRESSES and is_strange(client, attachment):
         raise CapacityError(
-            f"{attachment.name!r} of uid {attachment.owner} may grow to {format_size(total)}; of another user's entry "
-            f"at most {format_size(STRANGERS_ADDRESSES)} of addresses are set aside: attach it without follow=True"
+            f"{attachment.name!r} of uid {attachment.owner} has, or may grow to, {format_size(total)}; for an entry of "
+            f"another user at most {format_size(STRANGERS_ADDRESSES)} of addresses are used"
+            + (": attach it without follow=True" if follow else "")
         )
 
 

@@ -122,6 +122,15 @@ class Given(Mapping[str, Array]):
         self._asked.add(name)
         return array
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._arrays  # to ask whether it is there is not to ask for it
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # not by its arrays, which comparing would ask for
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
 

@@ -7,8 +7,9 @@ looked up when somebody asks, since who publishes should not pay for that: what 
 from __future__ import annotations
 
 import bisect
-import itertools
+import heapq
 import os
+import sys
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -25,7 +26,9 @@ __all__ = ["BOUNDS", "MOST_ROWS", "Meter", "kind_of"]
 BOUNDS: Final = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 1.0)
 MOST_ROWS: Final = 100  # users, and devices; what the others have is one row
 _READ: Final = 1_000  # versions whose devices one answer reads, at 3 us each: others wait for it
+_SEGMENTS: Final = 4_096  # and of how many segments, whichever comes first
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+_HOST: Final = "host"
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
@@ -104,10 +107,11 @@ class Meter:
                     uid, m.saturated(used.nbytes), used.entries, used.handles, tally.leases, connections.get(uid, 0)
                 )
             )
-        rows.sort(key=lambda row: (row.nbytes, row.connections), reverse=True)
+        most = heapq.nlargest(MOST_ROWS, rows, key=lambda row: (row.nbytes, row.connections))
         if len(rows) > MOST_ROWS:
-            rest = rows[MOST_ROWS:]
-            rows[MOST_ROWS:] = [
+            listed = {row.uid for row in most}
+            rest = [row for row in rows if row.uid not in listed]
+            most.append(
                 m.UserRow(
                     None,
                     m.saturated(sum(row.nbytes for row in rest)),
@@ -116,16 +120,17 @@ class Meter:
                     sum(row.leases for row in rest),
                     sum(row.connections for row in rest),
                 )
-            ]
-        return rows
+            )
+        return most
 
     def _devices(self) -> list[m.DeviceRow]:
-        rows = [m.DeviceRow(device, m.saturated(nbytes), count) for device, (nbytes, count) in self._sums.items()]
-        rows.sort(key=lambda row: row.nbytes, reverse=True)
-        if len(rows) > MOST_ROWS:
-            rest = rows[MOST_ROWS:]
-            nbytes, count = sum(row.nbytes for row in rest), sum(row.versions for row in rest)
-            rows[MOST_ROWS:] = [m.DeviceRow(None, m.saturated(nbytes), count)]
+        most = heapq.nlargest(MOST_ROWS, self._sums.items(), key=lambda item: item[1][0])
+        rows = [m.DeviceRow(device, m.saturated(nbytes), count) for device, (nbytes, count) in most]
+        if len(self._sums) > MOST_ROWS:
+            listed = {device for device, _ in most}
+            rest = [counts for device, counts in self._sums.items() if device not in listed]
+            nbytes, count = sum(nbytes for nbytes, _ in rest), sum(count for _, count in rest)
+            rows.append(m.DeviceRow(None, m.saturated(nbytes), count))
         return rows
 
     def _read_places(self) -> bool:
@@ -134,11 +139,15 @@ class Meter:
         for serial in [serial for serial in places if not catalogue.has_serial(serial)]:
             self._add(places.pop(serial), -1)
         new = catalogue.versions_after(self._read)  # what was moved is among them, by a new serial number
-        for version in itertools.islice(new, _READ):
+        versions = segments = 0
+        for version in new:
+            if versions >= _READ or segments >= _SEGMENTS:
+                return True
+            versions, segments = versions + 1, segments + version.handles
             self._read = version.serial
             places[version.serial] = found = _places(version)
             self._add(found, 1)
-        return next(new, None) is not None
+        return False
 
     def _add(self, places: list[tuple[str, int]], times: int) -> None:
         for device, nbytes in places:
@@ -160,11 +169,12 @@ def _places(version: Version) -> list[tuple[str, int]]:
     """The bytes that a version has on each device. What is parked is on the host, whatever it is to wake on."""
     entry = _entry.decode(version.body)
     if not entry.devices or version.parked:
-        return [("host", version.nbytes)]
-    sums = dict.fromkeys(entry.devices, 0)
+        return [(_HOST, version.nbytes)]
+    # Only of those that a segment is on, whose descriptors are bounded: a publisher may name 64 that none is.
+    sums: dict[int, int] = {}
     for piece in entry.segments:
-        sums[entry.devices[piece.device]] += piece.size
-    return list(sums.items())
+        sums[piece.device] = sums.get(piece.device, 0) + piece.size
+    return [(sys.intern(entry.devices[number]), nbytes) for number, nbytes in sums.items()]
 
 
 def _resident() -> int:

@@ -1,13 +1,14 @@
 """What a keeper's numbers are called.
 
 Names are those of OpenTelemetry's conventions as Prometheus writes them: a dot is an underscore, the unit stands at the
-end, and what only grows ends in ``_total``. Those who publish choose what a device is called, and a keeper lists at
-most a hundred users and devices: the rest is the label ``other``.
+end, and what only grows ends in ``_total``. A keeper lists at most a hundred users and devices. The rest is the label
+``(other)``, and so is what publishers call a device that is neither ``host`` nor a GPU's UUID.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterator
 
@@ -25,6 +26,7 @@ from ..keeper.reports import StatisticsInfo
 
 __all__ = ["absent", "families"]
 
+_DEVICE = re.compile(r"host|GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _UP = "vram_keeper_up", "1 if the keeper answered, else 0."
 
 
@@ -80,9 +82,15 @@ def _users(done: Measurements) -> Iterator[Metric]:
 def _devices(done: Measurements) -> Iterator[Metric]:
     memory = GaugeMetricFamily("vram_keeper_device_memory_bytes", "Bytes kept of a device's memory.", labels=["device"])
     versions = GaugeMetricFamily("vram_keeper_device_versions", "Versions with memory of a device.", labels=["device"])
+    sums: dict[str, list[int]] = {}
     for row in done.devices:
-        memory.add_metric([_label(row.device)], row.nbytes)
-        versions.add_metric([_label(row.device)], row.versions)
+        known = row.device is not None and _DEVICE.fullmatch(row.device) is not None
+        counts = sums.setdefault(_label(row.device if known else None), [0, 0])
+        counts[0] += row.nbytes
+        counts[1] += row.versions
+    for device, (nbytes, count) in sums.items():
+        memory.add_metric([device], nbytes)
+        versions.add_metric([device], count)
     yield memory
     yield versions
 
@@ -105,7 +113,7 @@ def _requests(done: Measurements) -> Iterator[Metric]:
 
 
 def _label(value: object) -> str:
-    return "other" if value is None else str(value)
+    return "(other)" if value is None else str(value)
 
 
 def _gauge(name: str, meaning: str, number: float) -> Metric:

@@ -172,6 +172,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
 _SMALL = 64 << 10  # bytes of a manifest that cannot hold enough of anything to hurt
+_BESIDES = 512 << 10  # bytes of one that are not its arrays: of 1,024 memories with a handle each it is half of that
 
 
 class _Version(Struct):
@@ -297,7 +298,7 @@ def decode_manifest(
         most = min(most, STRANGERS_ARRAYS)
     try:
         if len(data) > _SMALL:
-            _count(_outline_decoder.decode(data), most)
+            _count(_outline_decoder.decode(data), len(data), most)
         manifest = _decoder.decode(data)
     except _UNREADABLE as error:
         raise ProtocolError(f"not a manifest this version reads ({_version_of(data)}): {error!s:.200}") from None
@@ -340,8 +341,11 @@ def _check_slots(manifest: Manifest) -> None:
             )
 
 
-def _count(outline: _Outline, most: int) -> None:
+def _count(outline: _Outline, nbytes: int, most: int) -> None:
     """Refuse more than there can be before it is built: an array of eleven bytes becomes hundreds."""
+    # A map may say a key twice, and all of it is built: what is not the arrays that were counted has to be short.
+    if nbytes - len(memoryview(outline.arrays)) > _BESIDES:
+        raise ProtocolError(f"a manifest of {nbytes} bytes, of which too few describe arrays")
     _check_segments(sum(_length(memory.segments) for memory in outline.memories))
     arrays = _length(outline.arrays)
     if arrays > most:
