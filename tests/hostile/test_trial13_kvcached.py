@@ -21,7 +21,7 @@ PAGE = 2 << 20
 SOON = 15.0
 LIMIT = 8 * PAGE * 4
 WILD = (1 << 40).to_bytes(8, "little") + bytes(16)
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
     try:
         held = statistics(keeper=found)
     except PeerGoneError as error:
-        said = failed("keeper", "keeper", error, remedy=how_to_start(found))
-        return [Finding(area="keeper", check="keeper", verdict="absent", said=said.said, remedy=said.remedy)]
+        remedy = how_to_start(found)
+        return [Finding(area="keeper", check="keeper", verdict="absent", said=str(error), remedy=remedy)]
     except (VramError, OSError) as error:
         return [failed("keeper", "keeper", error)]
     findings = [
