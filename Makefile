@@ -139,12 +139,12 @@ test-adapters: ## the adapters of kvcached, vLLM and SGLang on the engines' own 
 test-engines: test-adapters
 
 lint: $(stamp) ## style and format
-	@"$(bin)/ruff" check src tests .ci
-	"$(bin)/ruff" format --check src tests .ci
+	@"$(bin)/ruff" check src tests .ci examples
+	"$(bin)/ruff" format --check src tests .ci examples
 
 format: $(stamp) ## put the format right
-	@"$(bin)/ruff" check --fix --select I src tests .ci
-	"$(bin)/ruff" format src tests .ci
+	@"$(bin)/ruff" check --fix --select I src tests .ci examples
+	"$(bin)/ruff" format src tests .ci examples
 
 types: $(stamp) ## mypy, strict
 	@"$(bin)/mypy"
@@ -157,4 +157,4 @@ bench: $(stamp) ## measure against the rivals, side by side
 
 clean: ## remove everything that make has made
 	@rm -rf .venv .venv-* build dist .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

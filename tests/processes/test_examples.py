@@ -1,0 +1,56 @@
+"""The programs in examples/, each run as a user would, on the host and on the stand-in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import standin
+
+EXAMPLES = sorted(Path(__file__).resolve().parents[2].joinpath("examples").glob("*.py"))
+NOT_ON_STANDIN = {"pool_of_workers", "pipeline"}  # of the host alone; transforms with torch where there is a GPU
+ON_GPU = [program for program in EXAMPLES if program.stem not in NOT_ON_STANDIN]
+
+
+def run(program: Path, tmp_path: Path, *arguments: str) -> str:
+    """Run it, and return what it printed."""
+    environment = standin.child_environment() if arguments else {**os.environ}
+    environment.pop("VRAM_KEEPER", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("program", EXAMPLES, ids=lambda program: program.stem)
+def test_an_example_does_what_it_says(program: Path, tmp_path: Path) -> None:
+    assert run(program, tmp_path).strip()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("program", ON_GPU, ids=lambda program: program.stem)
+def test_an_example_does_the_same_on_a_gpu(program: Path, tmp_path: Path) -> None:
+    assert run(program, tmp_path, "cuda:0").strip()
+
+
+@pytest.mark.parametrize("program", EXAMPLES, ids=lambda program: program.stem)
+def test_an_example_is_short_and_begins_with_what_it_is(program: Path) -> None:
+    lines = program.read_text().splitlines()
+    assert len(lines) <= 60
+    assert re.fullmatch(r'"""[A-Z].+\.', lines[0]), "one sentence, on the first line"
+
+
+def test_there_are_ten() -> None:
+    assert len(EXAMPLES) >= 10
