@@ -115,6 +115,25 @@ test-engines: $(stamp) ## run engines' own tests against the adapters (TMS_TESTS
 	"$(ENGINE_PYTHON)" tests/engines/run.py torch_memory_saver --package $(engines)/torch_memory_saver \
 		$(if $(TMS_TESTS),--tests "$(TMS_TESTS)")
 
+# An environment of its own: what makes a site is nothing that tests need.
+SITE_VENV ?= .venv-docs
+site := NO_MKDOCS_2_WARNING=1 "$(SITE_VENV)/bin/mkdocs" build -q
+.PHONY: docs test-site
+docs: $(SITE_VENV)/.made ## make the site, strictly: a dead link, or a name without its docstring, fails (build/site)
+	@$(site)
+	echo "build/site/index.html"
+
+$(SITE_VENV)/.made: pyproject.toml $(stamp)
+	@"$(bin)/python" -m venv --clear "$(SITE_VENV)"
+	"$(SITE_VENV)/bin/python" -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	"$(SITE_VENV)/bin/python" -m pip install -q --disable-pip-version-check --group site
+	touch $@
+
+BROWSER ?= chromium
+test-site: docs ## the site in a browser: links, search, drawings, narrow screens (BROWSER=chromium); not part of CI
+	@VRAM_BROWSER="$$(command -v "$(BROWSER)")" "$(SITE_VENV)/bin/python" -m pytest -p no:cacheprovider \
+		--rootdir tests/site --confcutdir tests/site -q tests/site
+
 MUTANTS ?=
 mutants: $(stamp) ## plant the bugs of tests/mutants, one at a time: each must be caught (MUTANTS= chooses some)
 	@"$(bin)/python" tests/mutants/run.py "$(MUTANTS)"

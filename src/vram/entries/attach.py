@@ -186,8 +186,8 @@ def attach_or_publish(
     wake : bool
         As of :func:`attach`: what is parked is there, and is brought back; nobody loads it. If it is removed meanwhile,
         one of those who wait loads it after all.
-
-    Other parameters as in :func:`attach` and :func:`publish`.
+    access, expect, keeper, device, writable, whole, ttl
+        As of :func:`attach` and :func:`publish`.
 
     Raises
     ------

@@ -1,0 +1,111 @@
+"""The site in a browser, as a reader sees it: served over HTTP, at two widths. By hand: make test-site."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-site")
+
+SITE = Path(__file__).resolve().parents[2] / "build/site"
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if path.name != "404.html")
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    """Where the site is served."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    handler = functools.partial(Quiet, directory=str(SITE))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[object]:
+    """The Chromium of this machine."""
+    with playwright.sync_playwright() as running:
+        opened = running.chromium.launch(executable_path=os.environ.get("VRAM_BROWSER") or None)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=[1300, 390], ids=["wide", "narrow"])
+def page(request: pytest.FixtureRequest, browser: object) -> Iterator[object]:
+    """A page of that width, in which no script may fail, and which asks nobody else for anything."""
+    opened = browser.new_page(viewport={"width": request.param, "height": 900})
+    wrong: list[str] = []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    left = "net::ERR_ABORTED"  # the page was left before it had all of it
+    opened.on("requestfailed", lambda failed: wrong.append(failed.url) if failed.failure != left else None)
+    opened.on("request", lambda sent: wrong.append(sent.url) if "127.0.0.1" not in sent.url else None)
+    opened.on("response", lambda got: wrong.append(got.url) if got.status >= 400 else None)
+    yield opened
+    opened.close()
+    assert not wrong
+
+
+def test_there_are_pages() -> None:
+    assert len(PAGES) > 60
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_and_its_links_and_drawings_are_there(page: object, address: str, name: str) -> None:
+    page.goto(f"{address}/{name}")
+    assert page.locator("h1").count() == 1
+    # What is too wide for a narrow screen scrolls in a box of its own, not the page.
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    for drawing in page.locator("article img").all():
+        assert drawing.evaluate("image => image.complete && image.naturalWidth > 0"), drawing.get_attribute("src")
+    anchors = page.evaluate(
+        "[...document.querySelectorAll('article a[href^=\"#\"]')].map(a => a.getAttribute('href').slice(1))"
+    )
+    missing = [anchor for anchor in anchors if not page.evaluate("id => !id || !!document.getElementById(id)", anchor)]
+    assert not missing
+
+
+def test_links_between_pages_lead_somewhere(page: object, address: str) -> None:
+    found = set()
+    for name in PAGES:
+        page.goto(f"{address}/{name}")
+        found.update(page.evaluate("[...document.querySelectorAll('a[href]')].map(a => a.href)"))
+    inside = {link.partition("#")[0] for link in found if link.startswith(address)}
+    assert len(inside) > 60
+    assert not [link for link in inside if page.request.get(link).status != 200]
+
+
+@pytest.mark.parametrize(
+    ("words", "leads_to"), [("attach_or_publish", "reference"), ("F_SEAL_WRITE", "guide"), ("claim timeout", "guide")]
+)
+def test_search_finds_it(page: object, address: str, words: str, leads_to: str) -> None:
+    page.goto(address)
+    if page.viewport_size["width"] < 960:
+        page.locator("label[for=__search].md-header__button").click()
+    box = page.locator("input.md-search__input")
+    box.wait_for(state="visible")
+    box.fill(words)
+    page.locator(".md-search-result__link").first.wait_for()
+    links = [link.get_attribute("href") or "" for link in page.locator(".md-search-result__link").all()]
+    assert any(leads_to in link for link in links), links
+
+
+def test_code_can_be_copied_and_the_dark_scheme_is_there(page: object, address: str) -> None:
+    page.goto(f"{address}/start.html")
+    assert page.locator("article .highlight").count() >= 5
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("form[data-md-component=palette] label:visible").first.click()
+    page.wait_for_function("before => getComputedStyle(document.body).backgroundColor !== before", arg=before)
