@@ -1,0 +1,29 @@
+"""What the site is made of is whole, before mkdocs looks at it: pages, names, programs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import vram
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+CONFIGURATION = (ROOT / "mkdocs.yml").read_text()
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert pages == set(re.findall(r"\S+\.md$", CONFIGURATION, re.MULTILINE))
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    named = set(re.findall(r"^::: vram\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE))
+    assert named == set(vram.__all__)
+
+
+def test_every_example_is_on_a_page() -> None:
+    shown = set()
+    for page in DOCS.rglob("*.md"):
+        shown.update(re.findall(r'^--8<-- "(examples/\w+\.py)"$', page.read_text(), re.MULTILINE))
+    assert shown == {path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*.py")}
