@@ -92,6 +92,12 @@ def keep(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
     ] = None,
+    log: Annotated[
+        Literal["json", "text"] | None, typer.Option(help="A line on stderr for each event; attaches are none.")
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
+    ] = "info",
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -125,6 +131,8 @@ def keep(
     if claim_timeout is not None:
         parse_seconds(claim_timeout, "--claim-timeout")
         command += ["--claim-timeout", claim_timeout]
+    if log is not None:
+        command += ["--log", log, "--log-level", log_level]
     if takeover:
         command.append("--takeover")
     if metrics is not None:
