@@ -170,6 +170,19 @@ def metrics(
 
 
 @app.command()
+def top(
+    socket: Socket = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    sort: Annotated[str, typer.Option(metavar="COLUMN", help="What to sort by: name, size, leases, age, ...")] = "name",
+    once: Annotated[bool, typer.Option("--once", help="Print one table, of one interval, and leave.")] = False,
+) -> None:
+    """Show a keeper's entries, rates and latencies, live. Its key h says what its keys do."""
+    from .top import run_top
+
+    run_top(socket, interval=interval, sort=sort, once=once)
+
+
+@app.command()
 def publish_file(
     name: Annotated[str, typer.Argument(help="What readers will attach.")],
     file: Annotated[Path, typer.Argument(help="A safetensors file.")],
