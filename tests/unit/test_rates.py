@@ -89,7 +89,8 @@ NASTY = "a\x1b[2J\n[red]b[/red]\x07\u202e名"
 
 def row(name: str = "weights/a", **changes: object) -> EntryRow:
     fields: dict[str, object] = {
-        "name": name, "version": 3, "owner": 1000, "nbytes": 5 << 30, "segments": 1, "writable": False, "readers": 1, "retired": 0, "age": 90.0,
+        "name": name, "version": 3, "owner": 1000, "nbytes": 5 << 30, "segments": 1, "writable": False, "readers": 1,
+        "retired": 0, "age": 90.0,
         "ttl_left": None, "meta": {}, "leases": 2, "held_bytes": 5 << 30, "devices": ["GPU-01234567-89ab"],
     }  # fmt: skip
     return EntryRow(**(fields | changes))  # type: ignore[arg-type]

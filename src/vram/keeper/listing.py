@@ -26,7 +26,7 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
     """Return the names behind ``request.after``, as many as fit."""
     check_prefix(request.prefix)
     rows: list[Any] = []
-    room = _PAGE
+    room = _PAGE // 2 if request.devices else _PAGE
     for version, older in catalogue.current(request.prefix, request.after):
         leases, held = catalogue.held(version.name)
         size = len(version.notes)
