@@ -155,6 +155,8 @@ def test_columns_go_where_there_is_room_and_all_are_keys() -> None:
 def test_states_of_entries_are_told() -> None:
     text = "\n".join(drawn(view(row(parked=True), row(updatable=True), row(writable=True), row()), Looks(), 120, 40))
     assert [text.count(word) for word in ("parked", "updatable", "rw")] == [1, 1, 1]
+    for width in (80, 100, 116):
+        assert "updatable" in "\n".join(drawn(view(row(updatable=True)), Looks(selected="weights/a"), width, 40))
 
 
 def test_trouble_is_said_above_what_was_seen_last() -> None:

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 import vram
 
 from ..errors import InternalError
-from ..keeper.client import close_client
+from ..keeper.client import KeeperClient, close_client
 from ..keeper.private import private_socket
 from .children import DEADLINE, Child, child
 from .entries import fill
@@ -32,7 +32,7 @@ from .measure import Figure, Result, Row, in_turns
 __all__ = ["measure"]
 
 _NAME = "model"
-_WITHIN = 1.03
+_WITHIN, _SHARE = 1.03, 3.0
 _ORDERS = ("name", "size")  # the one that asks for least, and one for which all entries are read
 
 
@@ -68,6 +68,7 @@ def measure(quick: bool) -> Result:
         cases = {"quiet": at("quiet", quiet), "logs": at("logs", logging)}
         cases |= {order: at(order, quiet, watching[order]) for order in _ORDERS}
         rates = in_turns(cases, rounds, warm=1)
+        shares = {order: [_share(quiet, watching[order], seconds) for _ in range(min(rounds, 5))] for order in _ORDERS}
     scrapes = "" if find_spec("prometheus_client") is None else "scraped each second, "
     said = {order: f"{scrapes}vram top running, sorted by {order}" for order in _ORDERS} | {"logs": "with --log json"}
     for values, unit, scale, target in ((took, "us", 1e6, _WITHIN), (rates, "attaches/s", 1.0, None)):
@@ -76,6 +77,9 @@ def measure(quick: bool) -> Result:
         rows.append(alone)
         for case, words in said.items():
             rows.append(Row.held(words, Figure.of(values[case][-rounds:], unit, scale=scale), alone, at_most=target))
+    for order, parts in shares.items():
+        figure = Figure.of(parts, "%", scale=100)
+        rows.append(Row.limited(f"the keeper's processor time, {said[order]}, no attaches", figure, at_most=_SHARE))
     return Result("watched", "Attach while the keeper is watched", rows, notes)
 
 
@@ -89,6 +93,14 @@ def _full_keeper(entries: int, *options: str) -> Iterator[str]:
             yield path
         finally:
             close_client(path)
+
+
+def _share(path: str, watcher: Child, seconds: float) -> float:
+    """What of a processor a keeper takes that only is watched: it does not depend on who else is busy here."""
+    with KeeperClient.connect(path) as client, _watched_by(watcher):
+        begin, before = time.monotonic(), client.measure().processor
+        time.sleep(2 * seconds)
+        return (client.measure().processor - before) / (time.monotonic() - begin)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from ..metrics.rates import Rate, shape
 from ..metrics.watch import KEYS, View, Wanted, Watcher
 from ..spec import format_count, format_size
 
-__all__ = ["Looks", "draw", "keys_in", "run_top"]
+__all__ = ["Looks", "draw", "keys_in", "run_top", "table_height"]
 
 _HELP = (
     ("up down, k j", "select an entry"),
@@ -44,7 +44,8 @@ _HELP = (
     ("q, Ctrl-C", "leave"),
 )
 _OPENED = 6  # holders that are shown at most
-_SPARK = 24  # characters of a line of bars, where there is room
+_SPARK = 60  # characters of a line of bars, where there is room
+_WIDE = 100  # characters, from which on two things stand side by side
 
 
 @dataclass(slots=True)
@@ -103,12 +104,14 @@ _COLUMNS = (
 def draw(view: View, looks: Looks, width: int, height: int, *, path: str = "") -> Group:
     """Return the screen: exactly so many lines, none wider than that."""
     head = _head(view, looks, width, height, path)
-    foot = _foot(view, looks)
     if looks.mode == "help":
         body = [Text.assemble((f"{keys:>30}  ", "bold"), what) for keys, what in _HELP]
     else:
         opened = _opened(view, height) if view.wanted.opened else []
-        body = [*_table(view, looks, width, max(0, height - len(head) - len(opened) - 1)), *opened]
+        space = max(0, height - len(head) - len(opened) - 1)
+        view = replace(view, rows=view.rows[: max(0, space - 1)])  # what is not drawn is not counted below
+        body = [*_table(view, looks, width, space), *opened]
+    foot = _foot(view, looks)
     room = max(0, height - len(head) - 1)
     body = [*body[:room], *(Text() for _ in range(room - len(body)))]
     lines = [*head[: max(0, height - 1)], *body, foot][-height:] if height else []
@@ -153,24 +156,29 @@ def _head(view: View, looks: Looks, width: int, height: int, path: str) -> list[
         )
     )
     left = _rates(view, looks, width)
-    right = _shares(view, looks, width) if width >= 100 else []
+    right = _shares(view, looks, width) if width >= _WIDE else []
     if height < 20:
         return lines
     for index in range(max(len(left), len(right))):
         line = left[index].copy() if index < len(left) else Text()
         if right:
-            line.truncate(56)
-            line.pad_right(58 - line.cell_len)
+            line.truncate(_left(width) - 2)
+            line.pad_right(_left(width) - line.cell_len)
             line.append_text(right[index] if index < len(right) else Text())
         lines.append(line)
-    if width < 100 and height >= 24:
+    if width < _WIDE and height >= 24:
         lines += _shares_in_lines(view)
     lines.append(Text())
     return lines
 
 
+def _left(width: int) -> int:
+    """How much of a wide screen what is done has; the rest is for who has how much."""
+    return width * 3 // 5
+
+
 def _rates(view: View, looks: Looks, width: int) -> list[Text]:
-    bars = max(0, min(_SPARK, width - 42))
+    bars = max(0, min(_SPARK, (width if width < _WIDE else _left(width) - 2) - 41))
     lines = [Text(f"{'':<9}{'a second':>9}{'median':>10}{'99 %':>10}  the last minutes"[: max(width, 9)], style="dim")]
     none = Rate(0.0, 0.0, None, None)
     for kind in ("attach", "publish", "release"):
@@ -200,7 +208,7 @@ def _rates(view: View, looks: Looks, width: int) -> list[Text]:
 
 def _shares(view: View, looks: Looks, width: int) -> list[Text]:
     """Who has most: devices, then users, five lines in all and at least two of each, where there are."""
-    bars = max(0, min(_SPARK, width - 58 - 28))
+    bars = max(0, min(_SPARK, width - _left(width) - 30))
     lines = [Text(f"{'device or user':<17}{'memory':>10}", style="dim")]
     users = view.users[: max(2, 5 - len(view.devices))]
     for row in view.devices[: 5 - len(users)]:
@@ -503,7 +511,7 @@ class _Top:
         while True:
             if self._stops:
                 self._stops = False
-                with _left():
+                with _away():
                     os.kill(os.getpid(), signal.SIGSTOP)
                 self._resized = True
             if self._resized:
@@ -671,7 +679,7 @@ def _screen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _left() -> Iterator[None]:
+def _away() -> Iterator[None]:
     """Give the terminal back for a while."""
     keys = termios.tcgetattr(0)
     _write("\x1b[?25h\x1b[?1049l")
