@@ -38,7 +38,7 @@ _ORDERS = ("name", "size")  # the one that asks for least, and one for which all
 
 def measure(quick: bool) -> Result:
     """Measure attaches at one keeper, watched and not, in turns; and at one that logs."""
-    rounds, seconds, entries = (2, 0.2, 60) if quick else (15, 2.0, 1_000)
+    rounds, seconds, entries = (2, 0.2, 60) if quick else (12, 1.0, 1_000)
     rows: list[Row] = []
     notes = [
         f"attach, touch, release acknowledged, one after the other, by one process, for {seconds:g} s a round; "

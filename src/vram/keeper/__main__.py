@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .. import __version__
 from ..errors import UsageError, VramError
 from ..spec import format_size, parse_size
 from . import event_log
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.log is not None:
         event_log.start(given.log, given.log_level)
-        event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid(), vram__version=__version__)
+        event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid())
     try:
         return _keep(parser, given)
     finally:
