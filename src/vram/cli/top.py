@@ -117,7 +117,6 @@ def draw(view: View, looks: Looks, width: int, height: int, *, path: str = "") -
     lines = [*head[: max(0, height - 1)], *body, foot][-height:] if height else []
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
-        line.truncate(width)
     return Group(*lines)
 
 

@@ -41,6 +41,8 @@ _MOST_TEXT: Final = 500  # characters of a value that others wrote
 _LAST: Final = 1.0  # seconds that the end waits for who reads
 _PLAIN = re.compile(r"[A-Za-z0-9._/@:+~\-]+")
 
+_Line = tuple[float, str, str, dict[str, Any]]
+
 _log = logging.getLogger("vram.keeper")
 _log.propagate = False
 _log.addHandler(logging.NullHandler())
@@ -70,7 +72,8 @@ class EventHandler(logging.Handler):
         super().__init__()
         self._fd = fd
         self._write = _as_json if form == "json" else _as_text
-        self._lines: SimpleQueue[str | None] = SimpleQueue()
+        # What is to be written; nothing wakes the thread, None ends it.
+        self._lines: SimpleQueue[_Line | tuple[()] | None] = SimpleQueue()
         self._dropped = 0
         self._second = 0
         self._counts: dict[int, int] = {}  # lines of each user in this second
@@ -93,9 +96,9 @@ class EventHandler(logging.Handler):
             if count > MOST_LINES:
                 if not self._over:
                     self._over = True
-                    self._lines.put("")  # the thread waits for the end of this second from now on
+                    self._lines.put(())  # the thread waits for the end of this second from now on
                 return
-        self._queue(self._write(*_fields(record)))
+        self._queue(_fields(record))
 
     def _end_second(self, now: int) -> None:
         """Say whose lines were left out in the second that is over."""
@@ -108,9 +111,9 @@ class EventHandler(logging.Handler):
             for uid, count in counts.items():
                 if count > MOST_LINES:
                     said = {"user.id": uid, "vram.log.suppressed": count - MOST_LINES}
-                    self._queue(self._write(time.time(), "WARNING", "vram.log.suppressed", said))
+                    self._queue((time.time(), "WARNING", "vram.log.suppressed", said))
 
-    def _queue(self, line: str) -> None:
+    def _queue(self, line: _Line) -> None:
         if self._lines.qsize() >= _MOST_QUEUED:
             self._dropped += 1
             return
@@ -120,7 +123,7 @@ class EventHandler(logging.Handler):
     def _say_dropped(self) -> None:
         if self._dropped:
             count, self._dropped = self._dropped, 0
-            self._lines.put(self._write(time.time(), "WARNING", "vram.log.dropped", {"vram.log.dropped": count}))
+            self._lines.put((time.time(), "WARNING", "vram.log.dropped", {"vram.log.dropped": count}))
 
     def _work(self) -> None:
         while True:
@@ -135,7 +138,9 @@ class EventHandler(logging.Handler):
                 continue
             if line is None:
                 return
-            rest = line.encode("ascii", "backslashreplace")
+            if not line:
+                continue
+            rest = self._write(*line).encode("ascii", "backslashreplace")
             try:
                 while rest:
                     rest = rest[os.write(self._fd, rest) :]
@@ -186,7 +191,10 @@ def say(event: str, level: int = logging.INFO, **fields: Any) -> None:
 
 
 def _event(level: int, event: str, fields: dict[str, Any]) -> None:
-    _log.log(level, event, extra={"vram": fields})
+    # Not Logger.log, which looks up the line that calls it, for 10 us.
+    record = logging.LogRecord(_log.name, level, "", 0, event, None, None)
+    record.__dict__["vram"] = fields
+    _log.handle(record)
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------
@@ -304,7 +312,7 @@ def _whose(session: Session) -> dict[str, Any]:
 
 
 # -- lines ------------------------------------------------------------------------------------------------------------
-def _fields(record: logging.LogRecord) -> tuple[float, str, str, dict[str, Any]]:
+def _fields(record: logging.LogRecord) -> _Line:
     """What a record says: the time, the severity, the event, and its fields. One that is not ours has a text only."""
     fields = record.__dict__.get("vram")
     if fields is not None:
