@@ -92,6 +92,7 @@ def test_everything_runs_and_leaves_nothing_behind(open_place: Path, monkeypatch
         "start": 3,
         "first-use": 7,
         "scale": 2,
+        "watched": 3,
         "hostile": 4 if os.geteuid() == 0 else 0,
     }
     assert all(targets[name] >= count for name, count in wanted.items()), targets

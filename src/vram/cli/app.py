@@ -92,6 +92,12 @@ def keep(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
     ] = None,
+    log: Annotated[
+        Literal["json", "text"] | None, typer.Option(help="A line on stderr for each event; attaches are none.")
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
+    ] = "info",
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -125,6 +131,8 @@ def keep(
     if claim_timeout is not None:
         parse_seconds(claim_timeout, "--claim-timeout")
         command += ["--claim-timeout", claim_timeout]
+    if log is not None:
+        command += ["--log", log, "--log-level", log_level]
     if takeover:
         command.append("--takeover")
     if metrics is not None:
@@ -159,6 +167,19 @@ def metrics(
     arguments = ["--listen", listen, *(() if socket is None else ("--socket", socket))]
     if serve(arguments):
         raise typer.Exit(1)
+
+
+@app.command()
+def top(
+    socket: Socket = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Seconds between two looks.")] = 1.0,
+    sort: Annotated[str, typer.Option(metavar="COLUMN", help="What to sort by: name, size, leases, age, ...")] = "name",
+    once: Annotated[bool, typer.Option("--once", help="Print one table, of one interval, and leave.")] = False,
+) -> None:
+    """Show a keeper's entries, rates and latencies, live. Its key h says what its keys do."""
+    from .top import run_top
+
+    run_top(socket, interval=interval, sort=sort, once=once)
 
 
 @app.command()

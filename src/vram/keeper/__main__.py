@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UsageError, VramError
 from ..spec import format_size, parse_size
+from . import event_log
 from .accounts import MOST_ENTRIES
 from .catalogue import CLAIM_TIMEOUT
 from .rules import MAX_TTL
@@ -71,7 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=-1,
         help="the socket's directory, locked, made for this keeper alone: it is removed in the end",
     )
+    parser.add_argument("--log", choices=event_log.FORMS, help="a line on stderr for each event")
+    parser.add_argument("--log-level", choices=event_log.LEVELS, default="info", help="of those, from this one on")
     given = parser.parse_args(arguments)
+    if given.log is not None:
+        event_log.start(given.log, given.log_level)
+        event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid())
+    try:
+        return _keep(parser, given)
+    finally:
+        event_log.stop()
+
+
+def _keep(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     try:
         mode = None if given.mode is None else int(given.mode, 8)
     except ValueError:
@@ -82,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     succession: Succession | None = None
 
     def ready() -> None:
+        if succession is not None:
+            event_log.say("vram.keeper.takeover", process__pid=succession.pid or None)
+        event_log.say("vram.keeper.ready", process__pid=os.getpid(), vram__keeper__socket=server.path)
         if given.ready_fd >= 0:
             os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
             os.close(given.ready_fd)
@@ -120,11 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             succession = take_over(server, chosen)
         server.serve(ready, parent_fd=given.parent_fd)
-    except VramError as error:
-        print(f"vram keep: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"vram keep: {error}", file=sys.stderr)
+        event_log.say("vram.keeper.shutdown", process__pid=os.getpid())
+    except (VramError, OSError) as error:
+        if not event_log.ended(error):
+            print(f"vram keep: {error}", file=sys.stderr)
         return 1
     finally:
         if given.directory_fd >= 0:  # whoever made it may be dead. Not if another keeper took over: it is not empty

@@ -10,6 +10,7 @@ import msgspec
 from ..errors import NotFoundError
 from . import messages as m
 from .catalogue import Catalogue
+from .metering import bytes_by_device
 from .records import Lease, Session, Version
 from .rules import check_prefix
 
@@ -25,7 +26,7 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
     """Return the names behind ``request.after``, as many as fit."""
     check_prefix(request.prefix)
     rows: list[Any] = []
-    room = _PAGE
+    room = _PAGE // 2 if request.devices else _PAGE
     for version, older in catalogue.current(request.prefix, request.after):
         leases, held = catalogue.held(version.name)
         size = len(version.notes)
@@ -46,6 +47,8 @@ def entries(catalogue: Catalogue, request: m.List, now: float) -> m.Listing:
             held_bytes=m.saturated(held),
             left_out=left_out,
             parked=version.parked,
+            updatable=version.updates > 0,
+            devices=_devices(version) if request.devices else [],
         )
         room -= _add(rows, row, room)
         if room < 0:
@@ -79,6 +82,10 @@ def _add(rows: list[Any], row: msgspec.Struct, room: int) -> int:
 def _packed(version: Version) -> Any:
     """The meta of a version, packed: it is stored as it is sent."""
     return msgspec.Raw(version.notes)
+
+
+def _devices(version: Version) -> list[str]:
+    return [device for device, _ in sorted(bytes_by_device(version), key=lambda place: -place[1])]
 
 
 def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow:

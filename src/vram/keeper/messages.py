@@ -209,13 +209,15 @@ class Watch(Struct, frozen=True, array_like=True, tag="watch"):
 class List(Struct, frozen=True, array_like=True, tag="list"):
     """The entries whose names begin with `prefix` and come behind `after`, as many as one message takes.
 
-    Meta of more than `most_meta` bytes is left out, for clients that show only its beginning.
+    Meta of more than `most_meta` bytes is left out, for clients that show only its beginning. With `devices` each row
+    says which it is on, which takes as long again as all the rest.
     """
 
     call: Number
     prefix: Name = ""
     after: Name = ""
     most_meta: Size = 2**63 - 1
+    devices: bool = False
 
 
 class Versions(Struct, frozen=True, array_like=True, tag="versions"):
@@ -458,7 +460,8 @@ class EntryRow(Struct, frozen=True, array_like=True):
     """One name: its current version, and how many older ones are still held.
 
     `leases` counts those on all its versions, and `held_bytes` is what the versions that they are on have, each once.
-    `left_out` is how many bytes its meta has if that was left out.
+    `left_out` is how many bytes its meta has if that was left out. `devices` are those that the current version is on,
+    the one with most of it first, where that was asked for.
     """
 
     name: Name
@@ -476,6 +479,8 @@ class EntryRow(Struct, frozen=True, array_like=True):
     held_bytes: Size = 0
     left_out: Size = 0
     parked: bool = False
+    updatable: bool = False
+    devices: Devices = []
 
 
 class VersionRow(Struct, frozen=True, array_like=True):

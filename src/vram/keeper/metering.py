@@ -20,7 +20,7 @@ from . import messages as m
 from .catalogue import Catalogue
 from .records import Version
 
-__all__ = ["BOUNDS", "MOST_ROWS", "Meter", "kind_of"]
+__all__ = ["BOUNDS", "MOST_ROWS", "Meter", "bytes_by_device", "kind_of"]
 
 # Seconds that the keeper worked on a request. Most take 20 to 200 us.
 BOUNDS: Final = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 100e-3, 1.0)
@@ -145,7 +145,7 @@ class Meter:
                 return True
             versions, segments = versions + 1, segments + version.handles
             self._read = version.serial
-            places[version.serial] = found = _places(version)
+            places[version.serial] = found = bytes_by_device(version)
             self._add(found, 1)
         return False
 
@@ -165,8 +165,8 @@ def kind_of(request: m.Request) -> str:
     return str(type(request).__struct_config__.tag)
 
 
-def _places(version: Version) -> list[tuple[str, int]]:
-    """The bytes that a version has on each device. What is parked is on the host, whatever it is to wake on."""
+def bytes_by_device(version: Version) -> list[tuple[str, int]]:
+    """Return the bytes that a version has on each device. What is parked is on the host, whatever it is to wake on."""
     entry = _entry.decode(version.body)
     if not entry.devices or version.parked:
         return [(_HOST, version.nbytes)]

@@ -43,6 +43,31 @@ class Queries(RpcConnection):
         pages = _pages(self, m.Listing, lambda call, row: m.List(call, prefix, row.name if row else "", most))
         return [entry_info(row) for page in pages for row in page.rows]
 
+    def page(self, prefix: str = "", after: str = "") -> m.Listing:
+        """Return the entries behind a name, as many as one message takes: without meta, and with their devices.
+
+        Parameters
+        ----------
+        prefix : str
+            What names have to begin with.
+        after : str
+            A name, which need not exist (any more).
+        """
+        call = next(self._calls)
+        return self._expect(m.Listing, self._ask(m.List(call, check_prefix(prefix), after, 0, True), call))
+
+    def first_holders(self, name: str) -> m.HolderList:
+        """Return the leases on the current version of a name, the oldest first, as many as one message takes.
+
+        Raises
+        ------
+        NotFoundError
+            If there is nothing under that name.
+        """
+        version = next((row.version for row in self.versions(name) if row.is_current), 0)
+        call = next(self._calls)
+        return self._expect(m.HolderList, self._ask(m.Holders(call, name, version), call))
+
     def show(self, name: str) -> EntryInfo:
         """Return everything the keeper knows about a name: its versions and their leases.
 

@@ -23,6 +23,7 @@ from ..errors import QuotaError, UnsupportedError
 from ..sharing.channel import MAX_FDS, Credentials, peer_credentials, transmit
 from ..sharing.unread import pass_rights
 from ..spec import format_count, format_size
+from . import event_log
 from . import messages as m
 from .accounts import MOST_ENTRIES, Quotas
 from .bind import Listener, group_id
@@ -370,6 +371,7 @@ class KeeperServer:
             self._keep_spare()
 
     def _refuse(self, sock: socket.socket, why: str) -> None:
+        event_log.refused(peer_credentials(sock), why)
         try:
             with contextlib.suppress(OSError):
                 transmit(sock, m.encode(failure(0, QuotaError(why))), (), socket.MSG_DONTWAIT)
@@ -395,6 +397,7 @@ class KeeperServer:
             pass_rights(connection.sock, True)
         connection.session = session
         self.connections[session.id] = connection
+        event_log.connected(connection)
 
     def gone(self, connection: Connection) -> None:
         """A connection was closed: end its session and all that depends on it."""
@@ -407,6 +410,7 @@ class KeeperServer:
             self._left(connection)
         if connection.session is not None:
             self.connections.pop(connection.session.id, None)
+            event_log.disconnected(connection)
             self.service.leave(connection.session)
 
     def linger(self, connection: Connection) -> None:
@@ -541,6 +545,7 @@ class KeeperServer:
             if connection in self.lingering:
                 self._stop_lingering(connection)
         elif connection.overdue(self.now(), self.patience):
+            event_log.overdue(connection)
             connection.close()
         else:
             for late in self._late_partials(connection):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Protocol
@@ -15,7 +13,7 @@ import msgspec
 from .. import errors
 from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
-from . import listing
+from . import event_log, listing
 from . import messages as m
 from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
 from .catalogue import PART, Catalogue
@@ -154,7 +152,8 @@ class Service:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""
         begin = time.perf_counter()
         kind, error = self._answer(connection, payload, fds, cut)
-        self.meter.count(kind, time.perf_counter() - begin, error)
+        self.meter.count(kind, spent := time.perf_counter() - begin, error)
+        event_log.answered(connection, kind, spent)
 
     def _answer(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> tuple[str, str]:
         """Answer one message; return what it was, and the name of the error, if it failed."""
@@ -177,12 +176,13 @@ class Service:
             connection.send(m.encode(failure(error.call, errors.UsageError(str(error)))))
             return kind, "UsageError"
         except errors.VramError as error:
+            event_log.failed(connection, kind, error)
             connection.send(m.encode(failure(call, error)))
             if isinstance(error, errors.ProtocolError) and not isinstance(error, InadmissibleError):
                 connection.close()  # a peer that breaks the protocol cannot be understood any further
             return kind, type(error).__name__
         except Exception as error:  # noqa: BLE001  (a mistake of ours must cost no more than this connection)
-            traceback.print_exc(file=sys.stderr)
+            event_log.broke(connection, kind, error)
             connection.send(m.encode(failure(call, error)))
             connection.close()
             return kind, type(error).__name__
@@ -356,6 +356,7 @@ class Service:
         try:
             connection.version = m.negotiate(hello)
         except errors.UnsupportedError as error:
+            event_log.refused(connection.credentials, str(error))
             connection.send(m.encode(failure(0, error)))
             connection.close()
             return
@@ -467,6 +468,7 @@ class Service:
             return
         del connection.partials[request.call]
         held = Held(partial.fds.detach(), partial.nbytes, publication.session.uid, self.server.dispose)
+        names = self.catalogue.entries
         try:
             version, effects = self.catalogue.commit(publication, held, self.server.now(), nbytes=partial.nbytes)
         except BaseException:
@@ -476,6 +478,7 @@ class Service:
         entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
         version.settle(exact(m.encode(entry)))
         connection.send(m.encode(m.Published(call, version.number)))
+        event_log.published(publication.session, version, is_new=self.catalogue.entries > names)
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()
 
@@ -654,14 +657,14 @@ class Service:
         connection.send(m.encode(counts))
 
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
-        server = self.server
-        uptime = server.now() - server.started
-        connection.send(m.encode(self.meter.report(request.call, uptime=uptime, connections=server.by_user)))
+        uptime = self.server.now() - self.server.started
+        connection.send(m.encode(self.meter.report(request.call, uptime=uptime, connections=self.server.by_user)))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(
             session, request.name, request.version, revoke=request.revoke, force=request.force
         )
+        event_log.removed(session, request.name, request.version, revoke=request.revoke, force=request.force)
         self._done(connection, request.call)
         self.carry_out(effects, session.uid)
 

@@ -47,7 +47,6 @@ import contextlib
 import gc
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, replace
@@ -70,6 +69,7 @@ from ..sharing.channel import Channel, close_fds, peer_credentials
 from ..sharing.parcels import Collector, Sender
 from ..sharing.unread import pass_rights
 from ..spec import format_size
+from . import event_log
 from . import messages as m
 from .accounts import Quotas
 from .bind import Listener, Permissions
@@ -234,10 +234,11 @@ def hand_over(server: KeeperServer, connection: Connection, request: m.Takeover)
     try:
         if _give(server, channel, request, ahead):
             server.successor = True
+            event_log.say("vram.keeper.handed_over", process__pid=channel.peer().pid)
             server.stop()
             return
     except Exception as error:  # noqa: BLE001  (whatever it is: this keeper has everybody's memory and must go on)
-        print(f"vram keep: a takeover failed, serving on: {error}", file=sys.stderr)
+        event_log.gave_up_takeover(error)
         with contextlib.suppress(VramError, OSError):
             channel.send(m.encode(m.Abandoned(str(error)[:1000])), timeout=0)
     finally:

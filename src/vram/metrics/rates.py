@@ -1,0 +1,127 @@
+"""What two answers to the same question say together: rates, quantiles, and how they went."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..keeper.messages import Measurements
+
+__all__ = ["History", "Rate", "rates", "shape"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PLAIN_BARS = "_.-:=+*#"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Requests of one kind between two measurements.
+
+    Attributes
+    ----------
+    per_second, errors : float
+        How many there were a second, and how many of those failed.
+    median, high : float or None
+        Seconds that the keeper worked on one: half of them, and 99 of 100, took at most as long. Within a bucket of
+        the histogram they are taken to lie evenly; ``inf`` is beyond the last one. None if there were none.
+    """
+
+    per_second: float
+    errors: float
+    median: float | None
+    high: float | None
+
+
+def rates(before: Measurements | None, after: Measurements, seconds: float) -> dict[str, Rate]:
+    """Return what was done between two measurements, by the kind of request; ``""`` is all of them together.
+
+    Parameters
+    ----------
+    before : Measurements or None
+        None, and one of a keeper that has been replaced since, is the keeper's start.
+    seconds : float
+        The time between them by the asker's clock. From the keeper's start on it is the keeper's own.
+    """
+    old = {} if before is None else {row.kind: row for row in before.requests}
+    # Counts only grow. Where one does not, another keeper has begun to count.
+    if before is not None and (
+        after.uptime < before.uptime
+        or before.bounds != after.bounds
+        or any(row.count < old[row.kind].count for row in after.requests if row.kind in old)
+        or not old.keys() <= {row.kind for row in after.requests}
+    ):
+        before, old = None, {}
+    seconds = max(after.uptime if before is None else seconds, 1e-6)
+    found: dict[str, Rate] = {}
+    sums, failures = [0] * (len(after.bounds) + 1), 0
+    for row in after.requests:
+        was = old.get(row.kind)
+        buckets = list(row.buckets) if was is None else [b - a for a, b in zip(was.buckets, row.buckets, strict=False)]
+        errors = sum(row.errors.values()) - (0 if was is None else sum(was.errors.values()))
+        found[row.kind] = _rate(after.bounds, buckets, errors, seconds)
+        failures += errors
+        sums = [a + b for a, b in zip(sums, buckets, strict=False)]
+    found[""] = _rate(after.bounds, sums, failures, seconds)
+    return found
+
+
+def _rate(bounds: Sequence[float], buckets: Sequence[int], errors: int, seconds: float) -> Rate:
+    return Rate(
+        sum(buckets) / seconds, errors / seconds, _quantile(bounds, buckets, 0.5), _quantile(bounds, buckets, 0.99)
+    )
+
+
+def _quantile(bounds: Sequence[float], buckets: Sequence[int], part: float) -> float | None:
+    total = sum(buckets)
+    if not total:
+        return None
+    wanted, below = part * total, 0
+    for index, (upper, count) in enumerate(zip(bounds, buckets, strict=False)):
+        if count and below + count >= wanted:
+            lower = bounds[index - 1] if index else 0.0
+            return lower + (upper - lower) * (wanted - below) / count
+        below += count
+    return math.inf
+
+
+class History:
+    """How numbers went over the last measurements.
+
+    Parameters
+    ----------
+    most : int
+        Values that are kept of each.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._values: dict[str, deque[float]] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add the newest value of each number. One that is not among them is forgotten."""
+        self._values = {name: self._values.get(name) or deque(maxlen=self.most) for name in values}
+        for name, value in values.items():
+            self._values[name].append(value)
+
+    def of(self, name: str) -> Sequence[float]:
+        """Return the values of one, oldest first."""
+        return tuple(self._values.get(name, ()))
+
+
+def shape(values: Iterable[float], width: int, *, plain: bool = False) -> str:
+    """Draw the last values in so many characters at most, from nothing to the largest of them.
+
+    Parameters
+    ----------
+    plain : bool
+        In ASCII.
+    """
+    last = list(values)[-width:] if width > 0 else []
+    most = max(last, default=0.0)
+    bars = _PLAIN_BARS if plain else _BARS
+    if most <= 0 or not math.isfinite(most):
+        return bars[0] * len(last)
+    # What is not nothing is seen to be something.
+    return "".join(bars[0 if value <= 0 else max(1, round(value / most * (len(bars) - 1)))] for value in last)
