@@ -57,6 +57,7 @@ __all__ = [
     "Owned",
     "begin",
     "close_all",
+    "forked_since",
     "holding",
     "last_fork",
     "live",
@@ -137,8 +138,7 @@ class Handle:
 
         The child shares memory of the host that was mapped, and nobody is told when it has ended.
         """
-        serial, when = _forked
-        return when if self._id < serial else None
+        return forked_since(self._id)
 
     def check(self) -> None:
         """Raise :class:`ForkedError` or :class:`ClosedError` unless the handle is open here.
@@ -587,6 +587,12 @@ def begin(thread: threading.Thread, *, otherwise: Callable[[BaseException], obje
 def last_fork() -> object:
     """Return what is another one as soon as a child is forked."""
     return _forked
+
+
+def forked_since(serial: int) -> float | None:
+    """Return when a child was last forked since a handle of a serial number was made; see :attr:`Handle.forked_at`."""
+    number, when = _forked
+    return when if serial < number else None
 
 
 def live() -> tuple[Handle, ...]:

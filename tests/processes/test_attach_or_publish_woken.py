@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ from tests.processes.test_park import GPU, check, child, is_parked
 import vram
 from vram.entries import park as parking
 from vram.errors import AsleepError, NotFoundError, OutOfMemoryError, UsageError, WaitTimeoutError
-from vram.keeper.client import KeeperClient
+from vram.keeper.client import KeeperClient, close_client
+from vram.keeper.private import KeeperProcess, short_directory
 from vram.testing.keeper import SOON, until
 
 pytestmark = [pytest.mark.usefixtures("kept"), pytest.mark.standin]
@@ -116,6 +118,55 @@ def test_what_is_gone_while_it_is_woken_is_loaded_or_attached(monkeypatch: pytes
     with woken(load=load) as lease:
         assert lease["w"].numpy().tolist() == ([0.0] * 3 if what == "removed" else [1.0] * 3)
     assert len(loaded) == (what == "removed")
+
+
+def test_what_is_removed_while_another_process_wakes_it_is_loaded_without_that_one() -> None:
+    """That one waits for it to be published again, before it lets go of its right to wake it."""
+    publish(GPU).close()
+    vram.park(NAME)
+
+    def load() -> Mapping[str, Any]:
+        return {"a": np.arange(1024), "b": np.arange(1)}
+
+    with child(act, "wake", 0, SOON, "_copy") as other:
+        assert other.said()[2] == "_copy"
+        thread, came = later(lambda: woken(load=load))
+        until(lambda: vram.statistics().waiting == 1, what="a waiter")
+        vram.remove(NAME)
+        thread.join(SOON)
+        assert not thread.is_alive()
+        with came[0] as lease:
+            assert lease["a"].numpy().tolist() == list(range(1024))
+        other.kill()
+
+
+@pytest.mark.parametrize("wake", [True, False])
+def test_whose_claim_passed_on_wakes_what_another_has_published_and_parked(
+    wake: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with short_directory() as place:
+        keeper = KeeperProcess(f"{place}/k", ["--claim-timeout", "0.2"])
+        monkeypatch.setenv("VRAM_KEEPER", keeper.path)
+        begun, is_there = threading.Event(), threading.Event()
+
+        def slow() -> Mapping[str, Any]:
+            begun.set()
+            assert is_there.wait(SOON)
+            return {"x": np.arange(9)}
+
+        thread, came = later(lambda: vram.attach_or_publish("n", slow, wake=wake, timeout=SOON))
+        assert begun.wait(SOON)
+        vram.attach_or_publish("n", lambda: {"x": vram.asarray(np.arange(4), device=GPU)}).close()
+        vram.park("n", timeout=SOON)
+        is_there.set()
+        thread.join(SOON)
+        if wake:
+            with came[0] as lease:
+                assert lease["x"].to_host().tolist() == [0, 1, 2, 3]
+        else:
+            assert isinstance(came[0], AsleepError)
+        close_client(keeper.path)
+        assert keeper.stop() == 0
 
 
 def test_without_room_on_the_gpu_it_stays_parked_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -636,29 +636,40 @@ def test_without_membarrier_there_are_no_updates(monkeypatch: pytest.MonkeyPatch
         assert seen(lease) == (1, [1])
 
 
+def words_of(lease: vram.Lease) -> Any:
+    assert lease._words is not None
+    return lease._words
+
+
+def steps_of_an_update(monkeypatch: pytest.MonkeyPatch, state: Callable[[], str]) -> list[str]:
+    """Update, and return the order of its barriers (each with what a reader finds then), its look and its writing."""
+    order: list[str] = []
+    real_barrier, real_look = words.barrier, update.pages
+
+    def barrier() -> None:
+        order.append(f"barrier, {state()}")
+        real_barrier()
+
+    def look(*given: Any) -> Any:
+        order.append("look")
+        return real_look(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(words, "barrier", barrier)
+        patched.setattr(update, "pages", look)
+        with vram.update("w") as arrays:
+            order.append("write")
+            for array in arrays.values():
+                array.fill(2)
+    return order
+
+
 def test_a_barrier_stands_between_the_writers_word_and_its_look_at_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store may be seen after a later load: without the barrier a reader's word comes too late, once in a while."""
     publish()
     with vram.attach("w") as lease:
         assert seen(lease) == (1, [1])
-        order: list[str] = []
-        real_barrier, real_look = words.barrier, update.pages
-
-        def barrier() -> None:
-            assert lease._words is not None
-            order.append(f"barrier, word {lease._words[reading.STATE]}")
-            real_barrier()
-
-        def look(*given: Any) -> Any:
-            order.append("look")
-            return real_look(*given)
-
-        monkeypatch.setattr(words, "barrier", barrier)
-        monkeypatch.setattr(update, "pages", look)
-        with vram.update("w") as arrays:
-            order.append("write")
-            for array in arrays.values():
-                array.fill(2)
+        order = steps_of_an_update(monkeypatch, lambda: f"word {words_of(lease)[reading.STATE]}")
         updating = f"barrier, word {reading.UPDATING}"
         assert order == [updating, "look", updating, "write", updating]
 

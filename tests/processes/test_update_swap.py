@@ -19,13 +19,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tests.keeper_here import later
 from tests.processes import update_children as children
-from tests.processes.test_update import child, steps, tear, write
+from tests.processes.test_update import child, steps, steps_of_an_update, tear, words_of, write
 from tests.processes.update_children import ROWS, publish, seen, seen_here
 
 import vram
 from vram import driver as drivers
-from vram.driver import words
-from vram.entries import placement, reading, update
+from vram.entries import placement, reading
 from vram.entries.swap import Span, difference, slot_of
 from vram.errors import (
     AccessDeniedError,
@@ -593,24 +592,11 @@ def test_a_barrier_stands_between_the_version_and_the_look_at_the_readers(monkey
     publish(swap=True)
     with vram.attach("w") as lease:
         assert seen(lease) == (1, [1])
-        order: list[str] = []
-        real_barrier, real_look = words.barrier, update.pages
 
-        def barrier() -> None:
-            assert lease._words is not None
-            order.append(f"barrier, next {lease._words[reading.NEXT]}, now {lease._words[reading.VERSION]}")
-            real_barrier()
+        def state() -> str:
+            return f"next {words_of(lease)[reading.NEXT]}, now {words_of(lease)[reading.VERSION]}"
 
-        def look(*given: Any) -> Any:
-            order.append("look")
-            return real_look(*given)
-
-        monkeypatch.setattr(words, "barrier", barrier)
-        monkeypatch.setattr(update, "pages", look)
-        with vram.update("w") as arrays:
-            order.append("write")
-            for array in arrays.values():
-                array.fill(2)
+        order = steps_of_an_update(monkeypatch, state)
         first = "barrier, next 2, now 1"
         assert order == [first, "look", first, "write", first]
 

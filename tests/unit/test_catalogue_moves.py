@@ -10,7 +10,7 @@ import pytest
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
 from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import SERVED, Catalogue
-from vram.keeper.records import Effect, Free, Granted, Lease, Refused, Serve, Session, Version, Waiter
+from vram.keeper.records import Claimed, Effect, Free, Granted, Lease, Refused, Serve, Session, Version, Waiter
 
 KEEPER, ANN, BOB = 1000, 1001, 1002
 
@@ -292,6 +292,30 @@ def test_a_time_that_was_over_before_anybody_came_is_the_first_ones(books: Catal
     lease(books, books.connect(ANN), "wake", now=10.0)
     assert books.expire(1000.0) == []
     assert lease(books, ann, "wake", now=1001.0).purpose == "wake"
+
+
+@pytest.mark.parametrize("how", ["removed", "expired"])
+def test_what_is_gone_while_it_is_woken_is_for_the_next_in_line_to_publish(
+    books: Catalogue, ann: Session, how: str
+) -> None:
+    """Whoever wakes it has the right for long: who waits for that would wait for nothing."""
+    version = published(books, ann, ttl=50.0)
+    parking = lease(books, ann, "park")
+    moved(books, ann, parking, "host memory")
+    books.release(ann, parking.id)
+    by = lease(books, books.connect(ANN), "wake")
+    assert isinstance(books.attach(ann, "w", 2.0, call=1, purpose="wake", claim=True, wait=None), Waiter)
+    only = wait(books, ann, 2)
+    effects = books.remove(ann, "w") if how == "removed" else books.expire(60.0)
+    told = books.at_once(effects, 60.0)
+    (claimed,) = [one for one in told if isinstance(one, Claimed)]
+    assert claimed.call == 1
+    assert version.move is None
+    assert list(ann.waiters.values()) == [only]  # who does not load waits for who does
+    with pytest.raises(NotFoundError, match="removed while"):
+        books.begin(by.session, "w", nbytes=80, handles=2, lease=by.id)
+    assert books.release(by.session, by.id) == [Free("host memory")]
+    assert books.expire(2000.0) == []
 
 
 def test_another_user_waits_only_while_somebody_wakes(books: Catalogue, ann: Session, bob: Session) -> None:

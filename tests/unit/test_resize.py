@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from tests.processes.other_users import as_user
 
 import vram
+from forked import forked
 from vram import driver as drivers
 from vram import lifetime
 from vram.driver.host import HostDriver
@@ -34,7 +36,7 @@ from vram.errors import (
     UsageError,
     VramError,
 )
-from vram.memory import Region
+from vram.memory import Region, ahead
 from vram.memory.ahead import Prepared, keep_ready
 from vram.memory.chunks import Kind
 from vram.memory.resize import resize_regions
@@ -511,28 +513,55 @@ def test_what_a_forked_child_may_look_at_is_not_kept_i7(monkeypatch: pytest.Monk
     prepared = vram.prepare("host", "16MiB", chunk="2MiB")
     with vram.zeros((4, G), "int8", device="host", capacity=8, chunk="2MiB") as array:
         array[:] = 7
-        view = array.numpy()
-        asked, ask = os.pipe()
-        pid = os.fork()
-        if not pid:
-            try:
-                os.close(ask)
-                os.read(asked, 1)
-                os._exit(not (view == 7).all())
-            finally:
-                os._exit(2)
-        try:
-            del view
+        views = [array.numpy()]
+        with forked(lambda: int(not (views[0] == 7).all())) as child:
+            views.clear()
             array.resize(1)
             assert prepared.ready == 0
             array.resize(3)
+            vram.sleep(array, shared="unmap", to=None)
+            vram.wake(array)  # mapped anew, and the same memory
             array.resize(0)
-            assert prepared.ready == 2 * G  # the two that were mapped since
-        finally:
-            os.close(asked)
-            os.close(ask)
-            status = os.waitpid(pid, 0)[1]
-        assert status == 0
+            assert prepared.ready == 2 * G  # the two that were made since
+            assert child.end() == 0
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_what_is_kept_while_a_child_is_forked_is_not_kept_i7(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread forks when it was found that no child has the memory, and before it is unmapped."""
+    monkeypatch.setattr(Prepared, "_refill", lambda self: None)
+    zero = ahead._zero
+    prepared = vram.prepare("host", "8MiB", chunk="2MiB")
+    with ExitStack() as stack:
+
+        def fork(*given: Any) -> None:
+            stack.enter_context(forked())
+            zero(*given)
+
+        with vram.zeros((2, G), "int8", device="host", capacity=8, chunk="2MiB") as array:
+            monkeypatch.setattr(ahead, "_zero", fork)
+            array.resize(1)
+            assert prepared.ready == 0
+            monkeypatch.setattr(ahead, "_zero", zero)
+            array.resize(0)
+            assert prepared.ready == 0  # it was there as well
+            array.resize(2)
+            array.resize(0)
+            assert prepared.ready == 2 * G
+
+
+@pytest.mark.usefixtures("nothing_ready")
+def test_what_is_kept_at_a_fork_is_kept_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was mapped nowhere: the child has no page of it."""
+    monkeypatch.setattr(Prepared, "_refill", lambda self: None)
+    prepared = vram.prepare("host", "4MiB", chunk="2MiB")
+    with vram.zeros((2, G), "int8", device="host", capacity=8, chunk="2MiB") as array:
+        array.resize(0)
+        assert prepared.ready == 2 * G
+        with forked():
+            array.resize(2)
+            array.resize(0)
+            assert prepared.ready == 2 * G
 
 
 def test_what_is_prepared_leaves_descriptors_for_others_and_gives_way_to_a_growth_that_finds_none() -> None:

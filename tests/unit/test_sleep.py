@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import vram
+from forked import forked
 from vram.driver.books import Reservation
 from vram.errors import AsleepError, BusyError, UsageError
 from vram.memory import PhysicalAllocation, Region
@@ -114,19 +116,10 @@ def test_what_a_forked_child_has_mapped_sleeps_only_here(tmp_path: Path) -> None
     with vram.zeros((2, 1 << 19), "int32", device="host") as array:
         array[:] = 7
         view = array.numpy()
-        asked, ask = os.pipe()
-        pid = os.fork()
-        if not pid:
-            try:
-                os.close(ask)
-                os.read(asked, 1)
-                os._exit(int(view[0, 0]))
-            finally:
-                os._exit(99)
-        try:
-            with pytest.raises(BusyError, match=f"forked.* process {pid}") as raised:
+        with forked(lambda: int(view[0, 0])) as child:
+            with pytest.raises(BusyError, match=f"forked.* process {child.pid}") as raised:
                 vram.sleep(array, tmp_path)
-            assert f"{pid}" in str(raised.value.holders)
+            assert f"{child.pid}" in str(raised.value.holders)
             with vram.asarray([1.0], device="host") as since:
                 assert vram.sleep([since], tmp_path).freed
             with pytest.raises(BusyError, match="forked"):
@@ -134,11 +127,9 @@ def test_what_a_forked_child_has_mapped_sleeps_only_here(tmp_path: Path) -> None
             assert vram.sleep(array, tmp_path, shared="unmap").freed == 0
             vram.wake(array)
             array[:] = 9  # the same memory: the child sees it
-        finally:
-            os.close(asked)
-            os.close(ask)
-            status = os.waitpid(pid, 0)[1]
-        assert os.waitstatus_to_exitcode(status) == 9
+            with pytest.raises(BusyError, match=f"forked.* process {child.pid}"):
+                vram.sleep(array, tmp_path)  # mapped anew here, and the same memory still
+            assert child.end() == 9
         assert vram.sleep(array, tmp_path).freed == array.region.capacity
         vram.wake(array)
         assert (view == 9).all()
@@ -154,60 +145,50 @@ def test_a_child_that_nobody_may_look_at_is_taken_to_have_it(
     look = children._files
 
     def refuse(pid: str) -> Any:
-        if fails == "all" or pid == str(child):
+        if fails == "all" or pid == str(child.pid):
             raise PermissionError
         return look(pid)
 
     with vram.asarray([1.0], device="host") as array:
-        asked, ask = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                os.close(ask)
-                os.read(asked, 1)
-            finally:
-                os._exit(0)
-        try:
+        with forked() as child:
             monkeypatch.setattr(children, "_files", refuse)
-            with pytest.raises(BusyError, match="may have it" if fails == "all" else f"process {child}"):
+            with pytest.raises(BusyError, match="may have it" if fails == "all" else f"process {child.pid}"):
                 vram.sleep(array, tmp_path)
-        finally:
-            os.close(asked)
-            os.close(ask)
-            os.waitpid(child, 0)
         monkeypatch.undo()
         assert vram.sleep(array, tmp_path).freed
 
 
 def test_a_child_that_is_forked_while_memory_falls_asleep_keeps_it_awake(tmp_path: Path) -> None:
-    children: list[int] = []
-
-    def fork(event: Remapped) -> None:
-        if (event.verb, event.when) == ("sleep", "before"):
-            asked, ask = os.pipe()
-            children.append(os.fork())
-            if not children[-1]:
-                try:
-                    os.close(ask)
-                    os.read(asked, 1)
-                finally:
-                    os._exit(0)
-            os.close(asked)
-            children.append(ask)
-
     with vram.asarray([1.0], device="host") as array:
-        end = vram.on_remap(fork)
-        try:
-            with pytest.raises(BusyError, match="forked"):
-                vram.sleep(array, tmp_path)
-        finally:
-            end()
-            os.close(children[1])
-            os.waitpid(children[0], 0)
+        with ExitStack() as stack:
+
+            def fork(event: Remapped) -> None:
+                if (event.verb, event.when) == ("sleep", "before"):
+                    stack.enter_context(forked())
+
+            end = vram.on_remap(fork)
+            try:
+                with pytest.raises(BusyError, match="forked"):
+                    vram.sleep(array, tmp_path)
+            finally:
+                end()
         assert array.numpy().tolist() == [1]
         assert vram.sleep(array, tmp_path).freed
         vram.wake(array)
         assert array.numpy().tolist() == [1]
+
+
+def test_what_was_only_unmapped_wakes_as_it_is_whatever_is_said_of_its_bytes(tmp_path: Path) -> None:
+    """They were never put aside, and are the others': to make them zero would take them from those, too (I13)."""
+    with vram.asarray([1.0, 2.0], device="host") as array:
+        view = array.numpy()
+        with forked(lambda: int(view[1])) as child, vram.asarray([3.0], device="host") as alone:
+            vram.sleep([array, alone], tmp_path, shared="unmap")
+            report = vram.wake([array, alone], discard=True)
+            assert (report.nbytes, report.discarded) == (0, alone.nbytes)
+            assert view.tolist() == [1, 2]
+            assert alone.numpy().tolist() == [0]
+            assert child.end() == 2
 
 
 def test_nothing_is_told_where_nothing_changes(tmp_path: Path) -> None:

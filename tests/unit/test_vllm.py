@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.keeper_here import later
 
 import vllm_like
 import vram
 from vram import engines
 from vram.arrays.torch_pool import Usage
 from vram.errors import MismatchError, OutOfMemoryError, PeerGoneError, UsageError
-from vram.testing.keeper import SOON
+from vram.keeper.client import KeeperClient
+from vram.testing.keeper import SOON, until
 
 
 @pytest.fixture(autouse=True)
@@ -404,28 +406,28 @@ def test_what_is_parked_is_no_external_memory_and_is_woken(
 
 
 @pytest.mark.standin
-def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(
-    torch: Any, keeper: str, config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_parked_and_removed_while_it_is_waited_for_is_loaded(torch: Any, keeper: str, config: Any) -> None:
     from vram.engines import vllm_loader
 
-    real = vram.attach_or_publish
-
-    def parked_and_removed(name: str, *given: Any, **how: Any) -> Any:
-        monkeypatch.setattr(vram, "attach_or_publish", real)
-        with vram.zeros(4 << 20, dtype="uint8", device="cuda:0") as array:
-            vram.publish(name, {"w": array}, meta=how["expect"], keeper=keeper)
-        vram.park(name, keeper=keeper)
-        try:
-            return real(name, *given, **how)
-        finally:
-            vram.remove(name, keeper=keeper)
-
-    monkeypatch.setattr(vram, "attach_or_publish", parked_and_removed)
-    monkeypatch.setattr(vllm_loader, "_LOOK", 0.2)
-    model = load(config, keeper)
+    loader = vllm_loader.VramModelLoader(vllm_like.LoadConfig({"keeper": keeper}))
+    named: list[Any] = []
+    loader._then = lambda *said: named.append(said)
+    loader._with_key(engine(config), config)
+    ((expect, name),) = named
+    with vram.zeros(4 << 20, dtype="uint8", device="cuda:0") as array:
+        vram.publish(name, {"w": array}, meta=expect, keeper=keeper)
+    vram.park(name, keeper=keeper)
+    with KeeperClient.connect(keeper, label="wakes it, and takes its time") as other:
+        waker = other.lease(name, purpose="wake")
+        assert waker.moves
+        thread, came = later(lambda: loader.load_model(engine(config), config))
+        until(lambda: vram.statistics(keeper=keeper).waiting == 1, what="the loader's wait")
+        vram.remove(name, keeper=keeper)
+        thread.join(SOON)
+        assert not thread.is_alive()
+        del waker
     assert config.loads == ["tiny"]
-    model.vram_lease.close()
+    came[0].vram_lease.close()
 
 
 @pytest.mark.parametrize("error", [UsageError("a test's"), RuntimeError("a test's")])

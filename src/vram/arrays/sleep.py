@@ -42,7 +42,7 @@ def sleep(
     shared : "refuse" or "unmap"
         What to do with memory that somebody else holds as well (a keeper, a lease, a loan, an exported descriptor; on
         the host a child that was forked since and has not ended), who would keep the old bytes. "unmap" takes away only
-        this process's mapping, which frees nothing; waking maps the same memory again.
+        this process's mapping, which frees nothing; waking maps the same memory again, with what it holds by then.
 
     Returns
     -------
@@ -52,7 +52,8 @@ def sleep(
     Raises
     ------
     BusyError
-        If somebody else holds the memory; names who. Nothing has changed then.
+        If somebody else holds the memory, or a process that may be a forked child cannot be looked at; names who, and
+        why. Nothing has changed then.
     AsleepError
         If some of it is asleep already. Nothing has changed then.
     OutOfMemoryError, CapacityError, BackupError
@@ -88,7 +89,9 @@ def wake(things: Array | Region | Iterable[Array | Region], *, discard: bool = F
     things : Array, Region, or an iterable of them
         As for :func:`sleep`.
     discard : bool
-        Without the bytes: they are zero afterwards, and what was put aside is let go of.
+        Without the bytes: they are zero afterwards, and what was put aside is let go of. What was only unmapped
+        (``shared="unmap"``) has none aside: it wakes with what is in that memory, which others hold, and counts neither
+        in `nbytes` nor in `discarded`.
 
     Returns
     -------

@@ -18,7 +18,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,14 +36,9 @@ import vram
 
 from ..entries.lease import Lease
 from ..errors import (
-    AsleepError,
-    BusyError,
-    MismatchError,
-    NotFoundError,
     PeerGoneError,
     UsageError,
     VramError,
-    WaitTimeoutError,
 )
 from .strides import flat
 from .vllm_pools import pool
@@ -54,7 +48,6 @@ __all__ = ["VramModelLoader"]
 logger = init_logger(__name__)
 
 _LAYOUT = "vram.layout"  # the array that says what the others are
-_LOOK = 10.0  # seconds to wait for what is parked, before a look whether it was removed or replaced
 _OTHERS = ("socket_path", "socket_dir")  # what the class below takes, and there is no use for here
 
 
@@ -223,27 +216,11 @@ class VramModelLoader(IpcModelLoader):  # type: ignore[misc]
 
     def _attach_or_publish(self, load: Callable[[], dict[str, Any]], expect: dict[str, str], name: str) -> Any:
         vram.statistics(keeper=self._keeper)  # or there is no keeper: this does not wait for one
-        until = None if self._timeout is None else time.monotonic() + self._timeout
-        while self._lease is None:
-            try:
-                self._lease = vram.attach_or_publish(
-                    name, load, expect=expect, owner=self._owner, timeout=self._timeout, keeper=self._keeper
-                )
-            except AsleepError:
-                self._wake(expect, name, until)
+        self._lease = vram.attach_or_publish(
+            name, load, expect=expect, owner=self._owner, timeout=self._timeout, wake=True, keeper=self._keeper
+        )
         logger.info("The weights are %r version %d", name, self._lease.version)
         return _state(self._lease)
-
-    def _wake(self, expect: dict[str, str], name: str, until: float | None) -> None:
-        """Attach what is parked. If it was replaced or removed meanwhile, leave it to who looks again."""
-        left = _LOOK if until is None else max(0.0, min(_LOOK, until - time.monotonic()))
-        try:
-            self._lease = vram.attach(
-                name, expect=expect, owner=self._owner, wake=True, timeout=left, keeper=self._keeper
-            )
-        except (BusyError, MismatchError, NotFoundError, WaitTimeoutError):
-            if until is not None and time.monotonic() >= until:
-                raise
 
     def _reload_on(self, model: Any, vllm_config: Any) -> None:
         """Have vLLM make the tensors of a reload on the model's device: it notes the one of the construction."""

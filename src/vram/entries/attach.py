@@ -230,8 +230,10 @@ def attach_or_publish(
         "expect": meta or None, "access": wire_access(access), "owner": uid, "purpose": "wake" if wake else "",
     }  # fmt: skip
     missed = (NotFoundError, AsleepError) if wake else (NotFoundError,)
+    theirs: Attachment | None = None
     while True:
-        got = client.lease_or_claim(name, timeout=left, **asked)
+        got = theirs or client.lease_or_claim(name, timeout=left, **asked)
+        theirs = None
         if isinstance(got, Attachment):
             if got.moves:
                 from .park import wake_and_lease  # few entries are parked
@@ -250,10 +252,13 @@ def attach_or_publish(
             if not isinstance(error, BusyError):
                 raise
             # It may be that the claim has passed on, and that another published meanwhile what is wanted.
-            with contextlib.suppress(NotFoundError, MismatchError):
-                theirs = client.lease(name, access=wire_access(access), expect=meta or None, owner=uid)
-                return Lease(client, theirs, access, user=user, follow=follow)
-            raise
+            try:
+                theirs = client.lease(name, **asked)
+            except (NotFoundError, MismatchError):
+                raise error from None
+            except BusyError:  # somebody is waking it: wait with the others
+                pass
+            continue
         finally:
             _loading.reset(before)
         if got.answer is not None:

@@ -1238,12 +1238,15 @@ class Catalogue:
             self.accounts.add(version.owner, 0, -1, 0)
             self.accounts.retire(version)
             self._unexpire(version)
-        current = known.current
+        current, move = known.current, version.move
         effects += self._notify(version, reason, 0 if current is None else current.number)
         if not version.leases:
             del known.older[version.number]
             effects.append(self._free(version))
             self._tidy(name, known)
+        if move is not None and version.parked:  # who waits for that to be over may publish it now
+            self._end_move(version)
+            effects += self._begin_round(name, 0.0, None)
         return effects
 
     def _free(self, version: Version) -> Free:

@@ -21,7 +21,7 @@ from ..lifetime import Gate, begin, noted, own
 from ..spec import AllocationFlags, HandleKind, Location, check_timeout, format_size, round_up
 from . import checks
 from .allocation import create_memory
-from .children import is_inherited
+from .children import is_inherited, may_be_inherited
 from .chunks import Chunk, Chunks, Kind, Ready, Supply, destroy_streams, supplies
 
 __all__ = ["Prepared", "keep_ready", "prepare", "set_aside"]
@@ -102,9 +102,16 @@ class Prepared:
             return self._ready.pop() if self._ready else None
 
     def _put(self, ready: Ready) -> None:
-        """Keep memory that is zero and nobody else's, or give it back where there is enough."""
+        """Keep memory that is zero and nobody else's, or give it back where there is enough.
+
+        It is mapped no more: whoever was forked until then may have it, and whoever is forked from now on has not.
+        """
+        memory = ready[0]
+        is_free = not may_be_inherited(memory)
+        if is_free:
+            memory.first_mapped = 0
         with self._lock:
-            fits = len(self._ready) < self._most
+            fits = is_free and len(self._ready) < self._most
             if fits:
                 self._ready.append(ready)
         if not fits:

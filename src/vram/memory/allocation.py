@@ -69,6 +69,7 @@ class Memory:
         "driver_handle",
         "exported",
         "fabric",
+        "first_mapped",
         "flags",
         "handle",
         "handle_kinds",
@@ -102,6 +103,9 @@ class Memory:
         self.is_lent = False  # the driver's own handle: whoever has that can export it, too
         self.sealed = False  # by this process, through this object; is_sealed() asks the driver
         self.serial = 0  # once somebody asked for it
+        # Serial number of the first mapping of a region that anybody may have got by a fork; it outlives that mapping,
+        # since what is mapped anew is the same memory. 0: none.
+        self.first_mapped = 0
         # Reentrant: a signal handler may export what the interrupted code is just exporting. Never reached from a
         # finalizer.
         self.lock = threading.RLock()

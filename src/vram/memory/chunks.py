@@ -66,6 +66,7 @@ class Chunk:
         if not self._memory:
             where = self.undo.where
             memory, claim = retain_memory(where.driver, where.address + self.start, self.stop - self.start, self.place)
+            memory.first_mapped = self.mapping._id
             self.mapping.adopt(claim)
             self._memory.setdefault(self.mapping, memory)
         return self._memory[self.mapping]
@@ -290,6 +291,8 @@ class Chunks:
                 undo, depends = Unmap(where, offset, nbytes), needs if memory is None else (*needs, memory.handle)
                 undo.is_idle = True  # nobody has heard of it
                 made.append(handle.keep(undo.describe, undo, depends=depends))
+                if memory is not None and not memory.first_mapped:
+                    memory.first_mapped = made[-1]._id
                 undo.map(put)
                 row.append(Chunk(offset, offset + nbytes, self.location, made[-1], undo, memory))
                 offset += nbytes

@@ -89,7 +89,7 @@ class WakeReport:
     nbytes : int
         Bytes that were brought back.
     discarded : int
-        Bytes that were not put aside, or not asked for: they are zero.
+        Bytes that were not put aside, or not asked for: they are zero. None of what was only unmapped.
     seconds : float
         How long it took.
     """
