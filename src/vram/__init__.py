@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
     from .entries.borrow import borrow as borrow
+    from .entries.frames import Frame as Frame
+    from .entries.frames import Frames as Frames
     from .entries.lease import Lease as Lease
     from .entries.lend import Lending as Lending
     from .entries.lend import lend as lend
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .entries.publish import Published as Published
     from .entries.publish import publish as publish
     from .entries.publish_file import publish_file as publish_file
+    from .entries.ring import Ring as Ring
     from .entries.update import update as update
     from .handover.array_channel import ArrayChannel as ArrayChannel
     from .keeper.session import Keeper as Keeper
@@ -77,11 +80,13 @@ _HOMES = {
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
+    "entries.frames": "Frame Frames",
     "entries.lease": "Lease",
     "entries.lend": "Lending lend",
     "entries.park": "park",
     "entries.publish": "Published publish",
     "entries.publish_file": "publish_file",
+    "entries.ring": "Ring",
     "entries.update": "update",
     "errors": "errors=",
     "handover.array_channel": "ArrayChannel",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
     from .update import Writer
 
-__all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_to"]
+__all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_planned", "publish_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def publish_to(
     if updatable or swap:
         check_writers(writable=writable, updatable=updatable, swap=swap)
     with Placement(arrays, writable, sources, close, whole=whole, updatable=updatable, swap=swap) as plan:
-        publish_plan = _publish_updatable if updatable else _publish
+        publish_plan = _publish_updatable if updatable else publish_planned
         version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
         if plan.held or client.placed:
@@ -222,7 +222,7 @@ def publish_loaded(
 
     With `spare`, which is as long, it has two slots.
     """
-    publish_plan, plan = _publish_updatable if updatable else _publish, Loaded(region, arrays, updatable, spare)
+    publish_plan, plan = _publish_updatable if updatable else publish_planned, Loaded(region, arrays, updatable, spare)
     version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=None)
     return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
 
@@ -237,16 +237,16 @@ def _publish_updatable(
     ttl: float | None,
     claim: PublishClaim | None,
 ) -> int:
-    """As :func:`_publish`, and keep what it takes to update it in place."""
+    """As :func:`publish_planned`, and keep what it takes to update it in place."""
     from .update import Writer  # few update in place
 
     with Writer() as writer:
-        version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim, writer=writer)
+        version = publish_planned(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim, writer=writer)
         writer.published(client, name, version)
     return version
 
 
-def _publish(
+def publish_planned(
     client: KeeperClient,
     name: str,
     plan: Placement | Loaded,

@@ -17,7 +17,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
-from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
+from .admission import InadmissibleError, admit, admit_page, first_word, is_zero, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
@@ -106,6 +106,7 @@ _DEVICE = 64  # bytes that the name of a device takes besides, until all of a pu
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
 _STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
+_ROWS = 32  # readers of a ring in one answer, with what they call themselves
 _LOOKING = 0.002  # seconds after which an answer looks at no further page
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
@@ -144,6 +145,7 @@ class Service:
             m.Page: self._page,
             m.Update: self._update,
             m.Pages: self._pages,
+            m.Cursors: self._cursors,
             m.Updated: self._updated,
             m.UpdateState: self._update_state,
             m.Measure: self._measure,
@@ -610,6 +612,24 @@ class Service:
                 rows.append(m.PageRow(lease.id, *key, holder.label, holder.host))
         found = [(*key, count) for key, count in looked.items()]
         connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))
+
+    def _cursors(self, connection: Connection, session: Session, request: m.Cursors, fds: list[int]) -> None:
+        rows: list[m.CursorRow] = []
+        steps, pages, through, more = 0, 0, request.after, False
+        late = time.monotonic() + _LOOKING
+        for lease in self.catalogue.cursors(session, request.name, request.version, request.after):
+            # By the clock as well, as in _pages.
+            if steps == _STEPS or pages >= _PAGES or len(rows) == _ROWS or (pages and time.monotonic() > late):
+                more = True
+                break
+            steps, through = steps + 1, lease.id
+            if lease.page is None:
+                continue
+            pages, holder = pages + 1, lease.session
+            word = first_word(lease.page.fds[0])
+            if word:
+                rows.append(m.CursorRow(lease.id, word, holder.pid, holder.uid, holder.label, holder.host))
+        connection.send(m.encode(m.CursorList(request.call, rows, more, through)))
 
     def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
         self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
