@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
     from .entries.borrow import borrow as borrow
-    from .entries.frames import Frame as Frame
-    from .entries.frames import Frames as Frames
     from .entries.lease import Lease as Lease
     from .entries.lend import Lending as Lending
     from .entries.lend import lend as lend
@@ -80,7 +78,6 @@ _HOMES = {
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
-    "entries.frames": "Frame Frames",
     "entries.lease": "Lease",
     "entries.lend": "Lending lend",
     "entries.park": "park",

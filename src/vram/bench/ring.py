@@ -65,7 +65,7 @@ def _look(array: Any) -> int:
     return int(array.max())  # every byte
 
 
-# -- ours ----------------------------------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _ring(frames: int, *, overwrite: bool) -> Iterator[Callable[[], float]]:
     with contextlib.ExitStack() as stage:
@@ -82,7 +82,7 @@ def _ring(frames: int, *, overwrite: bool) -> Iterator[Callable[[], float]]:
                 one.tell(frames)
             begin = time.perf_counter()
             for number in range(frames):
-                with ring.next(DEADLINE) as frame:
+                with ring.next(timeout=DEADLINE) as frame:
                     _fill(frame.array, number)
             for one in consumers:
                 one.hear()
@@ -97,13 +97,13 @@ def _consume(pipe: Connection, keeper: str) -> None:
         while True:
             (frames,) = pipe.recv()
             for _ in range(frames):
-                frame = ring.next(DEADLINE)
+                frame = ring.next(timeout=DEADLINE)
                 _look(frame.array)
             frame.close()
             pipe.send("done")
 
 
-# -- by hand -------------------------------------------------------------------------------------------------------------
+# -- by hand ---------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _by_hand(frames: int) -> Iterator[Callable[[], float]]:
     context = multiprocessing.get_context("spawn")
@@ -158,7 +158,7 @@ def _consume_by_hand(pipe: Connection, name: str, filled: Any, free: Any) -> Non
             pipe.send("done")
 
 
-# -- queues --------------------------------------------------------------------------------------------------------------
+# -- queues ----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def _queues(frames: int) -> Iterator[Callable[[], float]]:
     context = multiprocessing.get_context("spawn")
@@ -194,5 +194,3 @@ def _consume_queue(pipe: Connection, queue: Any) -> None:
         for _ in range(frames):
             _look(queue.get(timeout=DEADLINE))
         pipe.send("done")
-
-

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .reading import Page
 
 __all__ = [
-    "ARRAY", "ENDED", "EVICTED", "EVICTIONS", "FULL", "HEAD", "LAGGED", "LIMIT", "MAX_SLOTS", "OVERWRITES", "REMEMBERED",
-    "SLOTS", "Frame", "Frames",
+    "ARRAY", "ENDED", "EVICTED", "EVICTIONS", "FULL", "HEAD", "LAGGED", "LIMIT", "MAX_SLOTS", "OVERWRITES",
+    "REMEMBERED", "SLOTS", "Frame", "Frames",
 ]  # fmt: skip
 
 ARRAY: Final = "frames"  # what the one array of the entry is called
@@ -195,7 +195,7 @@ class Frames:
         return self._lease.is_closed
 
     # -- frames -------------------------------------------------------------------------------------------------
-    def next(self, timeout: float | None = None) -> Frame:
+    def next(self, *, timeout: float | None = None) -> Frame:
         """Give back the frame that was asked for last, and wait for the next one.
 
         Who attaches begins with the newest frame that there is. Where the producer overwrites, and the next frame is
@@ -341,7 +341,7 @@ class Frames:
 
     # -- the end ------------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """Give the frame and the lease back. Arrays of frames stay readable, and change with later frames. Idempotent."""
+        """Give the frame and the lease back. Arrays of frames can be read on, and change. Idempotent."""
         self._leave()
         self._lease.close()
 

@@ -1,12 +1,12 @@
 """A ring: frames of one shape between one producer and many consumers, each written once and copied by nobody.
 
-It is one entry that is updated in place (:mod:`.update`), whose one array has a slot for each of some frames. Frame `n`,
-counted from 1, goes into slot ``(n - 1) % slots``. What producing one does, in this order:
+It is one entry that is updated in place (:mod:`.update`), whose one array has a slot for each of some frames. Frame
+`n`, counted from 1, goes into slot ``(n - 1) % slots``. What producing one does, in this order:
 
 1. If the frame is beyond the one up to which it may write: say up to which it will at most, and behind a barrier have
-   the keeper look at the pages of all leases, which say with which frame each consumer is done (:mod:`.frames`). A lease
-   ends with the connection of its process: nobody waits for the dead. Until all are done with what is in the slot, this
-   looks again; where consumers take too long it gives up, or gives them up.
+   the keeper look at the pages of all leases, which say with which frame each consumer is done (:mod:`.frames`). A
+   lease ends with the connection of its process: nobody waits for the dead. Until all are done with what is in the
+   slot, this looks again; where consumers take too long it gives up, or gives them up.
 2. The word of the slot says that there is no frame in it, behind which there is a barrier.
 3. The block writes.
 4. Behind another barrier the word of the slot says which frame it is, and then another word that it is the newest;
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 __all__ = ["Ring"]
 
 _MAX_CONSUMERS = 4096
-_FIRST_PAUSE, _LAST_PAUSE = 0.00005, 0.002  # seconds between two looks at the consumers
+_FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers
 _LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
 _NAMED = 20  # consumers that are named when they were waited for in vain
 _release = methodcaller("release")
@@ -83,11 +83,22 @@ class Ring(Owned):
     """The producer's side of a ring, made by :meth:`create`; a context manager that closes it.
 
     Consumers, in this process or another, read it by :meth:`attach`. Threads of the producer take turns.
+
+    Attributes
+    ----------
+    shape, dtype : tuple of int, numpy.dtype
+        Of each frame.
+    overwrites : bool
+        Whether it writes over the oldest frame, and waits for nobody.
+    max_lag : float or None
+        Seconds that it waits for consumers before it gives them up.
+    max_consumers : int
+        How many consumers it waits for.
     """
 
     __slots__ = (
-        "_at", "_client", "_evicted", "_lock", "_name", "_owner", "_pid", "_slots", "_version", "_view", "_words",
-        "dtype", "max_consumers", "max_lag", "overwrites", "shape",
+        "_at", "_client", "_evicted", "_lock", "_name", "_owner", "_pid", "_slots", "_version", "_view", "_waited",
+        "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
     )  # fmt: skip
 
     # -- making -------------------------------------------------------------------------------------------------
@@ -175,30 +186,41 @@ class Ring(Owned):
             with Writer() as writer:
                 words = writer.words
                 words[STATE], words[OVERWRITES], words[LIMIT] = RING, overwrite, slots
-                ring = cls._made(name, client, writer)
+                ring = cls(name, client, writer, slots, lengths, kind, overwrite, lag, max_consumers)
                 plan = Loaded(region, {ARRAY: entry}, updatable=True)
                 version = publish_planned(
                     client, name, plan, writable=False, meta=notes, ttl=None, claim=None, writer=writer
                 )
                 writer.published(client, name, version)
-            ring._version, ring._slots, ring._view = version, slots, writer.arrays[ARRAY].numpy()
-            ring.shape, ring.dtype = lengths, kind
-            ring.overwrites, ring.max_lag, ring.max_consumers = overwrite, lag, max_consumers
+            ring._version, ring._view = version, writer.arrays[ARRAY].numpy()
             return ring
         finally:
             close_when_unused(region)
 
-    @classmethod
-    def _made(cls, name: str, client: KeeperClient, writer: Writer) -> Ring:
-        ring = cls.__new__(cls)
-        ring._name, ring._client, ring._words, ring._pid = name, client, writer.words, os.getpid()
-        ring._at = shared.address(writer.words)
-        ring._lock, ring._owner = threading.Lock(), 0
-        ring._evicted = set()
-        ring._version = 0
-        # Who drops it, or ends, has its consumers told that no frame comes any more: two stores and a call (I3).
-        ring._claim = own(f"ring {name!r}", _End(writer.words, ring._at))
-        return ring
+    def __init__(
+        self,
+        name: str,
+        client: KeeperClient,
+        writer: Writer,
+        slots: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        overwrites: bool,
+        max_lag: float | None,
+        max_consumers: int,
+    ) -> None:
+        self.shape, self.dtype, self.overwrites = shape, dtype, overwrites
+        self.max_lag, self.max_consumers = max_lag, max_consumers
+        self._name, self._client, self._slots, self._pid = name, client, slots, os.getpid()
+        self._words = writer.words
+        self._at = shared.address(writer.words)
+        self._lock, self._owner = threading.Lock(), 0  # had by the thread that writes a frame
+        self._evicted: set[int] = set()  # leases
+        self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
+        self._version = 0
+        self._view: np.ndarray[Any, Any]
+        # Whoever drops it has its consumers told that no frame comes any more: a store and a call (I3).
+        self._claim = own(f"ring {name!r}", _End(writer.words, self._at))
 
     @staticmethod
     def attach(
@@ -251,7 +273,7 @@ class Ring(Owned):
         return int(self._words[HEAD])
 
     # -- frames -------------------------------------------------------------------------------------------------
-    def next(self, timeout: float | None = TIMEOUT) -> NewFrame:
+    def next(self, *, timeout: float | None = TIMEOUT) -> NewFrame:
         """Return the place of the next frame, to be filled in a block: ``with ring.next() as frame:``.
 
         When the block ends, consumers have the frame; if it raises, there is none. The block writes all of it: what is
@@ -277,7 +299,7 @@ class Ring(Owned):
         self.handle  # noqa: B018
         return NewFrame(self, check_timeout(timeout))
 
-    def put(self, array: ArrayLike, timeout: float | None = TIMEOUT) -> int:
+    def put(self, array: ArrayLike, *, timeout: float | None = TIMEOUT) -> int:
         """Copy an array into the ring as its next frame, and return its number.
 
         Raises
@@ -293,7 +315,7 @@ class Ring(Owned):
                 f"frames of the ring {self._name!r} have shape {self.shape} and dtype {self.dtype}; this has shape "
                 f"{given.shape} and dtype {given.dtype}: bring it into that form first"
             )
-        with self.next(timeout) as frame:
+        with self.next(timeout=timeout) as frame:
             np.copyto(frame.array, given)
         return frame.sequence
 
@@ -302,31 +324,37 @@ class Ring(Owned):
 
         Consumers still read what they have not read, and then iterating ends. Idempotent.
         """
-        was_open = not self._claim.is_released and self._claim.handle.is_open
         super().close(strict=strict)
-        if was_open and self._version:
-            with contextlib.suppress(VramError):  # no keeper, or it was replaced
-                self._client.remove(self._name, self._version)
-                known = self._client.writers
-                if known and self._name in known and known[self._name].version == self._version:
-                    del known[self._name]
+        version, writers = self._version, self._client.writers or {}
+        if not version or self._pid != os.getpid():
+            return
+        with contextlib.suppress(VramError):  # no keeper, or it was replaced
+            self._client.remove(self._name, version)
+        mine = writers.get(self._name)
+        if mine is not None and mine.version == version:
+            writers.pop(self._name, None)
+        self._version = 0  # last: after an interrupt all of it is done again
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"at frame {self.sequence}"
         return f"<Ring {self._name!r}, {self._slots} slots of {self.dtype} {self.shape}, {state}>"
 
     # -- back-pressure ------------------------------------------------------------------------------------------
-    def _wait(self, sequence: int, timeout: float | None) -> None:
+    def _wait(self, sequence: int, begun: float, timeout: float | None) -> None:
         """Wait until no consumer needs what lies where a frame is to go."""
-        words = self._words
-        if self.overwrites or sequence <= words[LIMIT]:
+        if self.overwrites or sequence <= self._words[LIMIT]:
             return
-        begun = time.monotonic()
         until = math.inf if timeout is None else begun + timeout
         give_up = math.inf if self.max_lag is None else begun + self.max_lag
-        pause = _FIRST_PAUSE
+        # Each look has the keeper run, and consumers have the rest of the slots to go on with: at the pace at which
+        # they have gone until now, the second look finds room for a quarter of the ring.
+        now = time.monotonic()
+        then, before = self._waited
+        self._waited = now, sequence
+        pause = (now - then) / max(1, sequence - before) * self._slots / 4
+        pause = min(max(_FIRST_PAUSE, pause), _LONG_PAUSE)
         while True:
-            late = self._look(sequence, max(until, begun + _LOOK))
+            late = self._look(sequence, max(until, now + _LOOK))
             if not late:
                 return
             now = time.monotonic()
@@ -345,10 +373,11 @@ class Ring(Owned):
                     ]),
                 )  # fmt: skip
             time.sleep(min(pause, until - now, give_up - now))
-            pause = min(pause * 1.1, _LAST_PAUSE)  # late by a tenth of what it has waited, at most
+            pause = min(pause * 1.1, _LAST_PAUSE)
 
     def _look(self, sequence: int, until: float) -> list[m.CursorRow]:
         """Look once at each consumer; say how far this may write, and return who is not done with what is there."""
+        self.handle  # noqa: B018  (another thread may have closed it)
         words, slots = self._words, self._slots
         newest = max(0, words[HEAD] - 1)  # who joins now begins behind it
         words[LIMIT] = newest + slots
@@ -443,7 +472,7 @@ class NewFrame:
             ring._owner = threading.get_ident()
             words = ring._words
             sequence = words[HEAD] + 1
-            ring._wait(sequence, None if left is None else max(0.0, left - (time.monotonic() - begun)))
+            ring._wait(sequence, begun, left)
             slot = (sequence - 1) % ring._slots
             words[SLOTS + slot] = 0
             shared.barrier()  # who reads what is written from now on, sees that

@@ -243,6 +243,9 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         close_fds(self._fds)
 
+    def __del__(self) -> None:
+        close_fds(getattr(self, "_fds", ()))  # an interrupt came between its making and the block
+
 
 class Update:
     """One update, made by :func:`update`: enter it once, by ``with``."""

@@ -17,7 +17,7 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import listing
 from . import messages as m
-from .admission import InadmissibleError, admit, admit_page, first_word, is_zero, refuse_attributes
+from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure
@@ -106,7 +106,6 @@ _DEVICE = 64  # bytes that the name of a device takes besides, until all of a pu
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
 _STEPS, _PAGES, _FEW_PAGES = 4096, 512, 32
-_ROWS = 32  # readers of a ring in one answer, with what they call themselves
 _LOOKING = 0.002  # seconds after which an answer looks at no further page
 _LONGEST = MAX_MESSAGE - 256  # readers get what was published in one message, with some numbers more
 
@@ -614,22 +613,7 @@ class Service:
         connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))
 
     def _cursors(self, connection: Connection, session: Session, request: m.Cursors, fds: list[int]) -> None:
-        rows: list[m.CursorRow] = []
-        steps, pages, through, more = 0, 0, request.after, False
-        late = time.monotonic() + _LOOKING
-        for lease in self.catalogue.cursors(session, request.name, request.version, request.after):
-            # By the clock as well, as in _pages.
-            if steps == _STEPS or pages >= _PAGES or len(rows) == _ROWS or (pages and time.monotonic() > late):
-                more = True
-                break
-            steps, through = steps + 1, lease.id
-            if lease.page is None:
-                continue
-            pages, holder = pages + 1, lease.session
-            word = first_word(lease.page.fds[0])
-            if word:
-                rows.append(m.CursorRow(lease.id, word, holder.pid, holder.uid, holder.label, holder.host))
-        connection.send(m.encode(m.CursorList(request.call, rows, more, through)))
+        connection.send(m.encode(listing.cursors(self.catalogue, session, request)))
 
     def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
         self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
@@ -641,8 +625,7 @@ class Service:
 
     # -- looking --------------------------------------------------------------------------------------------------
     def _stale(self, connection: Connection, session: Session, request: m.Stale, fds: list[int]) -> None:
-        stale, current = self.catalogue.is_stale(session, request.lease)
-        connection.send(m.encode(m.IsStale(request.call, stale, current)))
+        connection.send(m.encode(m.IsStale(request.call, *self.catalogue.is_stale(session, request.lease))))
 
     def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
         news = self.catalogue.watch(session, request.name, request.version)
