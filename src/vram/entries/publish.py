@@ -79,14 +79,17 @@ def publish(
     arrays : mapping of str to array
         vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
         its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
-        buffers are, too. Copies are made once and packed, into new memory.
+        buffers are, too. Copies are made once and packed, into new memory, which comes in units of 2 MiB: so it counts
+        against quotas, and a thousand small arrays take 2 MiB in one mapping, and 2 GiB in a thousand entries.
     meta : mapping of str to str, optional
         Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
         False seals the memory: from then on nobody can write to it, this process and its existing views included. (On
         a GPU, whose memory no kernel seals, each process's mapping is read-only, which is no security boundary.)
         Where a vram array shares its memory with others, all of them are sealed. A write through a pointer taken
-        before, such as a torch tensor's, kills the process with SIGSEGV. True lets readers ask for ``access="rw"``.
+        before, such as a torch tensor's, kills the process with SIGSEGV. True lets readers ask for ``access="rw"``, and
+        nothing orders what is written with what is read: a reader may see half of a write. See `updatable` for arrays
+        that are replaced, and :class:`vram.Ring` for frames.
     ttl : float, optional
         Seconds after which the version is retired.
     consume : bool
