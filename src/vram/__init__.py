@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .entries.publish import Published as Published
     from .entries.publish import publish as publish
     from .entries.publish_file import publish_file as publish_file
+    from .entries.ring import Ring as Ring
     from .entries.update import update as update
     from .handover.array_channel import ArrayChannel as ArrayChannel
     from .keeper.session import Keeper as Keeper
@@ -82,6 +83,7 @@ _HOMES = {
     "entries.park": "park",
     "entries.publish": "Published publish",
     "entries.publish_file": "publish_file",
+    "entries.ring": "Ring",
     "entries.update": "update",
     "errors": "errors=",
     "handover.array_channel": "ArrayChannel",

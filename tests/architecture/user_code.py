@@ -49,6 +49,7 @@ USES = {
     "TorchPool": "pool = vram.TorchPool('cuda:0')\nassert_type(pool.sleep(['weights']).freed, int)",
     "on_remap": "end = vram.on_remap(lambda change: print(change.verb, change.spans))\nend()",
     "update": "with vram.update('name', timeout=5.0) as arrays:\n    assert_type(arrays['a'], vram.Array)",
+    "Ring": "with vram.Ring.attach('name', timeout=5.0) as frames:\n    sums = [each.array.sum() for each in frames]",
     "trim": "assert_type(vram.trim(), int)",
     "Access": "right: vram.Access = vram.Access.READ_WRITE",
     "AllocationSpec": "spec = vram.AllocationSpec(1 << 20, vram.Location('host'), vram.HandleKind.POSIX_FD)",

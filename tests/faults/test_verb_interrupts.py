@@ -215,6 +215,74 @@ def to_swap(s: Scene) -> None:
     s.other = vram.attach("updated", timeout=SOON)
 
 
+def create_ring() -> vram.Ring:
+    return vram.Ring.create("ring", shape=ROWS, dtype="float32", slots=2)
+
+
+def a_ring(s: Scene) -> None:
+    s.mine = create_ring()
+    s.other = vram.Ring.attach("ring", timeout=SOON)
+
+
+def a_full_ring(s: Scene) -> None:
+    a_ring(s)
+    for number in (1, 2):
+        s.mine.put(np.full(ROWS, number, np.float32))
+
+
+def put_and_read(s: Scene) -> None:
+    """The consumer gives one frame back while the producer waits for it."""
+    s.other.next(timeout=SOON / 4)
+    pause = time.sleep
+
+    def read_meanwhile(seconds: float) -> None:
+        s.other.next(timeout=0)
+        pause(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vram.entries.ring.time.sleep", read_meanwhile)
+        s.mine.put(np.full(ROWS, 3, np.float32), timeout=SOON / 4)
+
+
+def ring_works(s: Scene) -> None:
+    """Frames come in their order and whole, whatever the interrupt came upon; the producer is kept out by nobody."""
+    gc.collect()  # what the interrupt came out of
+    before = s.mine.sequence
+    seen = [frame.sequence for frame in iter_ready(s.other)]
+    assert seen == list(range(before - len(seen) + 1, before + 1))
+    for number in range(before + 1, before + 5):
+        s.mine.put(np.full(ROWS, number, np.float32), timeout=SOON / 4)
+        frame = s.other.next(timeout=SOON / 4)
+        assert (frame.sequence, frame.array.min(), frame.array.max()) == (number, number, number)
+    s.other.close()
+    s.mine.close()
+    del frame
+    ring_created(s)
+
+
+def iter_ready(frames: Any) -> Iterator[Any]:
+    """Return the frames that are there."""
+    return iter([frames.next(timeout=0) for _ in range(frames.behind)])
+
+
+def ring_created(s: Scene) -> None:
+    """The name is free for a new one, which works; what was interrupted left nothing to that."""
+    if s.other is not None:
+        s.other.close()
+    gc.collect()
+    with create_ring() as ring, vram.Ring.attach("ring", timeout=SOON) as frames:
+        ring.put(np.ones(ROWS, np.float32))
+        assert frames.next(timeout=SOON / 4).array.all()
+
+
+def ring_closed(s: Scene) -> None:
+    s.mine.close()
+    assert list(s.other) == []
+    with pytest.raises(vram.errors.NotFoundError):
+        vram.Ring.attach("ring")
+    ring_created(s)
+
+
 def update_one(s: Scene) -> None:
     """The other array is copied over."""
     with vram.update("updated", only=["a"], timeout=SOON / 4) as arrays:
@@ -472,6 +540,12 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "update two slots": (to_swap, update, swapped),
     "update one array of two slots": (to_swap, update_one, swapped),
     "reading of two slots": (to_swap, read_section, swapped),
+    "create a ring": (nothing, lambda s: create_ring(), ring_created),
+    "attach a ring": (a_ring, lambda s: vram.Ring.attach("ring", timeout=SOON), ring_works),
+    "put": (a_ring, lambda s: s.mine.put(np.ones(ROWS, np.float32), timeout=SOON / 4), ring_works),
+    "put, and wait for room": (a_full_ring, put_and_read, ring_works),
+    "next of a ring": (a_full_ring, lambda s: s.other.next(timeout=SOON / 4), ring_works),
+    "close a ring": (a_ring, lambda s: s.mine.close(), ring_closed),
     "park": (to_park, lambda s: vram.park("parked", timeout=0), parked),
     "wake": (to_wake, lambda s: vram.attach("parked", wake=True, timeout=0).close(), parked),
     "lend": (own_array, lambda s: vram.lend({"a": s.mine}, at=s.at), lendable),

@@ -88,6 +88,11 @@ AROUND = {
         "assert read == [(1, 1.0, 1.0, 1.0, 1.0)]\nwith vram.attach('actor') as lease, lease.reading():\n"
         "    assert [array.tolist() for array in lease.numpy().values()] == [[2.0, 2.0], [1.0, 1.0]]\nkept.close()",
     ),
+    'with vram.Ring.create("camera"': Around(
+        KEPT + 'import numpy\npicture = numpy.full((1080, 1920, 3), 8, "uint8")\n'
+        "seen = []\nuse = lambda array: seen.append((int(array.min()), int(array.max())))",
+        "assert seen == [(7, 7), (8, 8)]\nkept.close()",
+    ),
     "ours, theirs = vram.ArrayChannel.pair()": Around(
         "import multiprocessing\nfrom worker_of_the_guide import work\nstep = 3\n" + MAKES_EMB,
         "assert ours.recv(timeout=100.0) == 'done'\nprocess.join(100)\nassert process.exitcode == 0\nours.close()",

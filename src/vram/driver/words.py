@@ -7,6 +7,9 @@ load or a store is never seen in parts.
 The barrier is one-sided (``membarrier(2)``): a reader stores and loads without any, and whoever changes something for
 all of them has every running thread of every registered process execute one. What a reader did before it is then seen
 by the writer, and what the writer did before it is seen by the reader.
+
+Who waits for a word to change sleeps in the kernel (``futex(2)``), which takes no right to write: the one who writes it
+wakes them all.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import fcntl
 import mmap
 import os
 import platform
+import sys
+import time
 from itertools import starmap
 
 from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_guarded
 from . import libc
 
-__all__ = ["PAGE", "barrier", "check", "guard", "make", "register", "words"]
+__all__ = ["PAGE", "address", "barrier", "check", "guard", "make", "register", "wait", "wake", "words"]
 
 PAGE = 4096  # bytes, of which each word has 8
 _BOUND = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW
@@ -36,6 +41,16 @@ _CALL = {"x86_64": 324, "aarch64": 283}.get(platform.machine(), -1)
 _syscall = libc._library.syscall
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_uint, ctypes.c_int]
+
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1) if sys.byteorder == "little" else -1
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+_POLL = 0.001  # seconds between two looks, where there is no such call
+_futex = libc._library["syscall"]  # another object than the one above, since its arguments are others
+_futex.restype = ctypes.c_long
+_futex.argtypes = [
+    ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32
+]  # fmt: skip
+_Timespec = ctypes.c_long * 2
 
 
 def make(fds: list[int]) -> memoryview:
@@ -133,3 +148,33 @@ def _membarrier(command: int) -> None:
             f"{platform.machine()}, {errno.errorcode.get(code, str(code))}: {os.strerror(code)}",
             "Allow the call in the container's seccomp profile, or publish a new version instead",
         )
+
+
+def address(page: memoryview) -> int:
+    """Return the address of the words of a page, good as long as they are."""
+    with libc.lent(page, writable=False) as start:
+        return start
+
+
+def wait(at: int, index: int, seen: int, seconds: float) -> None:
+    """Sleep until a word is no longer `seen`, somebody wakes those who wait for it, or the time is over.
+
+    May return early: look at the word. Of its 64 bits the lower half is looked at.
+
+    Parameters
+    ----------
+    at : int
+        Where the page is, as :func:`address` says.
+    """
+    if _FUTEX < 0:
+        time.sleep(min(seconds, _POLL))
+        return
+    whole = int(seconds)
+    span = _Timespec(whole, int((seconds - whole) * 1e9))
+    _futex(_FUTEX, at + 8 * index, _FUTEX_WAIT, seen & 0xFFFFFFFF, span, None, 0)
+
+
+def wake(at: int, index: int) -> None:
+    """Wake all who wait for a word, in whatever process."""
+    if _FUTEX >= 0:
+        _futex(_FUTEX, at + 8 * index, _FUTEX_WAKE, _ALL, None, None, 0)

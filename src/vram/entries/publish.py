@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..keeper.session import Keeper
     from .update import Writer
 
-__all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_to"]
+__all__ = ["Published", "check_writers", "publish", "publish_loaded", "publish_planned", "publish_to"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,17 @@ def publish(
     arrays : mapping of str to array
         vram arrays, and numpy or torch views of all of one, are shared as they are. Slices, and whatever else shares
         its memory with what is not published, are copied, unless `whole`; other numpy arrays, torch CPU tensors and
-        buffers are, too. Copies are made once and packed, into new memory.
+        buffers are, too. Copies are made once and packed, into new memory, which comes in units of 2 MiB: so it counts
+        against quotas, and a thousand small arrays take 2 MiB in one mapping, and 2 GiB in a thousand entries.
     meta : mapping of str to str, optional
         Up to 4 KiB that readers can require with ``expect=``.
     writable : bool
         False seals the memory: from then on nobody can write to it, this process and its existing views included. (On
         a GPU, whose memory no kernel seals, each process's mapping is read-only, which is no security boundary.)
         Where a vram array shares its memory with others, all of them are sealed. A write through a pointer taken
-        before, such as a torch tensor's, kills the process with SIGSEGV. True lets readers ask for ``access="rw"``.
+        before, such as a torch tensor's, kills the process with SIGSEGV. True lets readers ask for ``access="rw"``, and
+        nothing orders what is written with what is read: a reader may see half of a write. See `updatable` for arrays
+        that are replaced, and :class:`vram.Ring` for frames.
     ttl : float, optional
         Seconds after which the version is retired.
     consume : bool
@@ -180,7 +183,7 @@ def publish_to(
     if updatable or swap:
         check_writers(writable=writable, updatable=updatable, swap=swap)
     with Placement(arrays, writable, sources, close, whole=whole, updatable=updatable, swap=swap) as plan:
-        publish_plan = _publish_updatable if updatable else _publish
+        publish_plan = _publish_updatable if updatable else publish_planned
         version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim)
         plan.done(client.path, name, version)
         if plan.held or client.placed:
@@ -222,7 +225,7 @@ def publish_loaded(
 
     With `spare`, which is as long, it has two slots.
     """
-    publish_plan, plan = _publish_updatable if updatable else _publish, Loaded(region, arrays, updatable, spare)
+    publish_plan, plan = _publish_updatable if updatable else publish_planned, Loaded(region, arrays, updatable, spare)
     version = publish_plan(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=None)
     return Published(name, version, len(arrays), sum(entry.nbytes for entry in arrays.values()))
 
@@ -237,16 +240,16 @@ def _publish_updatable(
     ttl: float | None,
     claim: PublishClaim | None,
 ) -> int:
-    """As :func:`_publish`, and keep what it takes to update it in place."""
+    """As :func:`publish_planned`, and keep what it takes to update it in place."""
     from .update import Writer  # few update in place
 
     with Writer() as writer:
-        version = _publish(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim, writer=writer)
+        version = publish_planned(client, name, plan, writable=writable, meta=meta, ttl=ttl, claim=claim, writer=writer)
         writer.published(client, name, version)
     return version
 
 
-def _publish(
+def publish_planned(
     client: KeeperClient,
     name: str,
     plan: Placement | Loaded,

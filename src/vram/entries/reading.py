@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from ..spec import Location
 
 __all__ = [
-    "NEXT", "QUIET", "STATE", "TORN", "UPDATING", "VERSION", "Gpus", "Page", "Section", "is_torn", "page_of",
+    "NEXT", "QUIET", "RING", "STATE", "TORN", "UPDATING", "VERSION", "Gpus", "Page", "Section", "is_torn", "page_of",
     "wait_for", "words_of",
 ]  # fmt: skip
 
 VERSION, STATE, NEXT = 0, 1, 2  # the publisher's words; the last says, of two slots, which version is being written
-QUIET, UPDATING, TORN = 0, 1, 2  # what the second may say
+QUIET, UPDATING, TORN, RING = 0, 1, 2, 3  # what the second may say; the last for good, of a ring (.frames)
 SLOTS = 512  # words of a lease's page
 INSIDE = 1  # what a thread's word says; of two slots, each has a bit: 1 or 2, and both until it is known which
 EITHER = 3
@@ -128,7 +128,7 @@ class Gpus:
 def is_torn(client: KeeperClient, leased: Attachment, words: memoryview) -> bool:
     """Whether the last update of what is leased was begun and will never be finished."""
     state = words[STATE]
-    return state != QUIET and (state != UPDATING or _ask(client, leased, words)[1])
+    return state not in (QUIET, RING) and (state != UPDATING or _ask(client, leased, words)[1])
 
 
 def wait_for(lease: Leased, newer_than: int, timeout: float | None) -> int:
@@ -171,18 +171,23 @@ def _check_writer(client: KeeperClient, leased: Attachment, words: memoryview) -
         )
 
 
-def _checked(lease: Leased) -> memoryview:
+def _checked(lease: Leased, *, ring: bool = False) -> memoryview:
     if lease._words is None:
         raise UsageError(
             f"{lease._attachment.name!r} was not published with updatable=True: no section can tell whether its bytes "
             f"change, and none is needed where they were published read-only"
         )
+    if lease._words[STATE] == RING and not ring:
+        raise UsageError(
+            f"{lease._attachment.name!r} is a ring, of which each frame is of a version of its own: read it by "
+            f"vram.Ring.attach({lease._attachment.name!r})"
+        )
     return lease._words
 
 
-def page_of(lease: Leased) -> Page:
-    """Make the page of a lease at its first section, and give it to the keeper."""
-    words = _checked(lease)
+def page_of(lease: Leased, *, ring: bool = False) -> Page:
+    """Make the page of a lease at its first section, and give it to the keeper; of a `ring`, as it is attached."""
+    words = _checked(lease, ring=ring)
     if lease.access == "cow":
         raise UsageError(
             f"this lease on {lease._attachment.name!r} is a private copy, of which some pages show updates and those "

@@ -37,7 +37,7 @@ from ..keeper.updates import begin_update, end_update, pages
 from ..sharing.channel import close_fds
 from ..spec import check_timeout, format_count
 from .keepers import TIMEOUT, connect
-from .reading import NEXT, QUIET, STATE, TORN, UPDATING, VERSION, Gpus
+from .reading import NEXT, QUIET, RING, STATE, TORN, UPDATING, VERSION, Gpus
 from .swap import Given, Span, difference, slot_of
 
 if TYPE_CHECKING:
@@ -243,6 +243,9 @@ class Writer:
     def __exit__(self, *_: object) -> None:
         close_fds(self._fds)
 
+    def __del__(self) -> None:
+        close_fds(getattr(self, "_fds", ()))  # an interrupt came between its making and the block
+
 
 class Update:
     """One update, made by :func:`update`: enter it once, by ``with``."""
@@ -275,6 +278,8 @@ class Update:
             writer = (client.writers or {}).get(self._name)
             if writer is None:
                 raise self._not_ours(client)
+            if writer.words[STATE] == RING:
+                raise UsageError(f"{self._name!r} is a ring: its frames are written by ring.put() and ring.next()")
             if self._stream is not None:
                 self._number = writer.gpus.stream(self._stream)
             self._take(writer, until)

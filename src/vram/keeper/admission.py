@@ -14,7 +14,7 @@ from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
 from ..spec import HandleKind, format_size, round_up
 
-__all__ = ["InadmissibleError", "admit", "admit_page", "is_zero", "refuse_attributes"]
+__all__ = ["InadmissibleError", "admit", "admit_page", "first_word", "is_zero", "refuse_attributes"]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -26,6 +26,7 @@ _SYSTEMS = "security."  # extended attributes that the system hangs to files, an
 _WORDS = 4096  # bytes of the page in which a reader says that it reads
 _ZEROS = bytes(_WORDS)
 _ONES = int.from_bytes((b"\1" + bytes(7)) * (_WORDS // 8), "little")  # each word is 1
+_LARGEST = 2**63 - 1  # that a message can carry
 _BLOCK = 512  # bytes, in which st_blocks counts whatever the file system's own are
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HUGE_SAYS = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
@@ -145,6 +146,17 @@ def is_zero(fd: int, but: int = 0) -> bool:
         return words == _ZEROS
     # All words as one number: looking at one after the other takes as long as some fifty pages.
     return not int.from_bytes(words, "little") & ~(_ONES * but)
+
+
+def first_word(fd: int) -> int:
+    """Return the first word of a page that was admitted, of which a stranger writes what they like: 63 bits of it.
+
+    1 where it cannot be read: then its owner is done with nothing, and is waited for as for whoever is stopped.
+    """
+    try:
+        return int.from_bytes(os.pread(fd, 8, 0), "little") & _LARGEST
+    except OSError:
+        return 1
 
 
 def _not_read_only(seals: int) -> str:

@@ -700,6 +700,21 @@ class Catalogue:
             raise UsageError(f"this connection does not update {name!r} version {number}")
         return version.leases.beginning(after + 1)
 
+    def cursors(self, session: Session, name: str, number: int, after: int) -> Iterator[Lease]:
+        """Return the leases above `after` on a version that this session published, to be updated in place.
+
+        It need not say before each frame of a ring that it updates: its readers tell from its words.
+
+        Raises
+        ------
+        UsageError
+            If it did not.
+        """
+        version = session.written.get((name, number))
+        if version is None:
+            raise UsageError(f"this connection did not publish {name!r} version {number} to be updated")
+        return version.leases.beginning(after + 1)
+
     def update_state(self, session: Session, lease_id: int) -> Version:
         """Return the version of a lease, which says what its updates are like.
 

@@ -94,7 +94,7 @@ class _Asked:
             del error  # or it, which keeps this frame, would keep itself
 
 
-_UPDATES = (m.Page, m.Update, m.Pages, m.Updated)  # what is lent is not updated in place
+_UPDATES = (m.Page, m.Update, m.Pages, m.Cursors, m.Updated)  # what is lent is not updated in place
 
 
 class LenderService(Service):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,16 +10,20 @@ import msgspec
 
 from ..errors import NotFoundError
 from . import messages as m
+from .admission import first_word
 from .catalogue import Catalogue
 from .metering import bytes_by_device
 from .records import Lease, Session, Version
 from .rules import check_prefix
 
-__all__ = ["entries", "holder", "holders", "leases", "statistics", "versions"]
+__all__ = ["cursors", "entries", "holder", "holders", "leases", "statistics", "versions"]
 
 # Bytes of rows; one alone may have more, and never as many as a message. Everybody else waits while a page is made:
 # 0.2 ms, most of it for about 50 rows of entries. Where a page begins is looked up, so that many of them cost no more.
 _PAGE = 6 * 1024
+# Leases that one answer goes through to the producer of a ring, and pages of theirs that it looks at: it asks for the
+# rest. By the clock as well: whoever watches its page (inotify), or has it swapped out, makes each look dear.
+_STEPS, _LOOKS, _LOOKING = 4096, 512, 0.002
 _entry = msgspec.msgpack.Decoder(m.Entry)
 
 
@@ -117,6 +122,25 @@ def holders(catalogue: Catalogue, request: m.Holders, now: float) -> m.HolderLis
             return _holders(request.call, version.leases.beginning(request.after + 1), now)
         break
     return m.HolderList(request.call, [], False)
+
+
+def cursors(catalogue: Catalogue, session: Session, request: m.Cursors) -> m.CursorList:
+    """Return with which frame each reader of a ring is done, of the leases behind ``request.after``, as many as fit."""
+    rows: list[m.CursorRow] = []
+    steps, looks, room, through = 0, 0, _PAGE, request.after
+    late = time.monotonic() + _LOOKING
+    for lease in catalogue.cursors(session, request.name, request.version, request.after):
+        if steps == _STEPS or looks == _LOOKS or room <= 0 or (looks and time.monotonic() > late):
+            return m.CursorList(request.call, rows, True, through)
+        steps, through = steps + 1, lease.id
+        if lease.page is None:
+            continue
+        looks += 1
+        word, whose = first_word(lease.page.fds[0]), lease.session
+        if word:
+            rows.append(m.CursorRow(lease.id, word, whose.pid, whose.uid, whose.label, whose.host))
+            room -= 64 + len(whose.label) + len(whose.host)
+    return m.CursorList(request.call, rows, False, through)
 
 
 def leases(catalogue: Catalogue, session: Session, request: m.Leases, now: float) -> m.HolderList:

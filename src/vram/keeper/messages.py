@@ -290,6 +290,15 @@ class Pages(Struct, frozen=True, array_like=True, tag="pages"):
     but: Annotated[int, Meta(ge=0, le=2)] = 0
 
 
+class Cursors(Struct, frozen=True, array_like=True, tag="cursors"):
+    """Which frame is each reader done with, of the ring that this connection published, of the leases above `after`?"""
+
+    call: Number
+    name: Name
+    version: Number
+    after: Number = 0
+
+
 class Updated(Struct, frozen=True, array_like=True, tag="updated"):
     """The update is over: `whole`, or torn in the middle. `updates` counts those that were whole."""
 
@@ -353,6 +362,7 @@ Request = (
     | Page
     | Update
     | Pages
+    | Cursors
     | Updated
     | UpdateState
     | Measure
@@ -634,6 +644,26 @@ class PageList(Struct, frozen=True, array_like=True, tag="page_list"):
     looked: list[tuple[Number, Number, Number]] = []
 
 
+class CursorRow(Struct, frozen=True, array_like=True):
+    """A lease whose page begins with a word that is not 0, that word, and whose page it is."""
+
+    lease: Number
+    word: Size
+    pid: Number
+    uid: Number
+    label: Label = ""
+    host: Label = ""
+
+
+class CursorList(Struct, frozen=True, array_like=True, tag="cursor_list"):
+    """The answer to ``Cursors``, of the leases up to `through`. `more` leases are behind it."""
+
+    call: Number
+    rows: list[CursorRow]
+    more: bool
+    through: Number = 0
+
+
 class Updates(Struct, frozen=True, array_like=True, tag="updates"):
     """The answer to ``UpdateState``: how many updates were whole; whether one is under way, or the last was not
     finished; and whether the process that may make the next one is there."""
@@ -727,6 +757,7 @@ Reply = (
     | KeeperStatistics
     | Error
     | PageList
+    | CursorList
     | Updates
     | Measurements
 )

@@ -142,6 +142,7 @@ class Service:
             m.Page: self._page,
             m.Update: self._update,
             m.Pages: self._pages,
+            m.Cursors: self._cursors,
             m.Updated: self._updated,
             m.UpdateState: self._update_state,
             m.Measure: self._measure,
@@ -614,6 +615,9 @@ class Service:
         found = [(*key, count) for key, count in looked.items()]
         connection.send(m.encode(m.PageList(request.call, rows, more, through, found)))
 
+    def _cursors(self, connection: Connection, session: Session, request: m.Cursors, fds: list[int]) -> None:
+        connection.send(m.encode(listing.cursors(self.catalogue, session, request)))
+
     def _updated(self, connection: Connection, session: Session, request: m.Updated, fds: list[int]) -> None:
         self.catalogue.updated(session, request.name, request.version, request.updates, whole=request.whole)
         self._done(connection, request.call)
@@ -624,8 +628,7 @@ class Service:
 
     # -- looking --------------------------------------------------------------------------------------------------
     def _stale(self, connection: Connection, session: Session, request: m.Stale, fds: list[int]) -> None:
-        stale, current = self.catalogue.is_stale(session, request.lease)
-        connection.send(m.encode(m.IsStale(request.call, stale, current)))
+        connection.send(m.encode(m.IsStale(request.call, *self.catalogue.is_stale(session, request.lease))))
 
     def _watch(self, connection: Connection, session: Session, request: m.Watch, fds: list[int]) -> None:
         news = self.catalogue.watch(session, request.name, request.version)

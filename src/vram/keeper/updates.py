@@ -15,7 +15,7 @@ from . import messages as m
 if TYPE_CHECKING:
     from .client import KeeperClient
 
-__all__ = ["begin_update", "end_update", "give_page", "pages", "update_state"]
+__all__ = ["begin_update", "cursors", "end_update", "give_page", "pages", "update_state"]
 
 
 def give_page(client: KeeperClient, lease_id: int, fd: int) -> None:
@@ -62,6 +62,23 @@ def pages(client: KeeperClient, name: str, version: int, after: int, but: int = 
     call = next(client._calls)
     reply = client._expect(m.PageList, client._ask(m.Pages(call, name, version, after, but), call))
     if any(row.lease <= after for row in reply.rows[:1]) or (reply.more and reply.through <= after):
+        raise client._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
+    return reply
+
+
+def cursors(client: KeeperClient, name: str, version: int, after: int) -> m.CursorList:
+    """Return the first word of the page of each lease on a ring that this connection published, where it is not 0.
+
+    Of some of the leases above `after`. The keeper looks at them, as of :func:`pages`.
+
+    Raises
+    ------
+    UsageError
+        If this connection did not publish it.
+    """
+    call = next(client._calls)
+    reply = client._expect(m.CursorList, client._ask(m.Cursors(call, name, version, after), call))
+    if any(row.lease <= after for row in reply.rows) or (reply.more and reply.through <= after):
         raise client._fail(ProtocolError(f"the leases behind {after} came as those up to {reply.through}"))
     return reply
 

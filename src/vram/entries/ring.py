@@ -1,0 +1,513 @@
+"""A ring: frames of one shape between one producer and many consumers, each written once and copied by nobody.
+
+It is one entry that is updated in place (:mod:`.update`), whose one array has a slot for each of some frames. Frame
+`n`, counted from 1, goes into slot ``(n - 1) % slots``. What producing one does, in this order:
+
+1. If the frame is beyond the one up to which it may write: say up to which it will at most, and behind a barrier have
+   the keeper look at the pages of all leases, which say with which frame each consumer is done (:mod:`.frames`). A
+   lease ends with the connection of its process: nobody waits for the dead. Until all are done with what is in the
+   slot, this looks again; where consumers take too long it gives up, or gives them up.
+2. The word of the slot says that there is no frame in it, behind which there is a barrier.
+3. The block writes.
+4. Behind another barrier the word of the slot says which frame it is, and then another word that it is the newest;
+   those who wait for it are woken.
+
+Whatever ends this before 4 leaves no frame: the next one has the same number, and goes into the same slot. A ring that
+overwrites leaves out 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+from ..arrays.dtypes import as_dtype, dtype_name
+from ..arrays.numpy_on_use import np
+from ..arrays.shapes import as_shape, nbytes_of
+from ..arrays.views import close_when_unused
+from ..driver import words as shared
+from ..errors import BusyError, MismatchError, UnsupportedError, UsageError, VramError
+from ..keeper.rules import check_name, describe_process
+from ..keeper.updates import cursors
+from ..lifetime import Owned, own
+from ..memory import Region
+from ..sharing.descriptor import ArrayEntry
+from ..spec import HOST, Location, check_timeout, format_count
+from .attach import attach
+from .frames import (
+    ARRAY,
+    ENDED,
+    EVICTED,
+    EVICTIONS,
+    FULL,
+    HEAD,
+    LAGGED,
+    LIMIT,
+    MAX_SLOTS,
+    OVERWRITES,
+    REMEMBERED,
+    SLOTS,
+    Frames,
+)
+from .keepers import TIMEOUT, as_notes, check_flags, connect
+from .loaded import Loaded
+from .publish import publish_planned
+from .reading import RING, STATE
+from .update import Writer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..arrays.hints import ArrayLike
+    from ..keeper import messages as m
+    from ..keeper.client import KeeperClient
+    from ..keeper.session import Keeper
+
+__all__ = ["Ring"]
+
+_MAX_CONSUMERS = 4096
+_FIRST_PAUSE, _LAST_PAUSE, _LONG_PAUSE = 0.00005, 0.002, 0.005  # seconds between two looks at the consumers
+_LOOK = 1.0  # seconds that it may take to look at each of them once, however short the timeout is
+_NAMED = 20  # consumers that are named when they were waited for in vain
+_release = methodcaller("release")
+
+
+class Ring(Owned):
+    """The producer's side of a ring, made by :meth:`create`; a context manager that closes it.
+
+    Consumers, in this process or another, read it by :meth:`attach`. Threads of the producer take turns.
+
+    Attributes
+    ----------
+    shape, dtype : tuple of int, numpy.dtype
+        Of each frame.
+    overwrites : bool
+        Whether it writes over the oldest frame, and waits for nobody.
+    max_lag : float or None
+        Seconds that it waits for consumers before it gives them up.
+    max_consumers : int
+        How many consumers it waits for.
+    """
+
+    __slots__ = (
+        "_at", "_client", "_evicted", "_lock", "_name", "_owner", "_pid", "_slots", "_version", "_view", "_waited",
+        "_words", "dtype", "max_consumers", "max_lag", "overwrites", "shape",
+    )  # fmt: skip
+
+    # -- making -------------------------------------------------------------------------------------------------
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        shape: int | Sequence[int],
+        dtype: object = "float32",
+        slots: int = 8,
+        overwrite: bool = False,
+        max_lag: float | None = None,
+        max_consumers: int = 64,
+        meta: Mapping[str, str] | None = None,
+        device: str | Location = "host",
+        keeper: Keeper | str | os.PathLike[str] | None = None,
+    ) -> Ring:
+        """Publish a ring, whose one producer is this process.
+
+        A frame is written once, into memory that all consumers have mapped read-only. By default the producer waits
+        until every consumer is done with a frame before it writes over it. A consumer that was killed is not waited
+        for; one that is stopped or slow is, for as long as the `timeout` of :meth:`next` and `max_lag` say.
+
+        Parameters
+        ----------
+        name : str
+            What consumers attach it as; see :func:`vram.publish`. What was published under it before is replaced: so a
+            new producer goes on where another one has died, and consumers attach again.
+        shape : int or sequence of int
+            Of each frame.
+        dtype : dtype
+            Of its elements.
+        slots : int
+            How many frames there is room for, 2 to 256. The memory is all of them together, in units of 2 MiB, and
+            counts against quotas.
+        overwrite : bool
+            Never wait: write over the oldest frame, whoever reads it. Consumers ask :meth:`Frame.is_whole` after use.
+        max_lag : float, optional
+            Seconds that :meth:`next` waits for consumers before it gives those up that are not done: they get
+            :class:`~vram.errors.TornError` and attach again. By default it gives up itself, after its `timeout`.
+        max_consumers : int
+            How many consumers are waited for. Others are told that there is no room.
+        meta : mapping of str to str, optional
+            See :func:`vram.publish`.
+        device : str
+            ``"host"``; frames on a GPU are refused: see below.
+        keeper : Keeper, str or PathLike, optional
+            Whom to give it to; see :func:`vram.attach`.
+
+        Raises
+        ------
+        UsageError
+            For a name, shape, dtype or number that cannot be.
+        UnsupportedError
+            For memory of a GPU: a consumer would be done with a frame only once its kernels are, and the producer's
+            frame there only once its own are; use ``vram.publish(..., updatable=True, swap=True)`` there. Or if the
+            kernel lacks ``membarrier``.
+
+        Others as :func:`vram.publish`.
+        """
+        check_name(name)
+        lengths, kind = as_shape(shape), as_dtype(dtype)
+        nbytes = nbytes_of(lengths, kind)
+        if not nbytes:
+            raise UsageError(f"frames of shape {lengths} have no bytes")
+        _check_count(slots, "slots", 2, MAX_SLOTS)
+        _check_count(max_consumers, "max_consumers", 1, _MAX_CONSUMERS)
+        (overwrite,) = check_flags(overwrite=overwrite)
+        lag = None if max_lag is None else check_timeout(max_lag, "max_lag")
+        if overwrite and lag is not None:
+            raise UsageError("a ring with overwrite=True waits for nobody: leave max_lag out")
+        place = Location.parse(device)
+        if place != HOST:
+            raise UnsupportedError(
+                "a ring in memory of a GPU",
+                "frames on the host",
+                f"device {str(place)!r}, where a frame is done when kernels are, and no word in memory tells",
+                "Put frames on the host, or use vram.publish(..., updatable=True, swap=True) and vram.update there",
+            )
+        client, notes = connect(keeper), as_notes(meta)
+        region = Region.create(HOST, capacity=slots * nbytes, nbytes=slots * nbytes, managed=True)
+        try:
+            entry = ArrayEntry(0, 0, slots * nbytes, dtype_name(kind), (slots, *lengths))
+            with Writer() as writer:
+                words = writer.words
+                words[STATE], words[OVERWRITES], words[LIMIT] = RING, overwrite, slots
+                ring = cls(name, client, writer, slots, lengths, kind, overwrite, lag, max_consumers)
+                plan = Loaded(region, {ARRAY: entry}, updatable=True)
+                version = publish_planned(
+                    client, name, plan, writable=False, meta=notes, ttl=None, claim=None, writer=writer
+                )
+                writer.published(client, name, version)
+            ring._version, ring._view = version, writer.arrays[ARRAY].numpy()
+            return ring
+        finally:
+            close_when_unused(region)
+
+    def __init__(
+        self,
+        name: str,
+        client: KeeperClient,
+        writer: Writer,
+        slots: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        overwrites: bool,
+        max_lag: float | None,
+        max_consumers: int,
+    ) -> None:
+        self.shape, self.dtype, self.overwrites = shape, dtype, overwrites
+        self.max_lag, self.max_consumers = max_lag, max_consumers
+        self._name, self._client, self._slots, self._pid = name, client, slots, os.getpid()
+        self._words = writer.words
+        self._at = shared.address(writer.words)
+        self._lock, self._owner = threading.Lock(), 0  # had by the thread that writes a frame
+        self._evicted: set[int] = set()  # leases
+        self._waited = 0.0, 0  # when it was last to be seen whether there is room, and for which frame
+        self._version = 0
+        self._view: np.ndarray[Any, Any]
+        # Whoever drops it has its consumers told that no frame comes any more: a store and a call (I3).
+        self._claim = own(f"ring {name!r}", _End(writer.words, self._at))
+
+    @staticmethod
+    def attach(
+        name: str,
+        *,
+        timeout: float | None = 0.0,
+        expect: Mapping[str, str] | None = None,
+        owner: int | str | None = None,
+        keeper: Keeper | str | os.PathLike[str] | None = None,
+    ) -> Frames:
+        """Attach a ring as one of its consumers, who begins with the newest frame.
+
+        ``with vram.Ring.attach("camera") as frames:`` and ``for frame in frames: use(frame.array)`` read each frame
+        where the producer has put it. The arrays are read-only; a frame is given back when the next one is asked for.
+
+        Parameters
+        ----------
+        name : str
+            What the producer has called it.
+        timeout : float or None
+            Seconds to wait for a keeper, and for the ring to be there; None waits for ever.
+        expect, owner, keeper
+            As of :func:`vram.attach`.
+
+        Raises
+        ------
+        UsageError
+            If what is there is no ring.
+        ProtocolError
+            If its producer says what cannot be.
+
+        Others as :func:`vram.attach`.
+        """
+        return Frames(attach(name, timeout=timeout, expect=expect, owner=owner, keeper=keeper))
+
+    # -- what it is ---------------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """What consumers attach it as."""
+        return self._name
+
+    @property
+    def slots(self) -> int:
+        """How many frames it has room for."""
+        return self._slots
+
+    @property
+    def sequence(self) -> int:
+        """The number of the newest frame; 0 before the first one."""
+        return int(self._words[HEAD])
+
+    # -- frames -------------------------------------------------------------------------------------------------
+    def next(self, *, timeout: float | None = TIMEOUT) -> NewFrame:
+        """Return the place of the next frame, to be filled in a block: ``with ring.next() as frame:``.
+
+        When the block ends, consumers have the frame; if it raises, there is none. The block writes all of it: what is
+        there is an older one. Nobody sees what is written before the block ends; nothing is to be written after it.
+
+        Parameters
+        ----------
+        timeout : float or None
+            Seconds to wait until consumers are done with what is in that place, and for another thread's frame; None
+            waits for ever.
+
+        Raises
+        ------
+        BusyError
+            When the block is entered: if consumers are not done in time, whom it names, or have so many leases that
+            they cannot be looked at in that time and a second; or if this thread is writing a frame already. Nothing
+            has changed then.
+        PeerGoneError
+            When the block is entered: if there is no keeper, and it is to be asked for the consumers.
+        ClosedError, ForkedError
+            If the ring was closed, or belongs to the parent of a fork.
+        """
+        self.handle  # noqa: B018
+        return NewFrame(self, check_timeout(timeout))
+
+    def put(self, array: ArrayLike, *, timeout: float | None = TIMEOUT) -> int:
+        """Copy an array into the ring as its next frame, and return its number.
+
+        Raises
+        ------
+        MismatchError
+            If it has another shape or dtype than the frames of this ring; nothing has changed then.
+
+        Others as :meth:`next`.
+        """
+        given = np.asarray(array)
+        if given.shape != self.shape or given.dtype != self.dtype:
+            raise MismatchError(
+                f"frames of the ring {self._name!r} have shape {self.shape} and dtype {self.dtype}; this has shape "
+                f"{given.shape} and dtype {given.dtype}: bring it into that form first"
+            )
+        with self.next(timeout=timeout) as frame:
+            np.copyto(frame.array, given)
+        return frame.sequence
+
+    def close(self, *, strict: bool = False) -> None:
+        """Say that there are no more frames, and take the name out of the catalogue, unless it was published again.
+
+        Consumers still read what they have not read, and then iterating ends. Idempotent.
+        """
+        super().close(strict=strict)
+        version, writers = self._version, self._client.writers or {}
+        if not version or self._pid != os.getpid():
+            return
+        with contextlib.suppress(VramError):  # no keeper, or it was replaced
+            self._client.remove(self._name, version)
+        mine = writers.get(self._name)
+        if mine is not None and mine.version == version:
+            writers.pop(self._name, None)
+        self._version = 0  # last: after an interrupt all of it is done again
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"at frame {self.sequence}"
+        return f"<Ring {self._name!r}, {self._slots} slots of {self.dtype} {self.shape}, {state}>"
+
+    # -- back-pressure ------------------------------------------------------------------------------------------
+    def _wait(self, sequence: int, begun: float, timeout: float | None) -> None:
+        """Wait until no consumer needs what lies where a frame is to go."""
+        if self.overwrites or sequence <= self._words[LIMIT]:
+            return
+        until = math.inf if timeout is None else begun + timeout
+        give_up = math.inf if self.max_lag is None else begun + self.max_lag
+        # Each look has the keeper run, and consumers have the rest of the slots to go on with: at the pace at which
+        # they have gone until now, the second look finds room for a quarter of the ring.
+        now = time.monotonic()
+        then, before = self._waited
+        self._waited = now, sequence
+        pause = (now - then) / max(1, sequence - before) * self._slots / 4
+        pause = min(max(_FIRST_PAUSE, pause), _LONG_PAUSE)
+        while True:
+            late = self._look(sequence, max(until, now + _LOOK))
+            if not late:
+                return
+            now = time.monotonic()
+            if now >= give_up:
+                for row in late:
+                    self._evict(row.lease, LAGGED)
+                continue
+            if now >= until:
+                raise BusyError(
+                    f"the ring {self._name!r} has no room for frame {sequence}: {format_count(len(late), 'consumer')} "
+                    f"did not give frame {sequence - self._slots} back within {timeout:g} s (max_lag= gives them up, "
+                    f"overwrite=True waits for none)",
+                    tuple([
+                        f"{describe_process(row.pid, row.uid, row.label, row.host)}, lease {row.lease}"
+                        for row in late[:_NAMED]
+                    ]),
+                )  # fmt: skip
+            time.sleep(min(pause, until - now, give_up - now))
+            pause = min(pause * 1.1, _LAST_PAUSE)
+
+    def _look(self, sequence: int, until: float) -> list[m.CursorRow]:
+        """Look once at each consumer; say how far this may write, and return who is not done with what is there."""
+        self.handle  # noqa: B018  (another thread may have closed it)
+        words, slots = self._words, self._slots
+        newest = max(0, words[HEAD] - 1)  # who joins now begins behind it
+        words[LIMIT] = newest + slots
+        shared.barrier()  # who says from now on where it is, sees that
+        least, count, after = newest, 0, 0
+        late: list[m.CursorRow] = []
+        seen: set[int] = set()
+        while True:
+            found = cursors(self._client, self._name, self._version, after)
+            for row in found.rows:
+                if row.lease in self._evicted:
+                    seen.add(row.lease)
+                elif count == self.max_consumers:
+                    self._evict(row.lease, FULL)
+                    seen.add(row.lease)
+                else:
+                    count += 1
+                    least = min(least, row.word - 1)
+                    if row.word - 1 + slots < sequence:
+                        late.append(row)
+            if not found.more or count == self.max_consumers:
+                break
+            after = found.through
+            if time.monotonic() >= until:
+                raise BusyError(
+                    f"the ring {self._name!r} has no room for frame {sequence}: there are more leases on it than could "
+                    f"be looked at in time; {len(seen) + count} have said which frame they are done with"
+                )
+        if not found.more:
+            self._evicted &= seen  # the others are over
+        words[LIMIT] = least + slots
+        shared.barrier()  # what consumers loaded of frames that they are done with, they have loaded by now
+        return late
+
+    def _evict(self, lease: int, why: int) -> None:
+        """Wait for a consumer no more, and say so."""
+        words = self._words
+        self._evicted.add(lease)
+        words[EVICTED + words[EVICTIONS] % REMEMBERED] = lease | why
+        words[EVICTIONS] += 1
+
+
+class _End:
+    """Tells consumers that there are no more frames: the undo of a ring."""
+
+    __slots__ = ("_at", "_words")
+
+    def __init__(self, words: memoryview, at: int) -> None:
+        self._words, self._at = words, at
+
+    def __call__(self) -> None:
+        self._words[ENDED] = 1
+        shared.wake(self._at, HEAD)
+
+
+class NewFrame:
+    """The place of the next frame, made by :meth:`Ring.next`: enter it once, by ``with``.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        Where to write it, inside of the block.
+    sequence : int
+        Its number; 0 before the block.
+    """
+
+    # As of an update: what has been done is noted before it is done. An interrupt that keeps `__exit__` from beginning
+    # leaves the lock to `__del__` (I12); without 4 there is no frame.
+
+    __slots__ = ("_held", "_ring", "_timeout", "array", "sequence")
+
+    def __init__(self, ring: Ring, timeout: float | None) -> None:
+        self._ring, self._timeout = ring, timeout
+        self._held: list[threading.Lock] = []
+        self.sequence = 0
+        self.array: np.ndarray[Any, Any]
+
+    def __enter__(self) -> NewFrame:
+        ring = self._ring
+        if self.sequence or self._held:
+            raise UsageError("this frame was begun before: call ring.next() for another")
+        ring.handle  # noqa: B018
+        if ring._owner == threading.get_ident():
+            raise BusyError(f"this thread is writing a frame of the ring {ring.name!r} already")
+        begun, left = time.monotonic(), self._timeout
+        # Noted in the call that takes it: an interrupt comes between calls, and the lock would stay.
+        wait = -1.0 if left is None else min(left, threading.TIMEOUT_MAX)
+        self._held.extend(compress((ring._lock,), map(ring._lock.acquire, (True,), (wait,))))
+        if not self._held:
+            raise BusyError(f"another thread of this process is writing a frame of the ring {ring.name!r}")
+        try:
+            ring._owner = threading.get_ident()
+            words = ring._words
+            sequence = words[HEAD] + 1
+            ring._wait(sequence, begun, left)
+            slot = (sequence - 1) % ring._slots
+            words[SLOTS + slot] = 0
+            shared.barrier()  # who reads what is written from now on, sees that
+            self.sequence, self.array = sequence, ring._view[slot]
+        except BaseException:
+            self._let_go()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ring = self._ring
+        try:
+            if kind is None:
+                if not self._held:
+                    raise UsageError("this frame is over: call ring.next() for another")
+                ring.handle  # noqa: B018  (forked, or closed meanwhile: then consumers were told that there is none)
+                shared.barrier()  # what the block stored comes before what is stored now
+                ring._words[SLOTS + (self.sequence - 1) % ring._slots] = self.sequence
+                ring._words[HEAD] = self.sequence
+                shared.wake(ring._at, HEAD)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held and self._ring._pid == os.getpid():
+            self._ring._owner = 0
+            (_,) = map(_release, map(self._held.pop, (-1,)))  # in one step, as it was taken
+
+    def __del__(self) -> None:
+        if getattr(self, "_held", None):
+            self._let_go()
+
+
+def _check_count(count: object, what: str, least: int, most: int) -> None:
+    if type(count) is not int or not least <= count <= most:
+        raise UsageError(f"{what} must be a whole number from {least} to {most}, not {count!r:.40}")
