@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
     from .entries.borrow import borrow as borrow
+    from .entries.follower import Follower as Follower
+    from .entries.follower import follow as follow
     from .entries.lease import Lease as Lease
     from .entries.lend import Lending as Lending
     from .entries.lend import lend as lend
@@ -77,6 +79,7 @@ _HOMES = {
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
+    "entries.follower": "Follower follow",
     "entries.lease": "Lease",
     "entries.lend": "Lending lend",
     "entries.park": "park",

@@ -38,6 +38,8 @@ USES = {
     "attach": "with vram.attach('name', timeout=1.0) as lease:\n    assert_type(lease['a'], vram.Array)",
     "attach_or_publish": "with vram.attach_or_publish('name', lambda: {'a': array}) as a:\n    names = sorted(a)",
     "Lease": "def views(lease: vram.Lease) -> int:\n    return len(lease.numpy()) + lease.version",
+    "follow": "with vram.follow('name', same_arrays=True) as model:\n    assert_type(model['a'], vram.Array)",
+    "Follower": "def newest(model: vram.Follower) -> int:\n    return model.current().version",
     "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",
