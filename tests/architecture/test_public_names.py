@@ -39,7 +39,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 MOST = 51
-MODULES = {"errors", "info", "memory", "sharing", "transports"}
+MODULES = {"aio", "errors", "info", "memory", "sharing", "transports"}
 
 
 def test_there_are_few_public_names() -> None:

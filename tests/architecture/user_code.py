@@ -40,6 +40,7 @@ USES = {
     "Lease": "def views(lease: vram.Lease) -> int:\n    return len(lease.numpy()) + lease.version",
     "follow": "with vram.follow('name', same_arrays=True) as model:\n    assert_type(model['a'], vram.Array)",
     "Follower": "def newest(model: vram.Follower) -> int:\n    return model.current().version",
+    "aio": "async def first() -> vram.Lease:\n    return await vram.aio.attach('name', timeout=1.0)",
     "lend": "with vram.lend({'a': array}, at='/run/x.sock') as lending:\n    assert_type(lending, vram.Lending)",
     "Lending": "def lent(lending: vram.Lending) -> int:\n    return lending.nbytes",
     "borrow": "with vram.borrow('/run/x.sock') as lease:\n    assert_type(lease.array, vram.Array)",

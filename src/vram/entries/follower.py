@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import (
     ClosedError,
@@ -56,6 +56,8 @@ _AGAIN = 1.0  # seconds after which what could not be attached is tried again, i
 # Of the time of its thread, one part is spent on versions that come one upon the other, and so many are left alone.
 _REST, _LONGEST_REST = 3, 5.0  # seconds, of the latter
 
+_L = TypeVar("_L", bound=Lease)
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -76,7 +78,15 @@ class Wanted:
         access = wire_access(self.access)
         return {"access": access, "expect": self.expect or None, "owner": self.owner, "purpose": purpose}
 
-    def mapped(self, client: KeeperClient, attachment: Attachment, timeout: float | None) -> _Version:
+    def mapped(
+        self,
+        client: KeeperClient,
+        attachment: Attachment,
+        timeout: float | None,
+        kind: type[_L],
+        *,
+        follow: bool = False,
+    ) -> _L:
         """Map what was leased, after waking it if it is parked."""
         if attachment.moves:
             from .park import wake_and_lease  # few entries are parked
@@ -85,7 +95,11 @@ class Wanted:
                 return client.lease(self.name, timeout=timeout, **self.asked)
 
             attachment = wake_and_lease(client, attachment, self.user, again)
-        return _Version(client, attachment, self.access, user=self.user, timeout=timeout)
+        return kind(client, attachment, self.access, user=self.user, timeout=timeout, follow=follow)
+
+    def as_root(self, client: KeeperClient, attachment: Attachment, timeout: float | None) -> _Version:
+        """Map it as the one lease of a follower."""
+        return self.mapped(client, attachment, timeout, _Version)
 
     def check(self, before: Lease | None, newer: Lease) -> None:
         """Raise MismatchError unless a version has the arrays that it has to have."""
@@ -273,7 +287,7 @@ class _Following:
             self.state, self.problem, self._is_new = "current", None, True  # its news have been heard
             self._listen(before)
             return
-        root = self.wanted.mapped(client, attachment, 0.0)
+        root = self.wanted.as_root(client, attachment, 0.0)
         try:
             self.wanted.check(before, root)
         except MismatchError:
@@ -639,7 +653,7 @@ def follow(
     client, left = wait_for_keeper(keeper, check_timeout(timeout))
     if client.lends:
         raise UsageError(f"a process lends at {client.path}, and lends one version: borrow it with vram.borrow")
-    root = wanted.mapped(client, client.lease(wanted.name, timeout=left, **wanted.asked), left)
+    root = wanted.as_root(client, client.lease(wanted.name, timeout=left, **wanted.asked), left)
     return Follower(wanted, root, None if keeper is None else client.path, on_version)
 
 
