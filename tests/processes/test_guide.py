@@ -80,6 +80,10 @@ AROUND = {
         KEPT + MAKES_EMB + 'newest = vram.publish("policy", {"w": a}, keeper=kept).version\n',
         "assert model.state == 'closed'\nkept.close()",
     ),
+    "import asyncio": Around(
+        KEPT + MAKES_EMB + 'for name in ("tokenizer", "policy"):\n    vram.publish(name, {"w": a}, keeper=kept)\n',
+        "assert shapes == ((4, 384), (4, 384))\nkept.close()",
+    ),
     "lease.on_revoke(": Around(
         KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a})\na.close()\nlease = vram.attach("vectors")',
         'assert not vram.revoke("vectors", timeout=100.0).holders\nkept.close()',

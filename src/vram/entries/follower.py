@@ -212,6 +212,7 @@ class _Following:
         self._is_new = True  # nobody listens for the next one yet
         self._subscriptions: list[Subscription] = []
         self._minded = 0  # the number of the version of which it is asked whether it is revoked
+        self._looked_at = 0  # the number of a version that is refused, and whose news are listened for
         self._retry: float | None = None
         self._pause = _FIRST_LOOK
         self._rest = 0.0
@@ -366,6 +367,8 @@ class _Following:
             with contextlib.suppress(VramError):
                 newest = self.wanted.name, client.newest(root._return.lease_id)
                 self._subscriptions.append(listen(client, newest, self, _Following.hear, of_all=True))
+                if newest[1] != self._looked_at:  # it may have come after the one that was refused: look once more
+                    self._looked_at, self._news = newest[1], True
                 if isinstance(error, MismatchError):
                     self._retry = None  # the next one is told of, and this one stays what it is
 
