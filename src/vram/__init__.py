@@ -1,8 +1,8 @@
 """One stable address for a piece of memory: grow it in place, share it, keep it alive when its maker is gone.
 
-Here are the verbs, what they return, and the values that both take. The modules :mod:`~vram.errors`, :mod:`~vram.info`
-(what a keeper says of what it holds), :mod:`~vram.memory`, :mod:`~vram.sharing` (memory by hand) and
-:mod:`~vram.transports` have the rest, and need no import of their own.
+Here are the verbs, what they return, and the values that both take. The modules :mod:`~vram.aio` (the verbs that wait,
+to be awaited), :mod:`~vram.errors`, :mod:`~vram.info` (what a keeper says of what it holds), :mod:`~vram.memory`,
+:mod:`~vram.sharing` (memory by hand) and :mod:`~vram.transports` have the rest, and need no import of their own.
 
 The public names are loaded on first use (PEP 562): ``import vram`` loads neither numpy, sockets, a driver nor a
 framework.
@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import aio as aio
     from . import errors as errors
     from . import info as info
     from . import memory as memory
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from .entries.attach import attach as attach
     from .entries.attach import attach_or_publish as attach_or_publish
     from .entries.borrow import borrow as borrow
+    from .entries.follower import Follower as Follower
+    from .entries.follower import follow as follow
     from .entries.lease import Lease as Lease
     from .entries.lend import Lending as Lending
     from .entries.lend import lend as lend
@@ -67,6 +70,7 @@ __version__ = "0.2.0"
 
 # Where each public name lives; the names of modules end with an equals sign.
 _HOMES = {
+    "aio": "aio=",
     "arrays": "Array",
     "arrays.create": "asarray empty zeros",
     "arrays.hints": "ArrayLike StreamLike",
@@ -78,6 +82,7 @@ _HOMES = {
     "entries.administration": "entry holders list_entries remove revoke statistics",
     "entries.attach": "attach attach_or_publish",
     "entries.borrow": "borrow",
+    "entries.follower": "Follower follow",
     "entries.lease": "Lease",
     "entries.lend": "Lending lend",
     "entries.park": "park",

@@ -170,6 +170,33 @@ def followed(s: Scene) -> None:
     vram.remove("grown")
 
 
+def follows(s: Scene) -> None:
+    s.mine = vram.follow("weights", timeout=SOON)
+    s.other = iter(s.mine)
+
+
+def read_current(s: Scene) -> None:
+    with s.mine.current() as lease:
+        lease["a"].numpy()
+        lease.on_revoke(id)
+
+
+def follows_no_more(s: Scene) -> None:
+    """Whatever was interrupted, the follower is where it was, and goes on to what is published next."""
+    if s.mine is None or s.mine.is_closed:
+        follows(s)
+    assert s.mine["b"].numpy()[3, 999] == 0
+    vram.publish("weights", {"a": np.full(ROWS, 1), "b": np.full(ROWS, 1)})
+    versions = (lease for lease in s.other if lease["b"].numpy()[3, 999] == 1)
+    next(versions).close()
+    assert s.mine["b"].numpy()[3, 999] == 1
+    with array() as one, array() as two:
+        vram.publish("weights", {"a": one, "b": two})
+    s.mine.close()
+    del versions
+    assert next(s.other, None) is None
+
+
 def missing(s: Scene) -> None:
     with contextlib.suppress(vram.errors.NotFoundError):
         vram.remove("loaded")
@@ -529,6 +556,10 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "fileno": (leased, lambda s: s.mine.fileno(), listened),
     "on_revoke": (leased, lambda s: s.mine.on_revoke(id), listened),
     "refresh": (grown, lambda s: s.mine.refresh(), followed),
+    "follow": (nothing, lambda s: vram.follow("weights", timeout=SOON), follows_no_more),
+    "current version": (follows, read_current, follows_no_more),
+    "next version": (follows, lambda s: next(s.other), follows_no_more),
+    "close a follower": (follows, lambda s: s.mine.close(), follows_no_more),
     "on_grow": (leased, lambda s: s.mine.on_grow(id), listened),
     "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
     "entry": (nothing, lambda s: vram.entry("weights"), attached),
@@ -595,7 +626,7 @@ def baseline(s: Scene, verb: str) -> dict[str, object]:
 def settled(s: Scene) -> dict[str, object]:
     """The books, once two looks at them agree, and no thread is left that ends by itself after a moment."""
     # A lender that was dropped, not closed; and a thread of one that had something to close.
-    brief = {"lender", "closer"}
+    brief = {"lender", "closer", "vram: following"}
     until(lambda: not any(each.name in brief for each in threading.enumerate()), what="the end of every lender")
     before: dict[str, object] = {}
     while before != (before := s.books()):

@@ -72,6 +72,18 @@ AROUND = {
         KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a}, meta={"config": "v1"})\na.close()',
         "newer.close()\nkept.close()",
     ),
+    'with vram.follow("policy")': Around(
+        KEPT + MAKES_EMB + 'vram.publish("policy", {"w": a}, keeper=kept)\n',
+        "assert (names, number, w.shape) == (['w'], 1, (4, 384))\nkept.close()",
+    ),
+    'model = vram.follow("policy", same': Around(
+        KEPT + MAKES_EMB + 'newest = vram.publish("policy", {"w": a}, keeper=kept).version\n',
+        "assert model.state == 'closed'\nkept.close()",
+    ),
+    "import asyncio": Around(
+        KEPT + MAKES_EMB + 'for name in ("tokenizer", "policy"):\n    vram.publish(name, {"w": a}, keeper=kept)\n',
+        "assert shapes == ((4, 384), (4, 384))\nkept.close()",
+    ),
     "lease.on_revoke(": Around(
         KEPT + MAKES_EMB + 'vram.publish("vectors", {"emb": a})\na.close()\nlease = vram.attach("vectors")',
         'assert not vram.revoke("vectors", timeout=100.0).holders\nkept.close()',

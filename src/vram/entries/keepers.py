@@ -25,6 +25,7 @@ __all__ = [
     "connect",
     "for_greeting",
     "wait_for_keeper",
+    "where_is",
 ]
 
 # Seconds that a verb waits for what another process has to do, unless its caller says otherwise. Two kinds differ, and
@@ -50,7 +51,7 @@ def connect(keeper: Keeper | str | os.PathLike[str] | None) -> KeeperClient:
     ClosedError
         If `keeper` is a Keeper that was closed.
     """
-    path, label = (keeper, "") if keeper is None or type(keeper) is str else _where(keeper)
+    path, label = (keeper, "") if keeper is None or type(keeper) is str else where_is(keeper)
     return client(path, label=label)
 
 
@@ -78,7 +79,7 @@ def wait_for_keeper(
     AccessDeniedError, ProtocolError
         As :func:`connect`, at once: whoever listens there stays who they are.
     """
-    path, label = (keeper, "") if keeper is None or type(keeper) is str else _where(keeper)
+    path, label = (keeper, "") if keeper is None or type(keeper) is str else where_is(keeper)
     begin = time.monotonic()
     pause, warned = _FIRST_LOOK, False
     while True:
@@ -111,7 +112,7 @@ def for_greeting(timeout: float | None, begin: float) -> float:
     return min(CONNECT_SECONDS, max(_LEAST, timeout - (time.monotonic() - begin)))
 
 
-def _where(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:
+def where_is(keeper: Keeper | str | os.PathLike[str] | None) -> tuple[str | None, str]:
     """Return the path of a keeper, if one was named, and what this process calls itself there, if it chose that."""
     if keeper is None or isinstance(keeper, (str, os.PathLike)):
         return None if keeper is None else os.fspath(keeper), ""

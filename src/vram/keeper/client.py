@@ -528,7 +528,9 @@ class KeeperClient(Queries):
         claim: bool,
         owner: int | None = None,
         purpose: str = "",
+        come: Answer | None = None,
     ) -> Attachment | Answer:
+        """Ask for a lease; or make one of the answer that has `come` to who asked and did not wait."""
         check_name(name)
         if version is not None:
             check_version(version)
@@ -543,7 +545,7 @@ class KeeperClient(Queries):
             await_closed(self.path, may_be_unclosed(), deadline, "nothing more is attached")
         call = next(self._calls)
         request = m.Attach(call, name, version or 0, access, wanted, timeout, claim, owner, purpose)
-        answer = self._converse(request, call, (), None if timeout is None else timeout + self.grace)
+        answer = come or self._converse(request, call, (), None if timeout is None else timeout + self.grace)
         try:
             reply = answer.reply
             if not isinstance(reply, m.Attached):

@@ -1,0 +1,336 @@
+"""The verbs that are awaited do what the others do, and whoever is cancelled has left nothing behind (I4)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.keeper_here import later
+from tests.processes.test_keeper_revoke import own_keeper
+
+import vram
+from vram import aio
+from vram.entries import awaited
+from vram.errors import (
+    ClosedError,
+    MismatchError,
+    NotFoundError,
+    PeerGoneError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.keeper import tasks
+from vram.keeper.client import close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.testing.keeper import SOON, until
+
+with_keeper = pytest.mark.usefixtures("kept")
+
+
+def publish(value: int) -> int:
+    return vram.publish("n", {"w": np.full(8, value)}).version
+
+
+def first(array: Any) -> int:
+    return int(array.numpy()[0])
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        return await asyncio.wait_for(main, SOON)
+
+    return asyncio.run(bounded())
+
+
+async def soon(condition: Callable[[], object]) -> None:
+    """Wait for something, without stopping the loop."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+@with_keeper
+def test_what_is_there_is_attached_at_once() -> None:
+    publish(1)
+
+    async def main() -> None:
+        with await aio.attach("n") as lease:
+            assert first(lease["w"]) == 1
+        with pytest.raises(NotFoundError):
+            await aio.attach("m")
+        with pytest.raises(WaitTimeoutError):
+            await aio.attach("m", timeout=0.01)
+        with pytest.raises(MismatchError):
+            await aio.attach("n", owner=os.geteuid() + 1)
+        with pytest.raises(PeerGoneError):
+            await aio.attach("n", keeper="/nowhere/keeper.sock")
+        with pytest.raises(UsageError):
+            await aio.attach("n", access="w")
+
+    run(main())
+
+
+@with_keeper
+def test_many_wait_in_one_thread_and_hear_of_it_at_once() -> None:
+    async def main() -> list[int]:
+        calls = [asyncio.create_task(aio.attach("n", timeout=None)) for _ in range(20)]
+        await soon(lambda: vram.statistics().waiting == 20)
+        assert sum(thread.name == "vram: following" for thread in threading.enumerate()) == 1
+        publish(3)
+        found = []
+        for call in calls:
+            with await call as lease:
+                found.append(first(lease["w"]))
+        return found
+
+    assert run(main()) == [3] * 20
+
+
+@with_keeper
+def test_a_call_of_another_thread_may_read_the_answer() -> None:
+    """Both use one connection, and whoever reads does so for all."""
+
+    async def main() -> None:
+        call = asyncio.create_task(aio.attach("n", timeout=None))
+        await soon(lambda: vram.statistics().waiting == 1)
+        over = threading.Event()
+
+        def ask() -> int:
+            count = 0
+            while not over.is_set():
+                vram.statistics()
+                count += 1
+            return count
+
+        threads = [later(ask) for _ in range(3)]
+        publish(1)
+        lease = await call
+        assert first(lease["w"]) == 1
+        lease.close()
+        over.set()
+        for thread, came in threads:
+            thread.join(SOON)
+            assert came[0] > 0
+
+    run(main())
+
+
+def test_a_keeper_is_waited_for() -> None:
+    with short_directory() as place:
+        path = f"{place}/k"
+
+        async def main() -> None:
+            call = asyncio.create_task(aio.attach("n", timeout=SOON, keeper=path))
+            await asyncio.sleep(0)
+            keeper = await asyncio.to_thread(KeeperProcess, path)
+            try:
+                await asyncio.to_thread(vram.publish, "n", {"w": np.full(8, 4)}, keeper=path)
+                with await call as lease:
+                    assert first(lease["w"]) == 4
+                gone = asyncio.create_task(aio.attach("m", timeout=None, keeper=path))
+                await soon(lambda: vram.statistics(keeper=path).waiting == 1)
+            finally:
+                keeper.kill()
+            with pytest.raises(PeerGoneError):
+                await gone
+
+        run(main())
+        close_client(path)
+
+
+@with_keeper
+@pytest.mark.parametrize("what", ["there", "awaited", "follow"])
+def test_cancelling_at_any_moment_gives_everything_back(what: str) -> None:
+    """At each turn of the loop that the call takes, and between its answer and who waits for it."""
+    publish(1)
+
+    async def once(turns: int) -> bool:
+        if what == "there":
+            call: asyncio.Task[Any] = asyncio.create_task(aio.attach("n"))
+        elif what == "awaited":
+            call = asyncio.create_task(aio.attach("m", timeout=None))
+        else:
+            call = asyncio.create_task(aio.follow("n"))
+        for turn in range(turns):
+            await asyncio.sleep(0.0005 * (turn > 3))
+            if call.done():
+                break
+        call.cancel()
+        try:
+            (await call).close()
+        except asyncio.CancelledError:
+            return True
+        return False
+
+    cancelled = [run(once(turns)) for turns in range(30)]
+    assert cancelled[0]
+    assert what != "awaited" or all(cancelled)
+    until(lambda: not vram.statistics().leases, what="the return of every lease")
+    until(lambda: not vram.statistics().waiting, what="the end of every wait")
+
+
+@with_keeper
+def test_what_came_in_the_moment_of_the_cancel_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(1)
+    calls: list[asyncio.Task[vram.Lease]] = []
+    hand_over = awaited._Call._hand_over
+
+    def and_cancel(self: Any, *come: Any) -> None:
+        hand_over(self, *come)
+        calls[0].cancel()
+
+    monkeypatch.setattr(awaited._Call, "_hand_over", and_cancel)
+
+    async def main() -> None:
+        calls.append(asyncio.create_task(aio.attach("n")))
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+
+    run(main())
+    until(lambda: not vram.statistics().leases, what="the return of the lease")
+
+
+@with_keeper
+def test_a_loop_that_ends_leaves_nothing() -> None:
+    publish(1)
+    loop = asyncio.new_event_loop()
+    call = loop.create_task(aio.attach("m", timeout=None))
+    loop.run_until_complete(asyncio.sleep(0))
+    call.cancel()
+    loop.run_until_complete(asyncio.gather(call, return_exceptions=True))
+    loop.close()
+    until(lambda: not vram.statistics().waiting, what="the end of the wait")
+    until(lambda: not any(worker._due for worker in tasks._workers.values()), what="the end of the call")
+
+
+@with_keeper
+def test_versions_are_awaited() -> None:
+    publish(1)
+
+    async def main() -> list[int]:
+        seen: list[int] = []
+        async with asyncio.timeout(SOON):
+            with await aio.follow("n") as model:
+                async for lease in model:
+                    seen.append(first(lease["w"]))
+                    if seen[-1] == 5:
+                        break
+                    await asyncio.to_thread(publish, seen[-1] + 1)
+                assert not model.bells
+        return seen
+
+    assert run(main()) == [1, 2, 3, 4, 5]
+
+
+@with_keeper
+def test_waiting_for_a_version_ends_when_it_is_cancelled_or_closed() -> None:
+    publish(1)
+
+    async def main() -> None:
+        with vram.follow("n") as model:
+
+            async def versions() -> list[int]:
+                return [first(lease["w"]) async for lease in model]
+
+            one, other = asyncio.create_task(versions()), asyncio.create_task(versions())
+            await soon(lambda: len(model.bells) == 2)
+            one.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await one
+            assert len(model.bells) == 1
+            await asyncio.to_thread(publish, 2)
+            await soon(lambda: model.version and first(model["w"]) == 2 and len(model.bells) == 1)
+            model.close()
+            assert await other == [1, 2]
+            with pytest.raises(ClosedError):
+                aiter(model)
+
+    run(main())
+
+
+def test_what_is_lent_is_borrowed() -> None:
+    with short_directory() as place:
+
+        async def main() -> None:
+            call = asyncio.create_task(aio.borrow(f"{place}/l", timeout=SOON))
+            await asyncio.sleep(0)
+            with vram.lend(vram.zeros(8, device="host"), at=f"{place}/l"):
+                with await call as lease:
+                    assert lease.array.shape == (8,)
+                late = asyncio.create_task(aio.borrow(f"{place}/none", timeout=None))
+                await asyncio.sleep(0.01)
+                late.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await late
+            with pytest.raises(WaitTimeoutError):
+                await aio.borrow(f"{place}/none", timeout=0.01)
+
+        run(main())
+        close_client(f"{place}/l")
+
+
+def test_what_is_sent_is_received() -> None:
+    async def main() -> None:
+        ours, theirs = vram.ArrayChannel.pair()
+        with ours, theirs:
+            with pytest.raises(WaitTimeoutError):
+                await aio.recv(theirs, timeout=0.01)
+            call = asyncio.create_task(aio.recv(theirs))
+            await asyncio.sleep(0)
+            ours.send({"a": vram.zeros(4, device="host"), "b": 1}, timeout=SOON)
+            got = await call
+            assert (got["b"], got["a"].shape) == (1, (4,))
+            cancelled = asyncio.create_task(aio.recv(theirs))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            two = [asyncio.create_task(aio.recv(theirs)) for _ in range(2)]
+            await asyncio.sleep(0)
+            ours.send(5, timeout=SOON)
+            ours.send(6, timeout=SOON)
+            assert sorted(await asyncio.gather(*two)) == [5, 6]
+            end = asyncio.create_task(aio.recv(theirs))
+            await asyncio.sleep(0)
+            ours.close()
+            with pytest.raises(PeerGoneError):
+                await end
+
+    run(main())
+
+
+def test_nobody_loads_asyncio_who_does_not_use_it() -> None:
+    program = """
+import sys, numpy as np, vram
+with vram.private_keeper() as k:
+    vram.publish("n", {"w": np.zeros(4)}, keeper=k)
+    with vram.follow("n", keeper=k) as model:
+        model["w"], next(iter(model))
+assert "asyncio" not in sys.modules, "loaded"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=SOON)
+
+
+def test_the_killed_keeper_of_a_follower_in_a_loop() -> None:
+    with own_keeper() as keeper:
+        publish(1)
+
+        async def main() -> None:
+            with await aio.follow("n") as model:
+                keeper.kill()
+                again = await asyncio.to_thread(KeeperProcess, keeper.path)
+                try:
+                    await asyncio.to_thread(publish, 2)
+                    async for lease in model:
+                        if first(lease["w"]) == 2:
+                            break
+                finally:
+                    again.stop()
+
+        run(main())

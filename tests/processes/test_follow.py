@@ -1,0 +1,501 @@
+"""A follower has the version that is current, whatever happens to the entry, the keeper or who reads."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.keeper_here import later
+from tests.processes.test_keeper_revoke import own_keeper
+
+import vram
+from vram.errors import (
+    BusyError,
+    ClosedError,
+    ForkedError,
+    LeakWarning,
+    MismatchError,
+    NotFoundError,
+    PeerGoneError,
+    UsageError,
+    WaitTimeoutError,
+)
+from vram.keeper import tasks
+from vram.keeper.private import KeeperProcess
+from vram.testing.keeper import SOON, until
+
+CELLS = 1 << 14
+
+# Follows "n" and says what it sees: by an iterator, by a callback, or by asking. Ends with its standard input.
+READER = """
+import sys, threading
+import vram
+def say(lease):
+    w = lease["w"].numpy()
+    assert (w == w[0]).all()
+    print(int(w[0]), flush=True)
+if sys.argv[1] == "callback":
+    vram.follow("n", on_version=say)
+    sys.stdin.read()
+else:
+    with vram.follow("n") as model:
+        def end():
+            sys.stdin.read()
+            model.close()
+        threading.Thread(target=end).start()
+        for lease in model:
+            say(lease)
+print("end", flush=True)
+"""
+
+
+def publish(value: int, cells: int = CELLS, **how: Any) -> int:
+    return vram.publish("n", {"w": np.full(cells, value)}, **how).version
+
+
+def first(array: Any) -> int:
+    """What all its elements are: half of one version and half of another is no answer."""
+    values = array.numpy()
+    assert (values == values[0]).all()
+    return int(values[0])
+
+
+def leases() -> int:
+    return vram.statistics().leases
+
+
+def is_at(model: vram.Follower, value: int) -> bool:
+    with contextlib.suppress(NotFoundError, PeerGoneError):
+        return first(model["w"]) == value
+    return False
+
+
+def comes_to(model: vram.Follower, value: int) -> None:
+    until(lambda: is_at(model, value), what=f"the version with {value}")
+
+
+@contextlib.contextmanager
+def reader(mode: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process that follows, for the length of a ``with`` block; it ends by itself."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+        rest, _ = process.communicate(timeout=SOON)
+        assert rest.endswith("end\n")
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate(timeout=SOON)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def model() -> Iterator[vram.Follower]:
+    publish(1)
+    with vram.follow("n") as model:
+        yield model
+
+
+pytestmark = pytest.mark.filterwarnings("error")
+with_keeper = pytest.mark.usefixtures("kept")
+
+
+# -- over processes --------------------------------------------------------------------------------------------------
+@with_keeper
+@pytest.mark.parametrize("mode", ["iterator", "callback"])
+def test_another_process_sees_each_version(mode: str) -> None:
+    publish(1)
+    with reader(mode) as process:
+        for value in range(1, 5):
+            assert line(process) == f"{value}"
+            publish(value + 1)
+        assert line(process) == "5"
+
+
+def test_followers_go_on_when_their_keeper_was_killed() -> None:
+    """S5: what is mapped stays, and what the next keeper has is attached."""
+    with own_keeper() as keeper:
+        publish(1)
+        with vram.follow("n") as model, reader("iterator") as process:
+            assert line(process) == "1"
+            keeper.kill()
+            until(lambda: model.state == "lost", what="that the keeper is missed")
+            assert first(model["w"]) == 1
+            assert model.is_stale()
+            assert isinstance(model.refused, PeerGoneError)
+            again = KeeperProcess(keeper.path)
+            try:
+                until(lambda: model.state == "removed", what="the next keeper")
+                assert first(model["w"]) == 1
+                publish(2)  # its first version: the number is the same, and the memory another
+                comes_to(model, 2)
+                assert (model.version, model.state, model.refused) == (1, "current", None)
+                assert line(process) == "2"
+                publish(3)
+                comes_to(model, 3)
+                assert line(process) == "3"
+            finally:
+                model.close()
+                again.stop()
+
+
+def test_a_takeover_is_not_noticed() -> None:
+    with own_keeper() as keeper:
+        publish(1)
+        with vram.follow("n") as model:
+            successor = KeeperProcess(keeper.path, ["--takeover"])
+            try:
+                assert model.state == "current"
+                publish(2)
+                comes_to(model, 2)
+            finally:
+                model.close()
+                successor.stop()
+
+
+@with_keeper
+def test_the_publisher_may_die() -> None:
+    publisher = (
+        "import sys, numpy as np, vram; vram.publish('n', {'w': np.full(4, int(sys.argv[1]))}); "
+        "print(flush=True); sys.stdin.read()"
+    )
+
+    def published(value: int) -> None:
+        with subprocess.Popen(
+            [sys.executable, "-c", publisher, str(value)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+
+    published(1)
+    with vram.follow("n") as model:
+        assert first(model["w"]) == 1
+        published(2)
+        comes_to(model, 2)
+        assert model.state == "current"
+
+
+# -- versions and their memory ---------------------------------------------------------------------------------------
+@with_keeper
+def test_what_is_read_stays_and_the_rest_is_given_back(model: vram.Follower) -> None:
+    """I6: references are the pins. Nothing waits for the collector."""
+    gc.disable()
+    try:
+        array, view = model["w"], model["w"].numpy()
+        publish(2)
+        comes_to(model, 2)
+        assert (first(array), int(view[-1])) == (1, 1)
+        assert leases() == 2
+        with model.current() as lease:
+            publish(3)
+            comes_to(model, 3)
+            assert first(lease["w"]) == 2
+            assert leases() == 3
+        until(lambda: leases() == 2, what="the return of the second version")
+        with pytest.raises(ClosedError):
+            lease["w"]
+        del array
+        assert leases() == 2
+        del view
+        until(lambda: leases() == 1, what="the return of the first version")
+    finally:
+        gc.enable()
+
+
+@with_keeper
+def test_an_array_that_was_taken_from_a_lease_outlives_it(model: vram.Follower) -> None:
+    with model.current() as lease:
+        array = lease["w"]
+        arrays = lease.numpy()
+    publish(2)
+    comes_to(model, 2)
+    assert first(array) == 1
+    assert int(arrays["w"][-1]) == 1
+
+
+@with_keeper
+def test_one_reader_closes_for_itself_alone(model: vram.Follower) -> None:
+    one, other = model.current(), model.current()
+    one.close()
+    assert first(other["w"]) == first(model["w"]) == 1
+    assert other.numpy().keys() == {"w"}
+    assert (one.is_closed, other.is_closed) == (True, False)
+    other.close(wait=True)
+    assert first(model["w"]) == 1
+    with pytest.raises(UsageError, match="goes on by itself"), model.current() as lease:
+        lease.refresh()
+
+
+@with_keeper
+def test_sections_of_all_leases_are_one_page(model: vram.Follower) -> None:
+    """I14: the publisher waits for a section, whichever lease of the follower it was entered by."""
+    vram.publish("u", {"w": np.full(4, 1)}, updatable=True)
+    with vram.follow("u") as updated:
+        with updated.current() as lease, lease.reading() as number:
+            assert (number, first(lease["w"])) == (1, 1)
+            with pytest.raises((BusyError, WaitTimeoutError)):
+                vram.update("u", timeout=0.01).__enter__()
+        with vram.update("u") as arrays:
+            arrays["w"].numpy()[...] = 3
+        with updated.current() as lease, lease.reading():
+            assert first(lease["w"]) == 3
+
+
+@with_keeper
+def test_versions_that_were_replaced_meanwhile_are_left_out() -> None:
+    """A publisher that is faster than who follows costs them what they have time for."""
+    publish(1)
+    seen: list[int] = []
+    go, begun = threading.Event(), threading.Event()
+
+    def slow(lease: vram.Lease) -> None:
+        seen.append(first(lease["w"]))
+        begun.set()
+        assert go.wait(SOON)
+
+    with vram.follow("n", on_version=slow) as model:
+        assert begun.wait(SOON)
+        for value in range(2, 60):
+            publish(value)
+        go.set()
+        comes_to(model, 59)
+        until(lambda: seen[-1] == 59, what="the callback for the last one")
+        assert len(seen) <= 3
+
+
+@with_keeper
+def test_an_iterator_leaves_out_what_it_was_too_late_for(model: vram.Follower) -> None:
+    versions = iter(model)
+    lease = next(versions)
+    for value in range(2, 6):
+        publish(value)
+        comes_to(model, value)
+    newest = next(versions)
+    assert (newest.version, first(newest["w"])) == (model.version, 5)
+    assert lease.is_closed
+    assert first(next(iter(model))["w"]) == 5  # another one begins anew
+
+
+@with_keeper
+def test_many_threads_read_while_versions_come(model: vram.Follower) -> None:
+    """Each array is of one version, and no thread sees an older one after a newer one."""
+    over, behind = threading.Event(), 1 - model.version
+
+    def read() -> int:
+        last = count = 0
+        while not over.is_set():
+            with model.current() as lease:
+                value = first(lease["w"])
+                assert value - lease.version == behind
+                assert value >= last
+            last, count = value, count + 1
+        return count
+
+    threads = [later(read) for _ in range(4)]
+    for value in range(2, 40):
+        publish(value)
+    comes_to(model, 39)
+    over.set()
+    for thread, came in threads:
+        thread.join(SOON)
+        assert isinstance(came[0], int)
+        assert came[0] > 0, came
+    until(lambda: leases() == 1, what="the return of all versions but one")
+
+
+# -- bad days --------------------------------------------------------------------------------------------------------
+@with_keeper
+def test_what_was_removed_stays_until_it_is_published_again(model: vram.Follower) -> None:
+    vram.remove("n")
+    until(lambda: model.state == "removed", what="that it is missed")
+    assert first(model["w"]) == 1
+    assert model.is_stale()
+    assert isinstance(model.refused, NotFoundError)
+    publish(2)
+    comes_to(model, 2)
+    assert (model.state, model.refused, model.is_stale()) == ("current", None, False)
+
+
+@with_keeper
+def test_what_was_revoked_is_let_go(model: vram.Follower) -> None:
+    """S5: the owner wants its memory, and a follower is nobody who has to be asked twice."""
+    versions = iter(model)
+    next(versions)
+    thread, came = later(lambda: first(next(versions)["w"]))  # waits, and must not hold the version by that
+    until(lambda: len(model._task.bells) > 0, what="that the thread waits")
+    assert not vram.revoke("n", timeout=SOON).holders
+    until(lambda: model.state == "revoked", what="that it is let go")
+    for use in (lambda: model["w"], model.current, lambda: model.version, lambda: "w" in model):
+        with pytest.raises(NotFoundError, match="revoked by its owner"):
+            use()
+    publish(2)
+    comes_to(model, 2)
+    thread.join(SOON)
+    assert came == [2]
+
+
+@with_keeper
+def test_what_was_removed_first_can_be_revoked_later(model: vram.Follower) -> None:
+    vram.remove("n")
+    until(lambda: model.state == "removed", what="that it is missed")
+    assert not vram.revoke("n", timeout=SOON).holders
+    until(lambda: model.state == "revoked", what="that it is let go")
+
+
+@with_keeper
+def test_leases_that_were_ended_by_force_are_let_go(model: vram.Follower) -> None:
+    view = model["w"].numpy()
+    assert vram.revoke("n", timeout=0.2, force=True).forced
+    until(lambda: model.state == "revoked", what="that it is let go")
+    publish(2)
+    comes_to(model, 2)
+    assert int(view[0]) == 1
+
+
+@with_keeper
+@pytest.mark.parametrize("how", [{"expect": {"kind": "a"}}, {"same_arrays": True}], ids=["meta", "arrays"])
+def test_a_version_that_is_something_else_is_refused(how: dict[str, Any]) -> None:
+    """The one before stays, and it is said why; the next one that is as it should be is taken."""
+    publish(1, meta={"kind": "a"})
+    with vram.follow("n", **how) as model:
+        publish(2, CELLS + 1, meta={"kind": "b"})
+        until(lambda: model.state == "refused", what="the refusal")
+        assert isinstance(model.refused, MismatchError)
+        assert first(model["w"]) == 1
+        assert model.is_stale()
+        until(lambda: leases() == 1, what="the return of what was refused")
+        publish(3, CELLS + 2, meta={"kind": "b"})
+        publish(4, meta={"kind": "a"})
+        comes_to(model, 4)
+        assert (model.state, model.refused) == ("current", None)
+
+
+@with_keeper
+def test_what_stays_though_it_was_replaced_is_let_go_when_it_is_revoked() -> None:
+    publish(1)
+    with vram.follow("n", same_arrays=True) as model:
+        publish(2, 1)
+        until(lambda: model.state == "refused", what="the refusal")
+        assert not vram.revoke("n", version=model.version, timeout=SOON).holders
+        until(lambda: model.state == "revoked", what="that it is let go")
+
+
+@with_keeper
+def test_who_comes_first_waits() -> None:
+    with pytest.raises(NotFoundError):
+        vram.follow("n", timeout=0)
+    with pytest.raises(WaitTimeoutError):
+        vram.follow("n", timeout=0.01)
+    thread, came = later(lambda: vram.follow("n"))
+    until(lambda: vram.statistics().waiting == 1, what="that it waits")
+    publish(1)
+    thread.join(SOON)
+    with came[0] as model:
+        assert first(model["w"]) == 1
+    publish(1)
+    with pytest.raises(MismatchError):
+        vram.follow("n", owner=os.geteuid() + 1)
+
+
+@with_keeper
+def test_what_cannot_be() -> None:
+    with pytest.raises(UsageError):
+        vram.follow("n", on_version="callback")  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        vram.follow("n", same_arrays="yes")  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        vram.follow("")
+    with pytest.raises(PeerGoneError):
+        vram.follow("n", keeper="/nowhere/keeper.sock")
+
+
+@with_keeper
+def test_an_error_of_a_callback_is_said_and_the_next_version_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda what: said.append(what.exc_value))
+    publish(1)
+    error = ZeroDivisionError("of the callback")
+
+    def fail(lease: vram.Lease) -> None:
+        raise error
+
+    with vram.follow("n", on_version=fail) as model:
+        until(lambda: len(said) == 1, what="the first error")
+        publish(2)
+        comes_to(model, 2)
+        until(lambda: len(said) == 2, what="the second error")
+    assert said == [error, error]
+    error.__traceback__ = None
+
+
+@with_keeper
+def test_closing_ends_what_waits(model: vram.Follower) -> None:
+    threads = [later(lambda: [first(lease["w"]) for lease in model]) for _ in range(3)]
+    until(lambda: len(model._task.bells) == 3, what="that all wait")
+    held = model.current()
+    model.close()
+    for thread, came in threads:
+        thread.join(SOON)
+        assert came == [[1]]
+    assert first(held["w"]) == 1  # a reader's own
+    held.close()
+    for use in (lambda: model["w"], model.current, lambda: iter(model), model.is_stale):
+        with pytest.raises(ClosedError):
+            use()
+    assert model.state == "closed"
+    model.close()
+    until(lambda: not leases(), what="the return of the version")
+
+
+@with_keeper
+def test_who_is_dropped_ends_unless_somebody_is_called_back(kept: vram.Keeper) -> None:
+    publish(1)
+    called: list[float] = []
+    vram.follow("n", on_version=lambda lease: called.append(first(lease["w"])))
+    gc.collect()
+    publish(2)
+    until(lambda: called[-1:] == [2], what="the callback")
+    (task,) = tasks.worker_of(os.fspath(kept.path))._due
+    task.holder.close()
+    with pytest.warns(LeakWarning, match="follower of 'n'"):
+        vram.follow("n")  # dropped at once
+    until(lambda: not leases(), what="the return of the versions")
+
+
+@with_keeper
+def test_a_forked_child_has_no_follower_i7(model: vram.Follower) -> None:
+    versions = iter(model)
+    next(versions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads
+        pid = os.fork()
+    if not pid:
+        uses: list[Callable[[], object]] = [lambda: model["w"], model.current, lambda: next(versions), model.is_stale]
+        refused = 0
+        for use in uses:
+            try:
+                use()
+            except ForkedError:
+                refused += 1
+        model.close()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    publish(2)
+    comes_to(model, 2)
