@@ -92,6 +92,10 @@ def keep(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Serve its numbers to Prometheus there, from a process of its own."),
     ] = None,
+    survive: Annotated[
+        bool,
+        typer.Option("--survive", help="Have the next keeper go on with everything when this one dies."),
+    ] = False,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -125,6 +129,8 @@ def keep(
     if claim_timeout is not None:
         parse_seconds(claim_timeout, "--claim-timeout")
         command += ["--claim-timeout", claim_timeout]
+    if survive:
+        command.append("--survive")
     if takeover:
         command.append("--takeover")
     if metrics is not None:

@@ -20,7 +20,7 @@ from . import messages as m
 from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
-from .failures import failure
+from .failures import failure, goodbye
 from .fields import record_from
 from .lookups import Lookups
 from .metering import Meter, kind_of
@@ -37,11 +37,12 @@ from .records import (
     Refused,
     Serve,
     Session,
+    Version,
     exact,
 )
 from .turns import NOBODY
 
-__all__ = ["Service", "ServiceHost"]
+__all__ = ["Service", "ServiceHost", "settle"]
 
 
 class ServiceHost(ConnectionHost, Protocol):
@@ -115,6 +116,7 @@ class Service:
 
     lends = ""  # of a lender, its random id
     takes_descriptors = True
+    survives = False  # another keeper goes on when this one dies
 
     def __init__(self, server: ServiceHost) -> None:
         self.server = server
@@ -147,8 +149,13 @@ class Service:
             m.Updated: self._updated,
             m.UpdateState: self._update_state,
             m.Measure: self._measure,
+            m.Repeating: self._repeating,
         }
         self.meter = Meter(self.catalogue)
+
+    def turn_to(self, catalogue: Catalogue) -> None:
+        """Go on with other books."""
+        self.catalogue, self.meter = catalogue, Meter(catalogue)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""
@@ -340,7 +347,7 @@ class Service:
         elif isinstance(effect, Claimed):
             self._tell_claim(connection, effect.call, effect.claim)
         elif isinstance(effect, Evicted):
-            connection.send(m.encode(_goodbye(effect, self.server.path)))
+            connection.send(m.encode(goodbye(effect, self.server.path)))
             connection.close()
         elif isinstance(effect, Refused):
             connection.send(m.encode(failure(effect.call, effect.error)))
@@ -361,7 +368,7 @@ class Service:
             return
         uid, pid = connection.credentials.uid, connection.credentials.pid or 0
         self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
-        connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends)))
+        connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends, self.survives)))
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
@@ -472,9 +479,7 @@ class Service:
         except BaseException:
             held.drop()
             raise
-        notes: Any = msgspec.Raw(version.notes)
-        entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
-        version.settle(exact(m.encode(entry)))
+        settle(version, request)
         connection.send(m.encode(m.Published(call, version.number)))
         self.carry_out(effects, publication.session.uid)
         self.server.schedule()
@@ -668,10 +673,20 @@ class Service:
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
         self.server.hand_over(connection, request)
 
+    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
+        raise errors.ProtocolError("nobody asked for anything to be repeated")
+
     @staticmethod
     def _done(connection: Connection, call: int) -> None:
         if call:
             connection.send(m.encode(m.Done(call)))
+
+
+def settle(version: Version, request: m.Publish) -> None:
+    """Have a version keep what its readers get, as its publisher said it."""
+    notes: Any = msgspec.Raw(version.notes)
+    entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
+    version.settle(exact(m.encode(entry)))
 
 
 def _whose(effect: Effect) -> int:
@@ -679,15 +694,6 @@ def _whose(effect: Effect) -> int:
     if isinstance(effect, Serve):
         return NOBODY  # who is served pays for it then
     return effect.owner if isinstance(effect, Free) else effect.session.uid
-
-
-def _goodbye(evicted: Evicted, path: str) -> m.Error:
-    """Return the last message to a process whose lease was ended by force, before its connection is closed."""
-    said = errors.PeerGoneError(
-        f"the user who runs the keeper at {path} took back {evicted.name!r} version {evicted.version} by force, which "
-        f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"
-    )
-    return m.Error(0, type(said).__name__, str(said), [evicted.name, str(evicted.version)])
 
 
 def _record(request: m.Publish) -> int:
