@@ -19,11 +19,11 @@ from vram.keeper import recorded as kinds
 from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.connection import Held
+from vram.keeper.publications import settle
 from vram.keeper.record_log import RecordLog
 from vram.keeper.recorded import RecordedCatalogue
 from vram.keeper.records import Effect, Free, Publication, Serve, Session
 from vram.keeper.replay import Peer, Replay, renumber
-from vram.keeper.service import settle
 from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB = 1, 2, 3

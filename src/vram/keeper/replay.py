@@ -16,6 +16,7 @@ from . import messages as m
 from . import recorded as kinds
 from .catalogue import Catalogue
 from .connection import Held
+from .publications import settle
 from .records import (
     Claim,
     Claimed,
@@ -29,7 +30,6 @@ from .records import (
     Version,
     Waiter,
 )
-from .service import settle
 
 __all__ = ["Peer", "Replay", "renumber"]
 

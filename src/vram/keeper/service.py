@@ -21,9 +21,9 @@ from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_att
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure, goodbye
-from .fields import record_from
 from .lookups import Lookups
 from .metering import Meter, kind_of
+from .publications import own_bytes, settle
 from .records import (
     Claim,
     Claimed,
@@ -37,12 +37,10 @@ from .records import (
     Refused,
     Serve,
     Session,
-    Version,
-    exact,
 )
 from .turns import NOBODY
 
-__all__ = ["Service", "ServiceHost", "settle"]
+__all__ = ["Service", "ServiceHost"]
 
 
 class ServiceHost(ConnectionHost, Protocol):
@@ -100,9 +98,6 @@ class Releasing:
 
 Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is decided in parts
 
-# Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
-# needs, and so the number of entries bounds it.
-_FREE = 4096
 _DEVICE = 64  # bytes that the name of a device takes besides, until all of a publication is here
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
@@ -366,6 +361,7 @@ class Service:
             connection.send(m.encode(failure(0, error)))
             connection.close()
             return
+        connection.repeats = hello.repeats and self.survives
         uid, pid = connection.credentials.uid, connection.credentials.pid or 0
         self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
         connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends, self.survives)))
@@ -397,7 +393,7 @@ class Service:
             meta=request.meta,
             ttl=request.ttl,
             claim=request.claim,
-            record=_record(request),
+            record=own_bytes(request),
             words=len(m.encode(request)) + _DEVICE * len(request.devices),
             updatable=request.updatable,
             lease=request.lease,
@@ -682,22 +678,8 @@ class Service:
             connection.send(m.encode(m.Done(call)))
 
 
-def settle(version: Version, request: m.Publish) -> None:
-    """Have a version keep what its readers get, as its publisher said it."""
-    notes: Any = msgspec.Raw(version.notes)
-    entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
-    version.settle(exact(m.encode(entry)))
-
-
 def _whose(effect: Effect) -> int:
     """Return the user whom an effect is for."""
     if isinstance(effect, Serve):
         return NOBODY  # who is served pays for it then
     return effect.owner if isinstance(effect, Free) else effect.session.uid
-
-
-def _record(request: m.Publish) -> int:
-    """How many bytes of the keeper's own a publication takes, as far as they count."""
-    words = len(request.manifest) + 16 * len(request.segments) + sum(map(len, request.devices))
-    words += sum(len(key) + len(value) for key, value in request.meta.items())
-    return max(0, words - _FREE)

@@ -336,6 +336,7 @@ class SurvivingServer(KeeperServer):
         for fd in kept.values():  # told to be dropped, and not yet heard
             os.close(fd)
         self.link.drop(*kept)
+        self.link.flush()
         self.catalogue.why_not = why_not
         self._record(self.catalogue)
         for session in list(self.catalogue.sessions.values()):
@@ -361,7 +362,7 @@ class SurvivingServer(KeeperServer):
             sock = socket.socket(fileno=fd)
             sock.setblocking(False)
             connection = Connection(self, sock, peer_credentials(sock))
-            connection.version = peer.version
+            connection.version, connection.repeats = peer.version, peer.repeats
             self.numbers[connection] = peer.number
             super().add(connection)
             session = self.catalogue.sessions.get(peer.session)
@@ -401,7 +402,7 @@ class SurvivingServer(KeeperServer):
             State(books, tokens, [], limits, catalogue.claim_timeout, os.getpid()),
             [self.link.number_of[fd] for held in numbers for fd in held.fds],
             [
-                (self.numbers[one], 0 if one.session is None else one.session.id, one.version, one in self.repeating)
+                (self.numbers[one], 0 if one.session is None else one.session.id, one.version, one.repeats)
                 for one in open_ones
             ],
             [(part.publication.id, m.encode(part.request)) for one in open_ones for part in one.partials.values()],
@@ -431,11 +432,6 @@ class SurvivingServer(KeeperServer):
         before.close()
         self._record(self.catalogue)
 
-    @property
-    def repeating(self) -> set[Connection]:
-        """Connections of clients that say again what they asked for."""
-        return {one for one in self.numbers if self._peers.get(self.numbers[one], _NOBODY).repeats}
-
     # -- serving ------------------------------------------------------------------------------------------------------
     def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
         """Serve until :meth:`stop`; see :meth:`KeeperServer.serve`."""
@@ -453,7 +449,9 @@ class SurvivingServer(KeeperServer):
 
     def _start(self) -> None:
         for connection, number in list(self.numbers.items()):
-            peer = self._peers[number]
+            peer = self._peers.pop(number, None)
+            if peer is None:
+                continue
             if number == self._blamed:
                 said = errors.PeerGoneError(
                     f"{_MOST_DEATHS} keepers in a row died of what this process asked for: its connection is ended"
@@ -508,17 +506,13 @@ class SurvivingServer(KeeperServer):
         number = self.numbers[connection] = self.link.next
         self.link.next += 1
         self.link.keep_as(number, [connection.sock.fileno()])
-        self._peers[number] = Peer(number)
         if self._records:
             self.catalogue.write(kinds.OPENED, number)  # type: ignore[attr-defined]
 
     def welcome(self, connection: Connection, session: Session) -> None:
         """A connection has said hello."""
         books: RecordedCatalogue = self.catalogue  # type: ignore[assignment]
-        peer = self._peers[self.numbers[connection]]
-        peer.session, peer.version = session.id, connection.version
-        peer.repeats = m.decode_hello(books.payload).repeats
-        books.write(kinds.WELCOMED, peer.number, session.id, connection.version, peer.repeats)
+        books.write(kinds.WELCOMED, self.numbers[connection], session.id, connection.version, connection.repeats)
         super().welcome(connection, session)
 
     def gone(self, connection: Connection) -> None:
@@ -526,7 +520,6 @@ class SurvivingServer(KeeperServer):
         number = self.numbers.pop(connection, 0)
         self.service.unsettled.pop(connection, None)
         if number:
-            del self._peers[number]
             if self._records:
                 self.catalogue.write(kinds.CLOSED, number)  # type: ignore[attr-defined]
             self.link.drop(number)
@@ -550,9 +543,6 @@ class SurvivingServer(KeeperServer):
     def _tell(self) -> None:
         self._telling = False
         self.link.flush()
-
-
-_NOBODY = Peer(0)
 
 
 def _away(number: int) -> int:

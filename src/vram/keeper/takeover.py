@@ -111,6 +111,7 @@ class ConnectionRow(Struct, array_like=True):
     partials: list[PartialRow]
     lingers: bool = False  # closed, with descriptors in flight; an older keeper finds a stranger that has hung up
     releasing: list[tuple[int, list[int]]] = []  # calls, and the leases that they are about to give back
+    repeats: bool = False  # its peer says again what was not answered
 
 
 class LimitsRow(Struct, array_like=True):
@@ -326,6 +327,7 @@ def _collect(
             ],
             one.closed,
             releasing.get(one, []),
+            one.repeats,
         )
         for one in connections
     ]
@@ -537,7 +539,7 @@ def unpack(
         raise
     left_over: list[tuple[Connection, int, list[int]]] = []
     for connection, row in zip(made, state.connections, strict=True):
-        connection.version = row.version
+        connection.version, connection.repeats = row.version, row.repeats
         server.in_flight.count(connection, row.in_flight)
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:
