@@ -269,7 +269,7 @@ def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
         publish(maker, "w", b"before")
         found = reader.attach("w")
         os.kill(survivor.process.pid, signal.SIGKILL)
-        survivor.process.kill()
+        survivor.process.process.wait(SOON)
         publish(maker, "v", b"after")
         before = books(reader)
         holders = _holders_of(keeper)
@@ -283,6 +283,7 @@ def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(PeerGoneError, match="gone"):
             _ask_for_long(reader)
+    survivor.process.kill()
     survivor.process = KeeperProcess(f"{survivor.place}/k")  # what the fixture stops: the path is free again
 
 
@@ -323,7 +324,8 @@ def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> No
         survivor.kill()
         before = survivor.process
         survivor.process = KeeperProcess(survivor.path, ["--takeover"], launcher=[sys.executable, KILLED])
-        assert before.stop() == 0
+        assert before.process.wait(SOON) == 0
+        before.stop()
         assert before.said() == ""
         assert (maker.statistics().leases, read(maker, "w"), content(found)) == (1, b"1", b"1")
         survivor.kill()
