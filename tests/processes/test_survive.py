@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.keeper_here import later
+from tests.keeper_here import is_stopped, later
 
 from vram.errors import NotFoundError, PeerGoneError, VramError
 from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
@@ -220,6 +220,23 @@ def test_killed_before_each_step_a_call_takes_effect_once(survivor: Survivor, wh
                 break
         assert step > 2
         assert not killed, "it never came to the end"
+
+
+def test_what_was_sent_to_nobody_takes_effect_once(survivor: Survivor) -> None:
+    """The keeper is stopped, asked, and killed: the next one finds the request, and is asked once more."""
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        keeper = survivor.pid
+        os.kill(keeper, signal.SIGSTOP)
+        until(lambda: is_stopped(keeper), what="a keeper that stands still")
+        thread, came = later(lambda: publish(maker, "w", b"2"))
+        until(lambda: maker._expected, what="the request")
+        time.sleep(0.05)  # it is sent, or will be to the next one: the same has to come of it
+        os.kill(keeper, signal.SIGKILL)
+        thread.join(SOON)
+        assert came == [2]
+        assert publish(maker, "w", b"3") == 3
+        assert read(maker, "w") == b"3"
 
 
 def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: Survivor) -> None:

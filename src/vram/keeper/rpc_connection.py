@@ -340,7 +340,7 @@ class RpcConnection:
                 raise self._timed_out()  # another thread of this process waits to send
             if self._given_back:
                 self._give_back(until if call else 0.0)
-            if self._repeats is not None:
+            if call and self._repeats is not None:
                 self._repeats.sends(call, payload, fds)
             self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if call else 0.0)
         except BaseException as error:

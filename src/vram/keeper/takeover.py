@@ -539,7 +539,8 @@ def unpack(
         raise
     left_over: list[tuple[Connection, int, list[int]]] = []
     for connection, row in zip(made, state.connections, strict=True):
-        connection.version, connection.repeats = row.version, row.repeats
+        connection.version = row.version
+        connection.repeats = row.repeats
         server.in_flight.count(connection, row.in_flight)
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:
