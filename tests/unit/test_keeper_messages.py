@@ -17,7 +17,7 @@ ENTRY = m.Entry("a/b", 3, 1000, False, [SEGMENT], ["host"], b"m", False, {"k": "
 # Frozen: a keeper that runs today has to understand a client of next year, and the other way round. A change here is
 # a new protocol version.
 GOLDEN = [
-    (m.Hello(1, 1, "me", "box"), "95a568656c6c6f0101a26d65a3626f78"),
+    (m.Hello(1, 1, "me", "box", True), "96a568656c6c6f0101a26d65a3626f78c3"),
     (
         m.Publish(5, "a/b", [SEGMENT], ["host"], b"m", False, True, {"k": "v"}, 1.5, 7, True, 9),
         "9da77075626c69736805a3612f629193ce00200000010091a4686f7374c4016dc2c381a16ba176cb3ff800000000000007c309",
@@ -42,7 +42,9 @@ GOLDEN = [
     (m.Statistics(17), "92aa7374617469737469637311"),
     (m.Measure(17), "92a76d65617375726511"),
     (m.Takeover(18, True, True, True), "95a874616b656f76657212c3c3c3"),
-    (m.Welcome(1, 99, "k", "w"), "95a777656c636f6d650163a16ba177"),
+    (m.Welcome(1, 99, "k", "w", True), "96a777656c636f6d650163a16ba177c3"),
+    (m.Recovered(0, 2, 99), "94a97265636f7665726564000263"),
+    (m.Repeating(0, 2, 3), "94a9726570656174696e67000203"),
     (m.Published(5, 3), "93a97075626c69736865640503"),
     (m.NextPart(5, 253), "93a8636f6e74696e756505ccfd"),
     (
@@ -103,6 +105,11 @@ def test_s9_golden_bytes_of_a_takeover(message: msgspec.Struct, golden: str) -> 
 
 def test_s9_a_greeting_of_before_there_were_lenders() -> None:
     assert m.decode_reply(bytes.fromhex("94a777656c636f6d650163a16b")) == m.Welcome(1, 99, "k", "")
+
+
+def test_s9_greetings_of_before_a_keeper_survived() -> None:
+    assert m.decode_hello(bytes.fromhex("95a568656c6c6f0101a26d65a3626f78")) == m.Hello(1, 1, "me", "box", False)
+    assert m.decode_reply(bytes.fromhex("95a777656c636f6d650163a16ba177")) == m.Welcome(1, 99, "k", "w", False)
 
 
 def test_s9_a_greeting_of_before_hosts_were_said() -> None:

@@ -41,6 +41,7 @@ NAMES = {
     "first-use": "import of each verb in a fresh process, and how many modules; against numpy's",
     "scale": "attach among 1,000 readers and 10,000 entries; against one of each",
     "watched": "attach while the keeper is scraped each second, watched by vram top, and logs; against nobody",
+    "survive": "a keeper that goes on when it is killed; against one that does not",
     "hostile": "attach beside another user who asks and holds as much as it can; against alone (needs root)",
 }
 # The same for a GPU. What needs all of its memory comes last.

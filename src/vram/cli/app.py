@@ -98,6 +98,10 @@ def keep(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="The least that is logged.")
     ] = "info",
+    survive: Annotated[
+        bool,
+        typer.Option("--survive", help="Have the next keeper go on with everything when this one dies."),
+    ] = False,
     takeover: Annotated[
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
@@ -133,6 +137,8 @@ def keep(
         command += ["--claim-timeout", claim_timeout]
     if log is not None:
         command += ["--log", log, "--log-level", log_level]
+    if survive:
+        command.append("--survive")
     if takeover:
         command.append("--takeover")
     if metrics is not None:

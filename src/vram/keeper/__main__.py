@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError, VramError
 from ..spec import format_size, parse_size
@@ -20,6 +21,7 @@ from .server import PATIENCE, KeeperServer
 if TYPE_CHECKING:
     from .connection import Connection
     from .messages import Takeover
+    from .survival import HolderLink
     from .takeover import Succession
 
 _UNCHOSEN = {"user_entries": MOST_ENTRIES}  # where no limit is given; all others are none then
@@ -63,6 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="take over from the keeper that runs, if one does, with its limits unless others are given",
     )
+    parser.add_argument(
+        "--survive",
+        action="store_true",
+        help="under a small process that starts the next keeper when this one dies, with all that it had",
+    )
+    parser.add_argument("--holder-fd", metavar="FD", type=int, default=-1, help="connected to that process")
     parser.add_argument("--ready-fd", metavar="FD", type=int, default=-1, help="write the path here once it serves")
     parser.add_argument("--parent-fd", metavar="FD", type=int, default=-1, help="stop when this reads end of file")
     parser.add_argument(
@@ -75,30 +83,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", choices=event_log.FORMS, help="a line on stderr for each event")
     parser.add_argument("--log-level", choices=event_log.LEVELS, default="info", help="of those, from this one on")
     given = parser.parse_args(arguments)
+    mode = _mode(parser, given.mode)
+    options = list(sys.argv[1:] if arguments is None else arguments)
+    command = [sys.executable, "-P", "-m", "vram.keeper", *options]
+    if given.survive and given.holder_fd < 0:
+        from .survival import holder_command
+
+        _hold([*holder_command(), *command])
     if given.log is not None:
         event_log.start(given.log, given.log_level)
         event_log.say("vram.keeper.start", process__pid=os.getpid(), user__id=os.geteuid())
     try:
-        return _keep(parser, given)
+        return _keep(given, mode, command)
     finally:
         event_log.stop()
 
 
-def _keep(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
     try:
-        mode = None if given.mode is None else int(given.mode, 8)
+        mode = None if given is None else int(given, 8)
     except ValueError:
         mode = -1
     if mode is not None and not 0 <= mode <= 0o777:
-        parser.error(f"--mode {given.mode!r} is not an octal mode such as 0660")
+        parser.error(f"--mode {given!r} is not an octal mode such as 0660")
+    return mode
 
+
+def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
     succession: Succession | None = None
+    recovered = False
 
     def ready() -> None:
         if succession is not None:
             event_log.say("vram.keeper.takeover", process__pid=succession.pid or None)
+        if recovered:
+            event_log.say("vram.keeper.recovered", process__pid=os.getpid())
         event_log.say("vram.keeper.ready", process__pid=os.getpid(), vram__keeper__socket=server.path)
-        if given.ready_fd >= 0:
+        if recovered:
+            _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
+        elif given.ready_fd >= 0:
             os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
             os.close(given.ready_fd)
         else:
@@ -106,6 +129,7 @@ def _keep(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
                 _say(_told(succession))
             _say(f"serving at {server.path} (pid {os.getpid()}); Ctrl-C or SIGTERM ends it")
 
+    link: HolderLink | None = None
     try:
         limits: dict[str, int | None] = {}
         chosen: list[str] = []
@@ -118,7 +142,12 @@ def _keep(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         if given.claim_timeout is not None:
             claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")
             chosen.append("claim_timeout")
-        server = KeeperServer(
+        if given.holder_fd >= 0:
+            from .survival import HolderLink
+
+            link = HolderLink(socket.socket(fileno=given.holder_fd), command[: command.index("--holder-fd")])
+        server = _server(
+            link,
             given.socket,
             mode=mode,
             group=given.group,
@@ -131,21 +160,41 @@ def _keep(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
             directory_fd=given.directory_fd,
             hand_over=_hand_over,
         )
-        if given.takeover:
+        if link is not None:
+            recovered = server.recover()  # type: ignore[attr-defined]
+        if given.takeover and not recovered:
             from .takeover import take_over
 
             succession = take_over(server, chosen)
         server.serve(ready, parent_fd=given.parent_fd)
         event_log.say("vram.keeper.shutdown", process__pid=os.getpid())
+        if link is not None:
+            link.end()
     except (VramError, OSError) as error:
         if not event_log.ended(error):
             print(f"vram keep: {error}", file=sys.stderr)
+        if link is not None:
+            link.end()  # another one would fare no better
         return 1
     finally:
         if given.directory_fd >= 0:  # whoever made it may be dead. Not if another keeper took over: it is not empty
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.dirname(given.socket))
     return 0
+
+
+def _hold(command: list[str]) -> None:
+    """Become the process that starts keepers."""
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def _server(link: HolderLink | None, *arguments: Any, **options: Any) -> KeeperServer:
+    if link is None:
+        return KeeperServer(*arguments, **options)
+    from .survival import SurvivingServer
+
+    return SurvivingServer(*arguments, link=link, **options)
 
 
 def _hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:

@@ -174,6 +174,8 @@ class Connection:
         the user sent before is closed (see :mod:`.slow_close`).
     held : bool
         Whether nothing is read from it until the keeper has done all of what it asked for last.
+    repeats : bool
+        Whether its peer says again what was not answered, when it hears that another keeper goes on.
     is_open : bool
         Whether this process has its socket.
     in_flight : int
@@ -203,6 +205,7 @@ class Connection:
         "queue",
         "queued",
         "reading",
+        "repeats",
         "retry",
         "room",
         "seen",
@@ -222,6 +225,7 @@ class Connection:
         self.credentials = credentials
         self.session: Session | None = None
         self.version = 0
+        self.repeats = False
         self.partials: dict[int, Partial] = {}
         self.queue: deque[tuple[bytes, Held | None, int, int]] = deque()
         self.queued = 0

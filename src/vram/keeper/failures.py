@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .. import errors
 from .messages import Error
 
-__all__ = ["failure", "no_keeper", "no_lender", "raised"]
+if TYPE_CHECKING:
+    from .records import Evicted
+
+__all__ = ["failure", "goodbye", "no_keeper", "no_lender", "raised"]
 
 _KINDS: dict[str, type[errors.VramError]] = {
     kind.__name__: kind
@@ -77,3 +82,12 @@ def no_lender(path: str) -> errors.AccessDeniedError:
         f"{path} is a keeper, not a lender: what it keeps has names, which `vram ls --socket {path}` shows. "
         f"vram.attach(name, keeper={path!r}) maps one"
     )
+
+
+def goodbye(evicted: Evicted, path: str) -> Error:
+    """Return the last message to a process whose lease was ended by force, before its connection is closed."""
+    said = errors.PeerGoneError(
+        f"the user who runs the keeper at {path} took back {evicted.name!r} version {evicted.version} by force, which "
+        f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"
+    )
+    return Error(0, type(said).__name__, str(said), [evicted.name, str(evicted.version)])

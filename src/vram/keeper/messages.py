@@ -94,6 +94,7 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
     highest: Number
     label: Label = ""
     host: Label = ""
+    repeats: bool = False  # says again what it asked for, when it hears ``Recovered``
 
 
 class Publish(Struct, frozen=True, array_like=True, tag="publish"):
@@ -139,6 +140,15 @@ class Part(Struct, frozen=True, array_like=True, tag="part"):
     call: Number
     publish: Number
     offset: Number
+
+
+class Repeating(Struct, frozen=True, array_like=True, tag="repeating"):
+    """The answer to ``Recovered``: what was said before counts for nothing, but for what has no number; `count`
+    requests come once more now, each as it was, with its number and its descriptors."""
+
+    call: Number
+    keeper: Number
+    count: Number
 
 
 class Attach(Struct, frozen=True, array_like=True, tag="attach"):
@@ -366,6 +376,7 @@ Request = (
     | Updated
     | UpdateState
     | Measure
+    | Repeating
 )
 
 
@@ -382,6 +393,15 @@ class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     pid: Number
     label: Label = ""
     lends: Label = ""
+    survives: bool = False  # another keeper goes on when this one dies
+
+
+class Recovered(Struct, frozen=True, array_like=True, tag="recovered"):
+    """The keeper died, and this is the next one, the `keeper`-th: say again what was not answered (``Repeating``)."""
+
+    call: Number
+    keeper: Number
+    pid: Number
 
 
 class Published(Struct, frozen=True, array_like=True, tag="published"):
@@ -760,6 +780,7 @@ Reply = (
     | CursorList
     | Updates
     | Measurements
+    | Recovered
 )
 
 Succession = Bodies | HandOver | Working | Descriptors | Received | Commit | Committed | Serving | Abandoned | Error

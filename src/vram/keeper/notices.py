@@ -29,13 +29,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BusyError, ClosedError, ProtocolError, QuotaError, VramError, WaitTimeoutError
 from ..lifetime import begin
 from ..sharing.channel import Channel
 from . import messages as m
-from .rpc_connection import CONNECT_SECONDS, Answer, RpcConnection
+from .rpc_connection import CONNECT_SECONDS, GRACE, Answer, RpcConnection
+
+if TYPE_CHECKING:
+    from .repeats import Repeats
 
 __all__ = ["Signal", "Subscription", "listen", "signal"]
 
@@ -184,6 +187,13 @@ class _Line(RpcConnection):
                 raise self._fail(ProtocolError(f"what listens at {self.path} tells of one version again and again"))
         else:
             super()._deliver(answer)
+
+    def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
+        super()._recovered(reply, repeats)
+        with self._sending:  # what was told and did not arrive is told again
+            for subscription in list(self.listeners.values()):
+                self._watched += 1
+                self._channel.send(m.encode(m.Watch(0, *subscription.key)), timeout=GRACE)
 
 
 class _Thread:

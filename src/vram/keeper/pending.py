@@ -75,15 +75,26 @@ class PendingLease:
         self._tray: deque[Answer] | None = deque()
         connection._expected[call] = self._tray
         try:
-            connection._send(m.encode(request), (), self._until, [], waits=True)
+            connection._send(m.encode(request), (), self._until, [], call)
         except BaseException:
             connection._expected.pop(call, None)
+            self._over(is_answered=False)
             raise
 
     @property
     def has_come(self) -> bool:
         """Whether :meth:`look` has something to say."""
-        return bool(self._tray) or self.connection._failure is not None
+        return bool(self._tray) or self.connection._failure is not None or self._is_due
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether it is to be asked once more, since another keeper goes on."""
+        repeats = self.connection._repeats
+        return repeats is not None and self._call in repeats.due
+
+    def _over(self, *, is_answered: bool) -> None:
+        if self.connection._repeats is not None:
+            self.connection._repeats.over(self._call, is_answered=is_answered)
 
     def look(self) -> Attachment | None:
         """Return the lease if it has come; None if it has not.
@@ -104,8 +115,11 @@ class PendingLease:
             if self._until is not None and time.monotonic() >= self._until:
                 self.cancel()
                 raise connection._timed_out()
+            if self._is_due:
+                connection._ask_again(self._call)
             return None
         connection._expected.pop(self._call, None)
+        self._over(is_answered=True)
         answer, self._tray = self._tray.popleft(), None
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)
@@ -122,6 +136,7 @@ class PendingLease:
         if tray is None:
             return
         connection._expected.pop(self._call, None)
+        self._over(is_answered=False)
         if tray:
             tray.popleft().give_back()
         elif connection._failure is None:

@@ -43,6 +43,8 @@ from .rules import clip_host, clip_label
 if TYPE_CHECKING:
     from typing import Self
 
+    from .repeats import Repeats
+
 __all__ = ["CONNECT_SECONDS", "GRACE", "MOST_UNCLOSED", "Answer", "RpcConnection", "greet", "open_channel", "own_host"]
 
 CONNECT_SECONDS = 5.0  # for a connection and its greeting, where the caller names no time
@@ -139,6 +141,7 @@ class RpcConnection:
         # One for each answer that may come to nobody: of the calls that were given up, the latest are enough.
         self._may_come: deque[int] = deque((0,) * _UNASKED, maxlen=4096)
         self._leases: dict[int, tuple[str, int]] = {}
+        self._repeats: Repeats | None = None  # of a keeper that is followed by another when it dies
         self.taken_back: set[tuple[str, int]] = set()  # names and versions whose leases were ended by force
 
     @classmethod
@@ -190,6 +193,10 @@ class RpcConnection:
         made = cls(channel, found, label, welcome.pid)
         if welcome.lends:
             made.lends, made.grace, made.lost_message = welcome.lends, _LENDERS_GRACE, _LENDER_GONE
+        elif welcome.survives:
+            from .repeats import Repeats
+
+            made._repeats = Repeats()
         return made
 
     def lost(self) -> str:
@@ -264,7 +271,7 @@ class RpcConnection:
         try:
             self._inside.add(me)
             self._expected[call] = tray
-            self._send(m.encode(request), fds, deadline, unsent, waits=not cancels)
+            self._send(m.encode(request), fds, deadline, unsent, call if not cancels else 0)
             answer = self._wait(call, tray, deadline)
         except BaseException as error:
             # Interrupted, or too late: the answer may still come, and must not be taken for nobody's lease.
@@ -282,6 +289,8 @@ class RpcConnection:
             raise
         finally:
             self._inside.discard(me)
+            if self._repeats is not None:
+                self._repeats.over(call, is_answered=False)
         if isinstance(answer.reply, m.Error):
             raise raised(answer.reply)
         if answer.lost:
@@ -317,10 +326,8 @@ class RpcConnection:
                 )
             frame = frame.f_back  # type: ignore[assignment]
 
-    def _send(
-        self, payload: bytes, fds: Sequence[int], deadline: float | None, unsent: list[bool], *, waits: bool
-    ) -> None:
-        """Send a request before a deadline, and note whether it was not sent. Whoever does not wait needs room now."""
+    def _send(self, payload: bytes, fds: Sequence[int], deadline: float | None, unsent: list[bool], call: int) -> None:
+        """Send a request before a deadline, and note whether it was not sent. Without a call it needs room now."""
         if self._failure is not None:
             raise self._failure_again()
         begin = time.monotonic()
@@ -332,8 +339,10 @@ class RpcConnection:
             if not held:
                 raise self._timed_out()  # another thread of this process waits to send
             if self._given_back:
-                self._give_back(until if waits else 0.0)
-            self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if waits else 0.0)
+                self._give_back(until if call else 0.0)
+            if call and self._repeats is not None:
+                self._repeats.sends(call, payload, fds)
+            self._channel.send(payload, fds, timeout=max(0.0, until - time.monotonic()) if call else 0.0)
         except BaseException as error:
             unsent.append(True)  # Channel.send raises only what was not sent
             if isinstance(error, (PeerGoneError, ClosedError)):
@@ -356,12 +365,16 @@ class RpcConnection:
                 bell = None if held else self._hang_up_a_bell()  # before the look: what comes in between rings it
                 if tray:
                     del self._expected[call]  # first, or the reader would put a second answer into it
+                    if self._repeats is not None:
+                        self._repeats.over(call, is_answered=True)
                     return tray.popleft()
                 if self._failure is not None:
                     raise self._failure_again()
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise self._timed_out()
+                if self._repeats is not None and self._repeats.due:
+                    self._ask_again(call)
                 if bell is None:
                     self._read_one(left)
                     continue
@@ -482,8 +495,27 @@ class RpcConnection:
             if len(reply.details) == 2 and reply.details[1].isdecimal():
                 self.taken_back.add((reply.details[0], int(reply.details[1][:20])))
             raise self._fail(raised(reply), said=True)
+        if isinstance(reply, m.Recovered) and self._repeats is not None:
+            self._recovered(reply, self._repeats)
+            return
         answer.give_back()
         self._take_unasked()
+
+    def _recovered(self, reply: m.Recovered, repeats: Repeats) -> None:
+        """Another keeper goes on: say again what may not have been heard, and have the calls that wait asked again."""
+        self.server_pid = reply.pid
+        with self._sending:
+            said, count = repeats.begin()
+            for payload in (m.encode(m.Repeating(0, reply.keeper, count)), *said):
+                self._channel.send(payload, timeout=GRACE)
+        self._wake_waiters()
+
+    def _ask_again(self, call: int) -> None:
+        """Send this thread's request once more, to the keeper that goes on."""
+        with self._sending:
+            again = None if self._repeats is None else self._repeats.take(call)
+            if again is not None:
+                self._channel.send(*again, timeout=GRACE)
 
     def _take_unasked(self) -> None:
         """An answer came that nobody waits for. Called with the lock for reading.
@@ -521,7 +553,7 @@ class RpcConnection:
             held.extend(filter(None, map(self._sending.acquire, (True,), (_MOMENT,))))  # in one call, as in _flush
             if held:
                 with contextlib.suppress(VramError, OSError):
-                    self._channel.send(m.encode(request), timeout=0)
+                    self._say(request, 0.0)
         finally:
             if held:
                 self._sending.release()
@@ -532,18 +564,27 @@ class RpcConnection:
         queue = self._given_back
         # By index: others append meanwhile. Taken out when it is sent: twice does no harm.
         if len(queue) == 1 and (only := queue[0]) > 0:  # as nearly always
-            self._channel.send(m.encode(m.Release(0, [only])), timeout=max(0.0, until - time.monotonic()))
+            payload = m.encode(m.Release(0, [only]))  # as _say does, in fewer calls
+            if self._repeats is not None:
+                self._repeats.says(payload)
+            self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
             queue.popleft()
             return
         some = [queue[at] for at in range(min(len(queue), 4096))]
         while some:
             claims = [at for at, number in enumerate(some) if number < 0]
             leases = some[: claims[0]] if claims else some[:]
-            request = m.Release(0, leases) if leases else m.Abandon(0, -some[0])
-            self._channel.send(m.encode(request), timeout=max(0.0, until - time.monotonic()))
+            self._say(m.Release(0, leases) if leases else m.Abandon(0, -some[0]), until)
             for _ in leases or some[:1]:
                 queue.popleft()
             del some[: len(leases) or 1]
+
+    def _say(self, request: m.Request, until: float) -> None:
+        """Send what needs no answer. Called with the lock for sending."""
+        payload = m.encode(request)
+        if self._repeats is not None:
+            self._repeats.says(payload)
+        self._channel.send(payload, timeout=max(0.0, until - time.monotonic()))
 
     def _flush(self) -> None:
         """Send what finalizers queued, unless somebody is sending: they look at the queue again. Never waits."""
@@ -662,7 +703,9 @@ def own_host() -> str:
 def greet(channel: Channel, path: str, label: str, timeout: float) -> m.Welcome:
     """Say hello and return what the keeper answers; see :meth:`RpcConnection.connect` for the errors."""
     with contextlib.suppress(PeerGoneError):  # it may have said why it hung up
-        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host())), timeout=max(0.01, timeout))
+        channel.send(
+            m.encode(m.Hello(m.OLDEST, m.PROTOCOL, clip_label(label), own_host(), True)), timeout=max(0.01, timeout)
+        )
     try:
         # Who listens may be a stranger, who is to send nothing that would have to be closed before it is known.
         if channel.brings_descriptors(max(0.01, timeout)):

@@ -212,7 +212,7 @@ class KeeperServer:
                 ready()
             self.loop.run_forever()
         finally:
-            if not self.successor:
+            if self.unlinks:
                 self.listener.unlink()
             self._shut_down()
 
@@ -247,9 +247,15 @@ class KeeperServer:
         """Whether somebody chose the path."""
         return self._chosen
 
+    @property
+    def unlinks(self) -> bool:
+        """Whether the socket's path goes with this process."""
+        return not self.successor
+
     def replace_catalogue(self, catalogue: Catalogue) -> None:
         """Go on with the books of another keeper."""
-        self.catalogue = self.service.catalogue = catalogue
+        self.catalogue = catalogue
+        self.service.turn_to(catalogue)
 
     def close_everything(self) -> None:
         """Close every connection and all memory, and tell nobody."""
@@ -287,6 +293,9 @@ class KeeperServer:
                 "taking over", "a keeper that was started by `vram keep`", f"one inside of pid {self.pid}"
             )
         self._hand_over(self, connection, request)
+
+    def leaving(self, leaves: bool) -> None:
+        """From here on a successor may serve; or it died, and this keeper serves on."""
 
     # -- connections ----------------------------------------------------------------------------------------------
     def _accept(self) -> None:

@@ -18,10 +18,10 @@ from . import messages as m
 from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
-from .failures import failure
-from .fields import record_from
+from .failures import failure, goodbye
 from .lookups import Lookups
 from .metering import Meter, kind_of
+from .publications import own_bytes, settle
 from .records import (
     Claim,
     Claimed,
@@ -35,7 +35,6 @@ from .records import (
     Refused,
     Serve,
     Session,
-    exact,
 )
 from .turns import NOBODY
 
@@ -97,9 +96,6 @@ class Releasing:
 
 Part = Serve | Releasing | Generator[list[Effect], None, None]  # work that is decided in parts
 
-# Bytes that the keeper may need for an entry's words before they count against anybody's ceiling: what any entry
-# needs, and so the number of entries bounds it.
-_FREE = 4096
 _DEVICE = 64  # bytes that the name of a device takes besides, until all of a publication is here
 # Leases that one answer goes through to who updates what they are on; pages of theirs that it looks at, less than a
 # millisecond's worth; and those once a thread is in a section, since that will be asked again until it has left.
@@ -113,6 +109,7 @@ class Service:
 
     lends = ""  # of a lender, its random id
     takes_descriptors = True
+    survives = False  # another keeper goes on when this one dies
 
     def __init__(self, server: ServiceHost) -> None:
         self.server = server
@@ -146,8 +143,13 @@ class Service:
             m.Updated: self._updated,
             m.UpdateState: self._update_state,
             m.Measure: self._measure,
+            m.Repeating: self._repeating,
         }
         self.meter = Meter(self.catalogue)
+
+    def turn_to(self, catalogue: Catalogue) -> None:
+        """Go on with other books."""
+        self.catalogue, self.meter = catalogue, Meter(catalogue)
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message. Descriptors that are taken over are removed from `fds`."""
@@ -341,7 +343,7 @@ class Service:
         elif isinstance(effect, Claimed):
             self._tell_claim(connection, effect.call, effect.claim)
         elif isinstance(effect, Evicted):
-            connection.send(m.encode(_goodbye(effect, self.server.path)))
+            connection.send(m.encode(goodbye(effect, self.server.path)))
             connection.close()
         elif isinstance(effect, Refused):
             connection.send(m.encode(failure(effect.call, effect.error)))
@@ -361,9 +363,10 @@ class Service:
             connection.send(m.encode(failure(0, error)))
             connection.close()
             return
+        connection.repeats = hello.repeats and self.survives
         uid, pid = connection.credentials.uid, connection.credentials.pid or 0
         self.server.welcome(connection, self.catalogue.connect(uid, pid, hello.label, hello.host))
-        connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends)))
+        connection.send(m.encode(m.Welcome(connection.version, self.server.pid, "", self.lends, self.survives)))
 
     def _cut(self, payload: bytes) -> None:
         if len(payload) > MAX_MESSAGE:
@@ -392,7 +395,7 @@ class Service:
             meta=request.meta,
             ttl=request.ttl,
             claim=request.claim,
-            record=_record(request),
+            record=own_bytes(request),
             words=len(m.encode(request)) + _DEVICE * len(request.devices),
             updatable=request.updatable,
             lease=request.lease,
@@ -475,9 +478,7 @@ class Service:
         except BaseException:
             held.drop()
             raise
-        notes: Any = msgspec.Raw(version.notes)
-        entry = record_from(m.Entry, request, version=version.number, owner=version.owner, meta=notes)
-        version.settle(exact(m.encode(entry)))
+        settle(version, request)
         connection.send(m.encode(m.Published(call, version.number)))
         event_log.published(publication.session, version, is_new=self.catalogue.entries > names)
         self.carry_out(effects, publication.session.uid)
@@ -674,6 +675,9 @@ class Service:
     def _takeover(self, connection: Connection, session: Session, request: m.Takeover, fds: list[int]) -> None:
         self.server.hand_over(connection, request)
 
+    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
+        raise errors.ProtocolError("nobody asked for anything to be repeated")
+
     @staticmethod
     def _done(connection: Connection, call: int) -> None:
         if call:
@@ -685,19 +689,3 @@ def _whose(effect: Effect) -> int:
     if isinstance(effect, Serve):
         return NOBODY  # who is served pays for it then
     return effect.owner if isinstance(effect, Free) else effect.session.uid
-
-
-def _goodbye(evicted: Evicted, path: str) -> m.Error:
-    """Return the last message to a process whose lease was ended by force, before its connection is closed."""
-    said = errors.PeerGoneError(
-        f"the user who runs the keeper at {path} took back {evicted.name!r} version {evicted.version} by force, which "
-        f"ended this process's connection: its leases are over, what is mapped stays mapped until it is closed here"
-    )
-    return m.Error(0, type(said).__name__, str(said), [evicted.name, str(evicted.version)])
-
-
-def _record(request: m.Publish) -> int:
-    """How many bytes of the keeper's own a publication takes, as far as they count."""
-    words = len(request.manifest) + 16 * len(request.segments) + sum(map(len, request.devices))
-    words += sum(len(key) + len(value) for key, value in request.meta.items())
-    return max(0, words - _FREE)

@@ -81,7 +81,7 @@ from .rpc_connection import greet, open_channel
 from .server import KeeperServer
 from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, silent, split_bodies
 
-__all__ = ["Succession", "hand_over", "take_over"]
+__all__ = ["LimitsRow", "State", "Succession", "hand_over", "take_over", "unpack", "with_limits"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
@@ -111,6 +111,7 @@ class ConnectionRow(Struct, array_like=True):
     partials: list[PartialRow]
     lingers: bool = False  # closed, with descriptors in flight; an older keeper finds a stranger that has hung up
     releasing: list[tuple[int, list[int]]] = []  # calls, and the leases that they are about to give back
+    repeats: bool = False  # its peer says again what was not answered
 
 
 class LimitsRow(Struct, array_like=True):
@@ -291,11 +292,13 @@ def _give(server: KeeperServer, channel: Channel, request: m.Takeover, ahead: Co
         channel.send(m.encode(m.Descriptors(call, part.start)), fds[part], timeout=PATIENCE)
         parcels.acknowledge(_hear(channel, m.Received).received)
     _hear(channel, m.Commit)
+    server.leaving(True)
     try:
         channel.send(m.encode(m.Committed()), timeout=PATIENCE)
         # Without a deadline: a successor that got Committed may serve at any moment, until we know that it is gone.
         _hear(channel, m.Serving, for_ever=True)
     except PeerGoneError:
+        server.leaving(False)
         return False
     return True
 
@@ -325,6 +328,7 @@ def _collect(
             ],
             one.closed,
             releasing.get(one, []),
+            one.repeats,
         )
         for one in connections
     ]
@@ -385,12 +389,12 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         state, fds, bodies, is_heard = _receive(channel)
         try:
             quotas = server.catalogue.accounts.quotas
-            before = None if state.limits is None else _with(quotas, state.limits, ())
-            now = quotas if state.limits is None else _with(quotas, state.limits, given)
+            before = None if state.limits is None else with_limits(quotas, state.limits, ())
+            now = quotas if state.limits is None else with_limits(quotas, state.limits, given)
             claims = server.catalogue.claim_timeout
             if state.claim_timeout is not None and "claim_timeout" not in given:
                 claims = state.claim_timeout
-            sockets = _unpack(server, state, fds, now, claims, bodies, _Work(channel, is_heard=is_heard))
+            sockets = unpack(server, state, fds, now, claims, bodies, _Work(channel, is_heard=is_heard))
         except BaseException:
             close_fds(fds)
             raise
@@ -409,7 +413,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
     return Succession(pid, before, now, state.claim_timeout, claims)
 
 
-def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
+def with_limits(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
     """Return quotas with the limits of another keeper, but for those that were given here."""
     names = (name for name in LimitsRow.__struct_fields__ if name not in given)
     return replace(quotas, **{name: getattr(limits, name) for name in names})
@@ -480,7 +484,7 @@ def _receive(channel: Channel) -> tuple[State, list[int], Bodies, bool]:
 
 
 @_uncollected()
-def _unpack(
+def unpack(
     server: KeeperServer,
     state: State,
     fds: list[int],
@@ -537,6 +541,7 @@ def _unpack(
     left_over: list[tuple[Connection, int, list[int]]] = []
     for connection, row in zip(made, state.connections, strict=True):
         connection.version = row.version
+        connection.repeats = row.repeats
         server.in_flight.count(connection, row.in_flight)
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:

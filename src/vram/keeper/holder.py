@@ -1,0 +1,160 @@
+"""The process that holds what a keeper must not lose: run as a file, by ``vram keep --survive``.
+
+It has duplicates of the keeper's descriptors, each under a number that the keeper chose: the listener, every client's
+connection, everybody's memory, and the log of records. It looks at none of them. When the keeper dies it starts the
+next one, which asks for all of them. It imports nothing of this library, and little of Python's: it is to take little
+memory, and to have nothing to die of.
+
+What the keeper says, in messages of a socket pair, and what is answered:
+
+====  ===================================================  ==========================================
+ K    a number; with descriptors: keep them as that         nothing
+      number and those that follow
+ D    numbers: close these                                  nothing
+ G    how many were received so far                         so many numbers, with their descriptors;
+                                                            none is the end
+ R    it serves                                             nothing
+ E    it ends, and is not to be followed by another         nothing
+====  ===================================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+
+_PART = 200  # descriptors in one message; the kernel takes 253
+_ROOM = 1 << 16  # bytes of one message
+_CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
+_MOST = 8  # keepers in a row that die before they serve
+_WAITS = (0.0, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each of those
+
+
+class Holder:
+    """Descriptors by number, and the keeper that they are for."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.kept: dict[int, int] = {}
+        self.keeper = 0  # its pid
+        self.is_child = True
+        self.is_told = False  # a signal said that it is to end
+        self.served = False
+        self.ends = False
+
+    def start(self) -> socket.socket:
+        """Start a keeper; return this side of the connection to it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.set_inheritable(theirs.fileno(), True)
+        command = [*self.command, "--holder-fd", str(theirs.fileno())]
+        self.keeper = os.posix_spawn(command[0], command, os.environ)
+        self.is_child = True
+        theirs.close()
+        if self.is_told:  # between the last keeper's end and this
+            self.tell(signal.SIGTERM)
+        return ours
+
+    def tell(self, number: int, _frame: object = None) -> None:
+        """Pass a signal on to the keeper."""
+        self.is_told = True
+        with contextlib.suppress(ProcessLookupError):
+            if self.keeper:
+                os.kill(self.keeper, number)
+
+    def hold(self, sock: socket.socket) -> None:
+        """Do what a keeper says, until it is gone."""
+        self.served = self.ends = False
+        while True:
+            try:
+                payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
+            except ConnectionResetError:  # it left something unread
+                continue
+            fds = array.array("i")
+            for _, _, data in ancillary:
+                fds.frombytes(data[: len(data) // 4 * 4])
+            if not payload:
+                return
+            kind, numbers = payload[:1], struct.unpack_from(f"<{(len(payload) - 1) // 8}Q", payload, 1)
+            if kind == b"K":
+                for number, fd in enumerate(fds, start=numbers[0]):
+                    self._close(number)
+                    self.kept[number] = fd
+            elif kind == b"D":
+                for number in numbers:
+                    self._close(number)
+            elif kind == b"G":
+                self._give(sock, numbers[0])
+            elif kind == b"R":
+                self.served = True
+            elif kind == b"E":
+                self.ends = True
+
+    def _close(self, number: int) -> None:
+        fd = self.kept.pop(number, None)
+        if fd is not None:
+            os.close(fd)
+
+    def _give(self, sock: socket.socket, start: int) -> None:
+        numbers = list(self.kept)[start : start + _PART]
+        fds = array.array("i", [self.kept[number] for number in numbers])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendmsg([struct.pack(f"<{len(numbers)}Q", *numbers) or b"\0"], rights)
+
+    def gone(self) -> int:
+        """Return how a keeper that is gone ended: its exit status, or a signal below zero."""
+        if not self.is_child:
+            return 0
+        _, status = os.waitpid(self.keeper, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def main(arguments: list[str]) -> int:
+    """Run keepers, one after the other, as ``COMMAND...``; or as ``--of FD PID COMMAND...`` stand by one that runs."""
+    there = None
+    if arguments[0] == "--of":
+        there, pid, arguments = socket.socket(fileno=int(arguments[1])), int(arguments[2]), arguments[3:]
+        os.set_inheritable(there.fileno(), False)
+    holder = Holder(arguments)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, holder.tell)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    failures, has_served = 0, there is not None
+    while True:
+        if there is None:
+            sock = holder.start()
+        else:
+            sock, there = there, None
+            holder.keeper, holder.is_child = pid, False
+        holder.hold(sock)
+        sock.close()
+        status = holder.gone()
+        holder.keeper = 0
+        has_served = has_served or holder.served
+        if holder.ends or holder.is_told or (status >= 0 and not has_served):
+            return status if status >= 0 else 128 - status
+        failures = 0 if holder.served else failures + 1
+        if failures >= _MOST:
+            print(
+                f"vram keep: {failures} keepers in a row died before they served (the last with {status}): what was "
+                f"kept is lost, and has to be published again",
+                file=sys.stderr,
+            )
+            return 1
+        time.sleep(_WAITS[failures])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

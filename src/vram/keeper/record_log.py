@@ -1,0 +1,188 @@
+"""The log of records in a memfd: what a keeper that was killed had decided, for the next one.
+
+::
+
+    words     magic, format, end, length and check of the base, generation, request in hand
+    base      the books and connections as they were when this log was begun
+    records   length, kind, check, body; and so on, up to `end`
+
+A record is written behind the end; then the end is moved, in one store. What is behind it was never decided. Each check
+is of the record and of all before it, so that one that is missing, was changed or came in between is found.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from zlib import crc32
+
+from ..errors import ProtocolError
+
+__all__ = ["RecordLog"]
+
+CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
+_FIRST = 4096  # where the base begins
+_MAGIC, _FORMAT = 0x676F6C_6D617276, 1
+_RECORD = struct.Struct("<III")
+_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, _HAND, _DIGEST, _DEATHS, _OF, _OF_DIGEST = range(11)
+
+
+class RecordLog:
+    """A log in memory that another process may have as well.
+
+    Parameters
+    ----------
+    fd : int
+        A memfd with a log, or an empty one, which is owned from now on.
+    base : bytes, optional
+        What the log begins with; without, it is one that is there.
+
+    Raises
+    ------
+    ProtocolError
+        If what is there is no log, or is not whole.
+
+    Attributes
+    ----------
+    end : int
+        Where the next record goes.
+    """
+
+    _memory: mmap.mmap = None  # type: ignore[assignment]  # until it is mapped
+
+    def __init__(self, fd: int, base: bytes | None = None) -> None:
+        self.fd = fd
+        try:
+            if base is None:
+                self._open()
+            else:
+                self._make(base)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map(self) -> None:
+        self._memory = mmap.mmap(self.fd, CAPACITY)
+        self.words = memoryview(self._memory).cast("Q")
+
+    def _make(self, base: bytes) -> None:
+        os.ftruncate(self.fd, CAPACITY)
+        self._map()
+        self._memory[_FIRST : _FIRST + len(base)] = base
+        self.begin = self.end = _FIRST + len(base)
+        self.check = crc32(base)
+        self.words[_FORMAT_AT], self.words[_BASE], self.words[_CHECK] = _FORMAT, len(base), self.check
+        self.words[_END] = self.end
+        self.words[_MAGIC_AT] = _MAGIC
+
+    def _open(self) -> None:
+        nbytes = os.fstat(self.fd).st_size
+        if nbytes != CAPACITY:
+            raise ProtocolError(f"the log of the keeper before has {nbytes} bytes, not {CAPACITY}: it was cut")
+        self._map()
+        if self.words[_MAGIC_AT] != _MAGIC or self.words[_FORMAT_AT] != _FORMAT:
+            raise ProtocolError("the log of the keeper before is none, or one of another version")
+        self.begin, self.end = _FIRST + self.words[_BASE], self.words[_END]
+        if not _FIRST <= self.begin <= self.end <= CAPACITY:
+            raise ProtocolError(f"the log of the keeper before ends at {self.end}, before it begins: it was changed")
+        self.check = crc32(self.base)
+        if self.check != self.words[_CHECK]:
+            raise ProtocolError("the books at the beginning of the log are not as they were written: it was changed")
+
+    @classmethod
+    def new(cls, base: bytes, generation: int) -> RecordLog:
+        """Make a log that begins with `base`."""
+        made = cls(os.memfd_create("vram-log", os.MFD_CLOEXEC), base)
+        made.words[_GENERATION] = generation
+        return made
+
+    @property
+    def base(self) -> bytes:
+        """What it begins with."""
+        return self._memory[_FIRST : self.begin]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of records."""
+        return self.end - self.begin
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any record still fits."""
+        return self.end < CAPACITY - (1 << 20)
+
+    def append(self, kind: int, head: bytes, rest: bytes = b"") -> None:
+        """Write a record. Once this returns it is decided, and not before the last store."""
+        begin, size = self.end, len(head)
+        middle = begin + 12 + size
+        stop = middle + len(rest)
+        memory = self._memory
+        check = crc32(head, self.check ^ kind)
+        memory[begin + 12 : middle] = head
+        if rest:
+            check = crc32(rest, check)
+            memory[middle:stop] = rest
+        _RECORD.pack_into(memory, begin, stop - begin - 12, kind, check)
+        self.check = check
+        self.end = self.words[_END] = stop
+
+    def records(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the kind and the body of each record.
+
+        Raises
+        ------
+        ProtocolError
+            At the first that is not as it was written.
+        """
+        at, check = self.begin, self.words[_CHECK]
+        while at < self.end:
+            if at + 12 > self.end:
+                raise ProtocolError(f"the log of the keeper before was cut at {at}, in the middle of a record")
+            size, kind, said = _RECORD.unpack_from(self._memory, at)
+            stop = at + 12 + size
+            if stop > self.end:
+                raise ProtocolError(f"the log of the keeper before was cut at {at}, in the middle of a record")
+            body = self._memory[at + 12 : stop]
+            check = crc32(body, check ^ kind)
+            if check != said:
+                raise ProtocolError(f"a record at {at} of the log is not as it was written: it was changed")
+            yield kind, body
+            at = stop
+        self.check = check
+
+    # -- who has it, and what is being done ---------------------------------------------------------------------------
+    @property
+    def generation(self) -> int:
+        """How many keepers have had it, and the logs before it."""
+        return self.words[_GENERATION]
+
+    def take_in_hand(self, number: int, payload: bytes) -> None:
+        """Note whose request is about to be done; with 0, that it is."""
+        self.words[_HAND] = number
+        self.words[_DIGEST] = crc32(payload)
+
+    def done(self) -> None:
+        """Nothing is in hand."""
+        self.words[_HAND] = 0
+
+    def inherit(self, most: int) -> tuple[int, bool]:
+        """Note that the keeper before has died; return whose request it had in hand (0: nobody's), and whether the same
+        one has been in hand when so many died."""
+        words = self.words
+        words[_GENERATION] += 1
+        hand, digest = words[_HAND], words[_DIGEST]
+        same = hand != 0 and (hand, digest) == (words[_OF], words[_OF_DIGEST])
+        words[_DEATHS] = words[_DEATHS] + 1 if same else 1
+        words[_OF], words[_OF_DIGEST], words[_HAND] = hand, digest, 0
+        return hand, hand != 0 and words[_DEATHS] >= most
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        if self.fd >= 0:
+            if self._memory is not None:
+                self.words.release()
+                self._memory.close()
+            os.close(self.fd)
+            self.fd = -1

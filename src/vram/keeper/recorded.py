@@ -1,0 +1,262 @@
+"""A catalogue that writes down every call that changed it, before anybody hears of what came of that.
+
+What is written are the calls, not what they changed: :mod:`.replay` makes them again, and since a catalogue is told the
+time and everything else from outside, the same comes of them. A call that raised changed nothing, and is not written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from .catalogue import Catalogue
+from .record_log import RecordLog
+from .records import Claim, Effect, Lease, Notify, Publication, Session, Version, Waiter
+
+__all__ = [
+    "Keeping",
+    "RecordedCatalogue",
+]
+
+(
+    ATTACH, RELEASE, CONNECT, BEGIN, ARRIVED, COMMIT, ABANDON, CANCEL, DROP_CLAIM, REMOVE, EXPIRE, PAGE, UPDATE,
+    UPDATED, WATCH, SERVE, LEAVE, LEAVE_ON, ASKED, OPENED, WELCOMED, CLOSED, HOME,
+) = range(1, 24)  # fmt: skip
+
+ATTACH_HEAD = struct.Struct("<QQd")  # session, what came of it, when
+BEGIN_HEAD = struct.Struct("<I")  # bytes of the arguments, before the request
+_ONE = struct.Struct("<QQ")  # session, lease
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Keeping(Protocol):
+    """Whoever holds descriptors for the next keeper."""
+
+    def keep(self, fds: Sequence[int]) -> int:
+        """Have them held; return the number of the first."""
+        ...
+
+    def forget(self, fds: Sequence[int]) -> None:
+        """Have them held no longer."""
+        ...
+
+
+class RecordedCatalogue(Catalogue):
+    """A catalogue with a log.
+
+    Attributes
+    ----------
+    payload : bytes
+        The request that is being done, as it came.
+    call : int
+        The number under which it may come again, where it would have another effect then.
+    """
+
+    log: RecordLog
+    keeping: Keeping
+    payload: bytes = b""
+    call: int = 0
+    _asked: list[str | None]
+    _within = False
+
+    @classmethod
+    def of(cls, catalogue: Catalogue, log: RecordLog, keeping: Keeping) -> RecordedCatalogue:
+        """Return one that goes on with the books of another, which is not to be used any more."""
+        made = cls.__new__(cls)
+        made.__dict__.update(catalogue.__dict__)
+        made.log, made.keeping = log, keeping
+        made._asked = []
+        ask: Callable[[int, str], str | None] = catalogue.why_not
+
+        def why_not(uid: int, user: str) -> str | None:
+            said = ask(uid, user)
+            made._asked.append(said)
+            return said
+
+        made.why_not = why_not
+        return made
+
+    def write(self, kind: int, *said: Any) -> None:
+        """Write a record, after what was asked of others to decide it."""
+        if self._asked:
+            self.log.append(ASKED, _encode(self._asked))
+            self._asked.clear()
+        self.log.append(kind, _encode(said))
+
+    def _check_home(self, session: Session, name: str) -> None:
+        before = len(session.homes)
+        super()._check_home(session, name)
+        if len(session.homes) > before:  # which stays also where the call raises after all
+            self.log.append(HOME, _encode((session.id, session.homes[-1])))
+
+    # -- most often ---------------------------------------------------------------------------------------------------
+    def attach(self, session: Session, name: str, now: float, **rest: Any) -> Lease | Claim | Waiter:
+        """Lease a version; see :meth:`.Catalogue.attach`."""
+        if self._asked:
+            self._asked.clear()
+        result = super().attach(session, name, now, **rest)
+        number = result.order if type(result) is Waiter else result.id  # type: ignore[union-attr]
+        if self._asked:
+            self.log.append(ASKED, _encode(self._asked))
+            self._asked.clear()
+        self.log.append(ATTACH, ATTACH_HEAD.pack(session.id, number, now), self.payload)
+        return result
+
+    def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
+        """End some leases; see :meth:`.Catalogue.release_all`."""
+        effects = super().release_all(session, lease_ids)
+        if not self._within:
+            if len(lease_ids) == 1:
+                self.log.append(RELEASE, _ONE.pack(session.id, lease_ids[0]))
+            elif lease_ids:
+                self.log.append(RELEASE, struct.pack(f"<{len(lease_ids) + 1}Q", session.id, *lease_ids))
+        return effects
+
+    # -- connections --------------------------------------------------------------------------------------------------
+    def connect(self, uid: int, pid: int = 0, label: str = "", host: str = "") -> Session:
+        """Open a session; see :meth:`.Catalogue.connect`."""
+        session = super().connect(uid, pid, label, host)
+        self.write(CONNECT, session.id, uid, pid, label, host)
+        return session
+
+    def leaving(self, session: Session, now: float) -> Generator[list[Effect], None, None]:
+        """End a session in parts; see :meth:`.Catalogue.leaving`."""
+        parts = super().leaving(session, now)
+        self.write(LEAVE, session.id, now)
+        while True:
+            self._asked.clear()
+            self._within = True
+            try:
+                effects = next(parts, None)
+            finally:
+                self._within = False
+            self.write(LEAVE_ON, session.id)
+            if effects is None:
+                return
+            yield effects
+
+    # -- publishing ---------------------------------------------------------------------------------------------------
+    def begin(self, session: Session, name: str, **rest: Any) -> Publication:
+        """Reserve room; see :meth:`.Catalogue.begin`."""
+        self._asked.clear()
+        publication = super().begin(session, name, **rest)
+        if self._asked:
+            self.log.append(ASKED, _encode(self._asked))
+            self._asked.clear()
+        said = _encode((session.id, publication.id, name, rest))
+        self.log.append(BEGIN, BEGIN_HEAD.pack(len(said)) + said, self.payload)
+        return publication
+
+    def arrived(self, publication: Publication, nbytes: int) -> None:
+        """Count what came; see :meth:`.Catalogue.arrived`."""
+        super().arrived(publication, nbytes)
+        self.write(ARRIVED, publication.session.id, publication.id, nbytes)
+
+    def commit(
+        self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
+    ) -> tuple[Version, list[Effect]]:
+        """Make a version the current one; see :meth:`.Catalogue.commit`."""
+        self._asked.clear()
+        session = publication.session
+        first = self.keeping.keep(token.fds)
+        self._within = True
+        try:
+            version, effects = super().commit(publication, token, now, nbytes=nbytes)
+        except BaseException:
+            self._asked.clear()
+            self.keeping.forget(token.fds)
+            self.write(ABANDON, session.id, publication.id)
+            raise
+        finally:
+            self._within = False
+        self.write(
+            COMMIT, session.id, publication.id, version.number, first, len(token.fds), now, nbytes, token.nbytes,
+            token.owner, self.call,
+        )  # fmt: skip
+        return version, effects
+
+    def abandon(self, publication: Publication) -> None:
+        """Give up a publication; see :meth:`.Catalogue.abandon`."""
+        is_open = publication.id in publication.session.publications
+        super().abandon(publication)
+        if is_open and not self._within:
+            self.write(ABANDON, publication.session.id, publication.id)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+    def cancel(self, session: Session, call: int) -> None:
+        """Stop waiting; see :meth:`.Catalogue.cancel`."""
+        is_waiting = call in session.waiters
+        super().cancel(session, call)
+        if is_waiting:
+            self.write(CANCEL, session.id, call)
+
+    def drop_claim(self, session: Session, claim_id: int, now: float) -> list[Effect]:
+        """Give up a claim; see :meth:`.Catalogue.drop_claim`."""
+        self._asked.clear()
+        self._within = True
+        try:
+            effects = super().drop_claim(session, claim_id, now)
+        finally:
+            self._within = False
+        self.write(DROP_CLAIM, session.id, claim_id, now)
+        return effects
+
+    def remove(
+        self, session: Session, name: str, version: int = 0, *, revoke: bool = False, force: bool = False
+    ) -> list[Effect]:
+        """Take a name out; see :meth:`.Catalogue.remove`."""
+        effects = super().remove(session, name, version, revoke=revoke, force=force)
+        self.write(REMOVE, session.id, name, version, revoke, force, self.call)
+        return effects
+
+    def expire(self, now: float, most: int | None = None, whose: dict[int, int] | None = None) -> list[Effect]:
+        """Do what is due; see :meth:`.Catalogue.expire`."""
+        due = self.next_deadline
+        if due is None or due > now:
+            return []
+        self._asked.clear()
+        self._within = True
+        try:
+            effects = super().expire(now, most, whose)
+        finally:
+            self._within = False
+        self.write(EXPIRE, now, most)
+        return effects
+
+    def give_page(self, session: Session, lease_id: int, page: Any) -> list[Effect]:
+        """Keep a page; see :meth:`.Catalogue.give_page`."""
+        effects = super().give_page(session, lease_id, page)
+        self.write(PAGE, session.id, lease_id, self.keeping.keep(page.fds), page.nbytes)
+        return effects
+
+    def update(self, session: Session, name: str, number: int) -> Version:
+        """Note that an update begins; see :meth:`.Catalogue.update`."""
+        version = super().update(session, name, number)
+        self.write(UPDATE, session.id, name, number)
+        return version
+
+    def updated(self, session: Session, name: str, number: int, updates: int, *, whole: bool) -> None:
+        """Note that an update is over; see :meth:`.Catalogue.updated`."""
+        super().updated(session, name, number, updates, whole=whole)
+        self.write(UPDATED, session.id, name, number, updates, whole)
+
+    def watch(self, session: Session, name: str, version: int) -> Notify | None:
+        """Watch a version; see :meth:`.Catalogue.watch`."""
+        news = super().watch(session, name, version)
+        self.write(WATCH, session.id, name, version)
+        return news
+
+    def serve_on(self, name: str, now: float, whose: dict[int, int] | None = None) -> list[Effect]:
+        """Serve the next waiters; see :meth:`.Catalogue.serve_on`."""
+        if self._within:
+            return super().serve_on(name, now, whose)
+        if name not in self._rounds:
+            return []
+        self._asked.clear()
+        effects = super().serve_on(name, now, whose)
+        self.write(SERVE, name, now)
+        return effects

@@ -1,0 +1,63 @@
+"""What a client says again when the keeper that it asked has died and another goes on (``vram keep --survive``).
+
+What was sent and not answered may have been read by the keeper that died, or not, and been done, or not. The next one
+says ``Recovered``, after all that the dead one had answered. The client says ``Repeating``, and whoever waits for an
+answer asks once more, with the same number: so each request takes effect once. What had no number (leases and claims
+that were given back) is said again as far as no later answer shows that it was heard; twice does no harm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+__all__ = ["Repeats"]
+
+_MOST = 4096  # messages without a number that are kept
+
+
+class Repeats:
+    """What was sent over one connection and is not known to have been done.
+
+    Attributes
+    ----------
+    due : set of int
+        Calls that are to be sent once more, each by the thread that waits for it: it has the descriptors.
+    """
+
+    def __init__(self) -> None:
+        self.due: set[int] = set()
+        self._sent: dict[int, tuple[bytes, Sequence[int], int]] = {}
+        self._said: deque[tuple[int, bytes]] = deque(maxlen=_MOST)
+        self._last = 0
+
+    def sends(self, call: int, payload: bytes, fds: Sequence[int]) -> None:
+        """Note a call that is about to be sent. Called with the lock for sending, as all but :meth:`over`."""
+        self._sent[call] = payload, fds, self._last
+
+    def says(self, payload: bytes) -> None:
+        """Note a message without a number that is about to be sent."""
+        self._last += 1
+        self._said.append((self._last, payload))
+
+    def over(self, call: int, *, is_answered: bool) -> None:
+        """Forget a call; one that was answered shows that what was said before was heard."""
+        sent = self._sent.pop(call, None)
+        self.due.discard(call)
+        if is_answered and sent is not None:
+            said, until = self._said, sent[2]
+            while said and said[0][0] <= until:
+                said.popleft()
+
+    def begin(self) -> tuple[list[bytes], int]:
+        """Return what is to be said again at once, and how many calls come again besides."""
+        self.due = set(self._sent)
+        return [payload for _, payload in list(self._said)], len(self.due)
+
+    def take(self, call: int) -> tuple[bytes, Sequence[int]] | None:
+        """Return what a call is to be sent as once more, if it is."""
+        if call not in self.due:
+            return None
+        self.due.discard(call)
+        sent = self._sent.get(call)
+        return None if sent is None else sent[:2]

@@ -1,0 +1,289 @@
+"""Making the calls of a log again: the books, and which connections there were, as the keeper before had them."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, cast
+
+import msgspec
+
+from ..errors import ProtocolError, VramError
+from . import messages as m
+from . import recorded as kinds
+from .catalogue import Catalogue
+from .connection import Held
+from .publications import settle
+from .records import (
+    Claim,
+    Claimed,
+    Effect,
+    Evicted,
+    Free,
+    Granted,
+    Move,
+    Refused,
+    Session,
+    Version,
+    Waiter,
+)
+
+__all__ = ["Peer", "Replay", "renumber"]
+
+_REMEMBERED = 4096  # results of each connection
+
+_decode = msgspec.msgpack.Decoder().decode
+
+
+@dataclass(slots=True)
+class Peer:
+    """A connection, as the log has it.
+
+    Attributes
+    ----------
+    results : dict of int to object
+        What came of its calls, by their numbers: a Lease, a Claim, the number of a version that was published, an
+        error, or None for what was only done.
+    evicted : Evicted or None
+        Why it was to be ended.
+    """
+
+    number: int
+    session: int = 0
+    version: int = 0
+    repeats: bool = False
+    results: OrderedDict[int, Any] = field(default_factory=OrderedDict)
+    evicted: Evicted | None = None
+
+    def note(self, call: int, result: object) -> None:
+        """Remember what came of a call."""
+        if call:
+            self.results[call] = result
+            if len(self.results) > _REMEMBERED:
+                self.results.popitem(last=False)
+
+
+class Replay:
+    """The state in which a log leaves a catalogue.
+
+    Parameters
+    ----------
+    catalogue : Catalogue
+        As it was at the beginning of the log. Whose a name is is not asked of anybody: the log says what was answered.
+    peers : iterable of Peer
+        The connections at the time.
+    token : callable
+        Makes a token of descriptors that are not here yet: their first number, how many, their bytes, whose they are.
+    """
+
+    def __init__(
+        self, catalogue: Catalogue, peers: Iterable[Peer], token: Callable[[int, int, int, int], Held]
+    ) -> None:
+        self.catalogue = catalogue
+        self.peers = {peer.number: peer for peer in peers}
+        self._by_session = {peer.session: peer for peer in self.peers.values() if peer.session}
+        self._token = token
+        self._answers: list[str | None] = []
+        self.requests: dict[int, bytes] = {}  # of publications
+        self._leaving: dict[int, Generator[list[Effect], None, None]] = {}
+        catalogue.why_not = self._why_not
+
+    def apply(self, kind: int, body: bytes) -> None:
+        """Make the call of one record again.
+
+        Raises
+        ------
+        ProtocolError
+            If something else comes of it than the log says.
+        """
+        try:
+            effects = self._apply(kind, body)
+        except VramError as error:
+            if isinstance(error, ProtocolError):
+                raise
+            raise ProtocolError(f"the log of the keeper before does not fit its books: {error}") from None
+        except (LookupError, ValueError, TypeError, struct.error, msgspec.MsgspecError) as error:
+            raise ProtocolError(f"the log of the keeper before does not fit its books: {error!r}") from None
+        for effect in effects:
+            self._hear(effect)
+
+    def _hear(self, effect: Effect) -> None:
+        if isinstance(effect, Free):
+            effect.token.drop()
+        elif isinstance(effect, (Evicted, Granted, Claimed, Refused)):
+            peer = self._by_session.get(effect.session.id)
+            if peer is None:
+                return
+            if isinstance(effect, Evicted):
+                peer.evicted = effect
+            elif isinstance(effect, Granted):
+                peer.note(effect.call, effect.lease)
+            elif isinstance(effect, Claimed):
+                peer.note(effect.call, effect.claim)
+            else:
+                peer.note(effect.call, effect.error)
+
+    def _why_not(self, uid: int, user: str) -> str | None:
+        if not self._answers:
+            raise ProtocolError(f"the log does not say whether uid {uid} is {user!r}")
+        return self._answers.pop(0)
+
+    def _apply(self, kind: int, body: bytes) -> Iterable[Effect]:
+        books = self.catalogue
+        if kind == kinds.ATTACH:
+            return self._attach(body)
+        if kind == kinds.RELEASE:
+            number, *leases = struct.unpack(f"<{len(body) // 8}Q", body)
+            return books.release_all(books.sessions[number], leases)
+        if kind == kinds.BEGIN:
+            return self._begin(body)
+        said = _decode(body)
+        if kind == kinds.ASKED:
+            self._answers = said
+        elif kind == kinds.CONNECT:
+            number, uid, pid, label, host = said
+            _check("session", books.connect(uid, pid, label, host).id, number)
+        elif kind == kinds.EXPIRE:
+            return books.expire(*said)
+        elif kind == kinds.SERVE:
+            return books.serve_on(*said)
+        elif kind == kinds.OPENED:
+            self.peers[said[0]] = Peer(said[0])
+        elif kind == kinds.WELCOMED:
+            peer = self.peers[said[0]]
+            _, peer.session, peer.version, peer.repeats = said
+            self._by_session[peer.session] = peer
+        elif kind == kinds.CLOSED:
+            gone = self.peers.pop(said[0], None)
+            if gone is not None:
+                self._by_session.pop(gone.session, None)
+        else:
+            return self._of_session(kind, said)
+        return ()
+
+    def _attach(self, body: bytes) -> Iterable[Effect]:
+        number, came, now = kinds.ATTACH_HEAD.unpack_from(body)
+        request = cast("m.Attach", m.decode_request(body[kinds.ATTACH_HEAD.size :]))
+        session = self.catalogue.sessions[number]
+        result = self.catalogue.attach(
+            session,
+            request.name,
+            now,
+            call=request.call,
+            version=request.version,
+            access=request.access,
+            expect=request.expect,
+            wait=request.wait,
+            claim=request.claim,
+            owner=request.owner,
+            purpose=request.purpose,
+        )
+        if isinstance(result, Waiter):
+            _check("waiter", result.order, came)
+            return ()
+        _check("lease", result.id, came)
+        peer = self._by_session.get(number)
+        if peer is not None:
+            peer.note(request.call, result)
+        return ()
+
+    def _begin(self, body: bytes) -> Iterable[Effect]:
+        (size,) = kinds.BEGIN_HEAD.unpack_from(body)
+        start = kinds.BEGIN_HEAD.size
+        session, number, name, rest = _decode(body[start : start + size])
+        publication = self.catalogue.begin(self.catalogue.sessions[session], name, **rest)
+        _check("publication", publication.id, number)
+        self.requests[number] = body[start + size :]
+        return ()
+
+    def _of_session(self, kind: int, said: list[Any]) -> Iterable[Effect]:
+        books, session = self.catalogue, self.catalogue.sessions.get(said[0])
+        if kind == kinds.LEAVE:
+            if session is not None:
+                self._leaving[said[0]] = books.leaving(session, said[1])
+            return ()
+        if kind == kinds.LEAVE_ON:
+            parts = self._leaving.get(said[0])
+            effects = None if parts is None else next(parts, None)
+            if effects is None:
+                self._leaving.pop(said[0], None)
+            return effects or ()
+        if session is None:
+            raise ProtocolError(f"the log names session {said[0]}, which there is not")
+        if kind == kinds.COMMIT:
+            return self._commit(session, said)
+        if kind == kinds.ARRIVED:
+            books.arrived(session.publications[said[1]], said[2])
+        elif kind == kinds.ABANDON:
+            self.requests.pop(said[1], None)
+            if said[1] in session.publications:
+                books.abandon(session.publications[said[1]])
+        elif kind == kinds.HOME:
+            session.homes.append(said[1])
+        elif kind == kinds.CANCEL:
+            books.cancel(session, said[1])
+        elif kind == kinds.DROP_CLAIM:
+            return books.drop_claim(session, said[1], said[2])
+        elif kind == kinds.REMOVE:
+            effects = books.remove(session, said[1], said[2], revoke=said[3], force=said[4])
+            self._note(session, said[5], None)
+            return effects
+        elif kind == kinds.PAGE:
+            page = self._token(said[2], 1, said[3], session.uid)
+            return books.give_page(session, said[1], page)
+        elif kind == kinds.UPDATE:
+            books.update(session, said[1], said[2])
+        elif kind == kinds.UPDATED:
+            books.updated(session, said[1], said[2], said[3], whole=said[4])
+        elif kind == kinds.WATCH:
+            books.watch(session, said[1], said[2])
+        else:
+            raise ProtocolError(f"the log has a record of kind {kind}, which there is not")
+        return ()
+
+    def _note(self, session: Session, call: int, result: object) -> None:
+        peer = self._by_session.get(session.id)
+        if peer is not None:
+            peer.note(call, result)
+
+    def _commit(self, session: Session, said: list[Any]) -> Iterable[Effect]:
+        _, publication, number, first, handles, now, nbytes, held, owner, call = said
+        token = self._token(first, handles, held, owner)
+        under_way = session.publications[publication]
+        request = cast("m.Publish", m.decode_request(self.requests.pop(publication)))
+        version, effects = self.catalogue.commit(under_way, token, now, nbytes=nbytes)
+        _check("version", version.number, number)
+        settle(version, request)
+        self._note(session, call, number)
+        return effects
+
+    def finish(self) -> None:
+        """End what nobody will go on with: publications of which not everything had come."""
+        for session in self.catalogue.sessions.values():
+            for publication in list(session.publications.values()):
+                self.catalogue.abandon(publication)
+
+
+def _check(what: str, number: int, said: int) -> None:
+    if number != said:
+        raise ProtocolError(f"the log of the keeper before does not fit its books: {what} {number}, not {said}")
+
+
+def renumber(catalogue: Catalogue, next_id: int) -> None:
+    """Have a catalogue count on from `next_id`, and its deadlines stand in an order that does not depend on how they
+    came: so it goes on alike where it was written down and where it was read."""
+
+    def place(due: Waiter | Version | Claim | Move) -> tuple[object, ...]:
+        if isinstance(due, Waiter):
+            return 0, "", due.order
+        if isinstance(due, Version):
+            return 1, due.name, due.number
+        return (2, "", due.id) if isinstance(due, Claim) else (3, "", due.lease.id)
+
+    awaited = sorted((when, place(due), due) for when, _, due in catalogue._deadlines if catalogue._is_awaited(due))
+    catalogue._deadlines = [(when, at - len(awaited), due) for at, (when, _, due) in enumerate(awaited)]
+    catalogue._stale_deadlines = 0
+    catalogue._ids = count(next_id)

@@ -1,0 +1,550 @@
+"""A keeper that is followed by another one when it dies: what it gives to its holder, and how the next one begins.
+
+:mod:`.holder` has duplicates of all descriptors, and of the log that a :class:`.RecordedCatalogue` writes. The next
+keeper makes the calls of the log again (:mod:`.replay`), has the same connections, and asks each client for what was
+not answered: those requests come once more, and take effect once, because the log says which of them had one.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from .. import errors
+from ..sharing.channel import ALL_FDS, peer_credentials, receive
+from . import messages as m
+from . import recorded as kinds
+from .bind import Listener
+from .connection import Connection, Held
+from .failures import failure, goodbye
+from .record_log import RecordLog
+from .recorded import RecordedCatalogue
+from .records import Claim, Lease, Session
+from .replay import Peer, Replay, renumber
+from .server import KeeperServer
+from .service import Service
+from .snapshot import save
+from .takeover import LimitsRow, State, unpack, with_limits
+
+if TYPE_CHECKING:
+    from .catalogue import Catalogue
+
+__all__ = ["HolderLink", "SurvivingServer", "holder_command"]
+
+_LOG, _LISTENER, _FIRST = 0, 1, 2  # numbers of descriptors
+_PART = 200  # in one message
+_DROPPED = 64  # numbers that are told together, or after so many seconds:
+_TOLD_AFTER = 0.05
+_PATIENCE = 5.0  # seconds that a holder may take nothing
+_MOST_DEATHS = 3  # in a row, with the same request in hand: then who sent it is disconnected
+_LEAST = 4 << 20  # bytes of records after which a log may begin anew, and how many times its base they are then
+_TIMES = 2
+
+
+def holder_command() -> list[str]:
+    """Return how a holder is started: isolated, and without what is installed, of which it needs nothing."""
+    return [sys.executable, "-I", "-S", os.path.join(os.path.dirname(__file__), "holder.py")]
+
+
+class _Base(Struct, array_like=True):
+    """What a log begins with."""
+
+    state: State  # without connections
+    numbers: list[int]  # of the descriptors of its tokens
+    peers: list[tuple[int, int, int, bool]]  # connections: number, session or 0, version, repeats
+    requests: list[tuple[int, bytes]]  # publications of which not everything has come
+
+
+_base = msgspec.msgpack.Decoder(_Base)
+
+
+class HolderLink:
+    """The connection to the holder, and the numbers of what it has.
+
+    Parameters
+    ----------
+    sock : socket
+        Owned.
+    command : list of str
+        How the next keeper is started.
+    """
+
+    def __init__(self, sock: socket.socket, command: list[str]) -> None:
+        self.sock = sock
+        self.command = command
+        self.next = _FIRST
+        self.number_of: dict[int, int] = {}  # by descriptor, of memory
+        self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
+        self._dropped: list[int] = []
+        self._child = 0
+        sock.settimeout(_PATIENCE)
+        os.set_inheritable(sock.fileno(), False)
+
+    def keep(self, fds: Sequence[int]) -> int:
+        """Have descriptors of memory held; return the number of the first."""
+        first = self.next
+        self.next += len(fds)
+        for number, fd in enumerate(fds, start=first):
+            self.number_of[fd] = number
+        self.keep_as(first, fds)
+        return first
+
+    def keep_as(self, first: int, fds: Sequence[int]) -> None:
+        """Have descriptors held under such a number, and those that follow it."""
+        for start in range(0, len(fds), _PART):
+            self.tell(b"K", first + start, fds=fds[start : start + _PART])
+
+    def forget(self, fds: Sequence[int]) -> None:
+        """Have descriptors of memory held no longer, soon."""
+        self.drop(*(number for number in (self.number_of.pop(fd, None) for fd in fds) if number is not None))
+
+    def drop(self, *numbers: int) -> None:
+        """Have what stands under these numbers held no longer, soon."""
+        self._dropped += numbers
+        if len(self._dropped) >= _DROPPED:
+            self.flush()
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to :meth:`flush`."""
+        return bool(self._dropped)
+
+    def flush(self) -> None:
+        """Tell now what is to be held no longer."""
+        while self._dropped:
+            some, self._dropped = self._dropped[:4096], self._dropped[4096:]
+            self.tell(b"D", *some)
+
+    def tell(self, kind: bytes, *numbers: int, fds: Sequence[int] = ()) -> None:
+        """Say something. A holder that does not hear it is replaced, and the next one knows all of it."""
+        payload = kind + struct.pack(f"<{len(numbers)}Q", *numbers)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self.sock.sendmsg([payload], rights)
+        except OSError:
+            self.replace()
+            self.sock.sendmsg([payload], rights)
+
+    def end(self) -> None:
+        """Tell that this keeper ends, and nobody follows it."""
+        with contextlib.suppress(OSError):
+            self.sock.sendall(b"E")
+
+    def everything(self) -> dict[int, int]:
+        """Return all that is held, as descriptors of this process's own, by number."""
+        found: dict[int, int] = {}
+        while True:
+            self.sock.sendall(b"G" + struct.pack("<Q", len(found)))
+            payload, fds, _ = receive(self.sock, 0, ALL_FDS)
+            if not payload:
+                raise errors.PeerGoneError("the holder of what the keeper before had died")
+            if not fds:
+                return found
+            numbers = struct.unpack(f"<{len(payload) // 8}Q", payload)
+            found.update(zip(numbers, fds, strict=True))
+
+    def replace(self) -> None:
+        """Start another holder, and give it all that there is."""
+        self.sock.close()
+        if self._child:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._child, os.WNOHANG)
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(_PATIENCE)
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
+            self._child = os.posix_spawn(command[0], command, os.environ)
+        self._dropped.clear()  # it is not given those
+        held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
+        for number, fd in held.items():
+            self.sock.sendmsg(
+                [b"K" + struct.pack("<Q", number)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+            )
+        self.sock.sendall(b"R")
+
+
+class _Unsettled:
+    """What a client may say again: what came of its calls, and how many requests are to come, once that is known."""
+
+    __slots__ = ("left", "results")
+
+    def __init__(self, results: dict[int, Any]) -> None:
+        self.results = results
+        self.left = -1
+
+
+class SurvivingService(Service):
+    """A service that takes down whose request it is doing, and knows those that come again."""
+
+    survives = True
+    catalogue: RecordedCatalogue
+
+    def __init__(self, server: SurvivingServer) -> None:
+        super().__init__(server)
+        self._server = server
+        self.unsettled: dict[Connection, _Unsettled] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to be done of what was decided."""
+        return not (self._due or self._parts or self.unsettled)
+
+    def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
+        """Answer one message, unless the keeper before has done what it asks for."""
+        server = self._server
+        log = server.log
+        log.take_in_hand(server.numbers[connection], payload)
+        self.catalogue.payload = payload
+        self.catalogue.call = 0
+        if not (self.unsettled and connection in self.unsettled and self._is_over(connection, payload)):
+            super().handle(connection, payload, fds, cut)
+        log.done()
+        if log.end > server.compact_at:
+            server.compact_soon()
+
+    def _is_over(self, connection: Connection, payload: bytes) -> bool:
+        """Whether a request of a client that was asked to say everything again needs nothing more to be done."""
+        unsettled, session = self.unsettled[connection], connection.session
+        try:
+            request = m.decode_request(payload)
+        except errors.VramError:
+            return False
+        call = request.call
+        if unsettled.left < 0:  # said before it heard of that: what has a number comes again
+            if type(request) is m.Repeating:
+                if request.keeper == self._server.log.generation:
+                    unsettled.left = request.count
+                    self._settle(connection, unsettled)
+                return True
+            return call != 0
+        unsettled.left -= 1
+        self._settle(connection, unsettled)
+        if session is None or call not in unsettled.results:
+            return session is not None and call in session.waiters and type(request) is m.Attach
+        result = unsettled.results.pop(call)
+        if isinstance(result, Lease):
+            if result.id not in session.leases:
+                return False
+            self._send_lease(connection, call, result)
+        elif isinstance(result, Claim):
+            if result.id not in session.claims:
+                return False
+            self._tell_claim(connection, call, result)
+        elif isinstance(result, errors.VramError):
+            connection.send(m.encode(failure(call, result)))
+        elif result is None:
+            self._done(connection, call)
+        else:
+            connection.send(m.encode(m.Published(call, result)))
+        return True
+
+    def _settle(self, connection: Connection, unsettled: _Unsettled) -> None:
+        if not unsettled.left:
+            del self.unsettled[connection]
+
+    def _repeating(self, connection: Connection, session: Session, request: m.Repeating, fds: list[int]) -> None:
+        """It says so more than once, where it was interrupted."""
+
+    def _take(self, connection: Connection, partial: Any, call: int, offset: int, fds: list[int]) -> None:
+        self.catalogue.call = call
+        super()._take(connection, partial, call, offset, fds)
+
+    def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
+        self.catalogue.call = request.call
+        super()._remove(connection, session, request, fds)
+
+
+class SurvivingServer(KeeperServer):
+    """A keeper with a holder. Arguments are those of :class:`KeeperServer`.
+
+    Parameters
+    ----------
+    link : HolderLink
+    """
+
+    log: RecordLog
+    service: SurvivingService
+
+    def __init__(self, *arguments: Any, link: HolderLink, **options: Any) -> None:
+        self.link = link
+        self.numbers: dict[Connection, int] = {}  # under which their sockets are held
+        self.compact_at = 0
+        self._records = False
+        self._stopped = False
+        self._telling = self._compacting = False
+        self._peers: dict[int, Peer] = {}
+        self._blamed = 0
+        self._hand = 0
+        super().__init__(*arguments, **options)
+        self.service = SurvivingService(self)
+        self.handle = self.service.handle
+        link.others = self._others
+
+    def _others(self) -> dict[int, int]:
+        held = {number: one.sock.fileno() for one, number in self.numbers.items()}
+        held[_LISTENER] = self.listener.sock.fileno()
+        if self._records:
+            held[_LOG] = self.log.fd
+        return held
+
+    # -- the beginning ------------------------------------------------------------------------------------------------
+    def recover(self) -> bool:
+        """Go on where a keeper stopped that died; return False if there was none.
+
+        Raises
+        ------
+        ProtocolError
+            If its log is not whole. What it kept is lost then.
+        """
+        kept = self.link.everything()
+        if _LOG not in kept:
+            return False
+        self.log = RecordLog(kept.pop(_LOG))
+        self._hand, blamed = self.log.inherit(_MOST_DEATHS)
+        self._blamed = self._hand if blamed else 0
+        base = _base.decode(self.log.base)
+        why_not = self.catalogue.why_not
+        quotas = self.catalogue.accounts.quotas
+        if base.state.limits is not None:
+            quotas = with_limits(quotas, base.state.limits, ())
+        claims = base.state.claim_timeout or self.catalogue.claim_timeout
+        listener = kept.pop(_LISTENER)
+        (sock,) = unpack(self, base.state, [listener, *map(_away, base.numbers)], quotas, claims, {})
+        self.listen_on(Listener.adopt(self.path, sock))
+        renumber(self.catalogue, base.state.books.next_id)
+
+        def token(first: int, handles: int, nbytes: int, owner: int) -> Held:
+            return Held([_away(first + index) for index in range(handles)], nbytes, owner, self.dispose)
+
+        replay = Replay(self.catalogue, [Peer(*row) for row in base.peers], token)
+        replay.requests.update(base.requests)
+        for kind, body in self.log.records():
+            replay.apply(kind, body)
+        self.link.next = max([_FIRST, *(number + 1 for number in kept), *(number + 1 for number in replay.peers)])
+        self._settle_memory(kept)
+        self._settle_peers(replay, kept)
+        for fd in kept.values():  # told to be dropped, and not yet heard
+            os.close(fd)
+        self.link.drop(*kept)
+        self.link.flush()
+        self.catalogue.why_not = why_not
+        self._record(self.catalogue)
+        for session in list(self.catalogue.sessions.values()):
+            for publication in list(session.publications.values()):  # its client says all of it again
+                self.catalogue.abandon(publication)
+        self.left_over = []
+        return True
+
+    def _settle_memory(self, kept: dict[int, int]) -> None:
+        pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
+        for held in dict.fromkeys([*(version.token for version in self.catalogue.all_versions()), *pages]):
+            numbers = [_away(fd) for fd in held.fds]
+            if not all(number in kept for number in numbers):
+                raise errors.ProtocolError("the holder lacks memory that the log names: what was kept is lost")
+            held.fds = [kept.pop(number) for number in numbers]
+            self.link.number_of.update(zip(held.fds, numbers, strict=True))
+
+    def _settle_peers(self, replay: Replay, kept: dict[int, int]) -> None:
+        for peer in replay.peers.values():
+            fd = kept.pop(peer.number, None)
+            if fd is None:
+                raise errors.ProtocolError("the holder lacks a connection that the log names: what was kept is lost")
+            sock = socket.socket(fileno=fd)
+            sock.setblocking(False)
+            connection = Connection(self, sock, peer_credentials(sock))
+            connection.version, connection.repeats = peer.version, peer.repeats
+            self.numbers[connection] = peer.number
+            super().add(connection)
+            session = self.catalogue.sessions.get(peer.session)
+            if session is None:
+                self.pending[connection] = None
+            else:
+                connection.session = session
+                self.connections[session.id] = connection
+            self._peers[peer.number] = peer
+
+    def begin(self) -> None:
+        """Have all that there is held, and begin a log, where there is none."""
+        if self._records:
+            return
+        self.link.keep_as(_LISTENER, [self.listener.sock.fileno()])
+        pages = [lease.page for lease in self.catalogue.leases.values() if lease.page is not None]
+        for held in dict.fromkeys([*(version.token for version in self.catalogue.all_versions()), *pages]):
+            self.link.keep(held.fds)
+        self._begin_log(1)
+        self._record(self.catalogue)
+
+    def _record(self, catalogue: Catalogue) -> None:
+        self._records = True
+        self.compact_at = self.log.begin + max(_LEAST, _TIMES * (self.log.begin))
+        self.replace_catalogue(RecordedCatalogue.of(catalogue, self.log, self.link))
+
+    def _begin_log(self, generation: int) -> None:
+        numbers: dict[Held, int] = {}
+        catalogue = self.catalogue
+        books = save(catalogue, lambda held: numbers.setdefault(held, len(numbers)))
+        quotas = catalogue.accounts.quotas
+        limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
+        tokens = [(len(held.fds), held.nbytes) for held in numbers]
+        renumber(catalogue, books.next_id)
+        open_ones = [one for one in self.numbers if not one.closed]
+        base = _Base(
+            State(books, tokens, [], limits, catalogue.claim_timeout, os.getpid()),
+            [self.link.number_of[fd] for held in numbers for fd in held.fds],
+            [
+                (self.numbers[one], 0 if one.session is None else one.session.id, one.version, one.repeats)
+                for one in open_ones
+            ],
+            [(part.publication.id, m.encode(part.request)) for one in open_ones for part in one.partials.values()],
+        )
+        self.log = RecordLog.new(msgspec.msgpack.encode(base), generation)
+        self.link.keep_as(_LOG, [self.log.fd])
+
+    def compact_soon(self) -> None:
+        """Begin the log anew once nothing is under way."""
+        if not self._compacting:
+            self._compacting = True
+            self.loop.call_later(0.0, self._compact)
+
+    def _compact(self) -> None:
+        self._compacting = False
+        if self.paused:
+            return
+        if not self.log.has_room:  # somebody has not read, or not said again what it asked, for a gigabyte
+            for one in [*self.service.unsettled, *(one for one in list(self.numbers) if one.queue)]:
+                one.close()
+            self.service.finish()
+        if not self.service.is_idle or self.catalogue.rounds or any(one.queue for one in self.numbers):
+            self.compact_at = self.log.end + (1 << 20)
+            return
+        before = self.log
+        self._begin_log(before.generation)
+        before.close()
+        self._record(self.catalogue)
+
+    # -- serving ------------------------------------------------------------------------------------------------------
+    def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
+        """Serve until :meth:`stop`; see :meth:`KeeperServer.serve`."""
+        if not self._bound:
+            self.listen()
+        self.begin()
+
+        def begun() -> None:
+            self.loop.add_reader(self.link.sock, self._holder_gone)
+            self.link.tell(b"R")
+            if ready is not None:
+                ready()
+
+        super().serve(begun, parent_fd=parent_fd, signals=signals)
+
+    def _start(self) -> None:
+        for connection, number in list(self.numbers.items()):
+            peer = self._peers.pop(number, None)
+            if peer is None:
+                continue
+            if number == self._blamed:
+                said = errors.PeerGoneError(
+                    f"{_MOST_DEATHS} keepers in a row died of what this process asked for: its connection is ended"
+                )
+                connection.send(m.encode(failure(0, said)))
+            elif peer.evicted is not None:
+                connection.send(m.encode(goodbye(peer.evicted, self.path)))
+            elif peer.session == 0:
+                if number != self._hand:
+                    continue
+            elif peer.repeats:
+                if number == self._hand and not peer.results:  # perhaps its greeting was not answered
+                    welcome = m.Welcome(connection.version, self.pid, "", "", True)
+                    connection.send(m.encode(welcome))
+                self.service.unsettled[connection] = _Unsettled(peer.results)
+                connection.send(m.encode(m.Recovered(0, self.log.generation, self.pid)))
+                continue
+            connection.close()
+        super()._start()
+
+    def _holder_gone(self) -> None:
+        """The holder says nothing unasked: it is gone."""
+        self.loop.remove_reader(self.link.sock)
+        self.link.replace()
+        self.loop.add_reader(self.link.sock, self._holder_gone)
+
+    def stop(self) -> None:
+        """Return from :meth:`serve`; nobody follows."""
+        self._stopped = True
+        self.link.end()
+        super().stop()
+
+    def leaving(self, leaves: bool) -> None:
+        """Tell the holder whether a successor may serve."""
+        self.link.tell(b"E" if leaves else b"R")
+
+    @property
+    def unlinks(self) -> bool:
+        """Whether the socket's path goes with this process: not if another follows."""
+        return self._stopped and super().unlinks
+
+    def close_everything(self) -> None:
+        """Close everything, unless it is another keeper's from now on."""
+        if self._stopped or not self._records:
+            self._records = False
+            super().close_everything()
+
+    # -- what changes -------------------------------------------------------------------------------------------------
+    def add(self, connection: Connection) -> None:
+        """Count a connection, and have its socket held."""
+        super().add(connection)
+        number = self.numbers[connection] = self.link.next
+        self.link.next += 1
+        self.link.keep_as(number, [connection.sock.fileno()])
+        if self._records:
+            self.catalogue.write(kinds.OPENED, number)  # type: ignore[attr-defined]
+
+    def welcome(self, connection: Connection, session: Session) -> None:
+        """A connection has said hello."""
+        books: RecordedCatalogue = self.catalogue  # type: ignore[assignment]
+        books.write(kinds.WELCOMED, self.numbers[connection], session.id, connection.version, connection.repeats)
+        super().welcome(connection, session)
+
+    def gone(self, connection: Connection) -> None:
+        """A connection was closed: it is held no longer."""
+        number = self.numbers.pop(connection, 0)
+        self.service.unsettled.pop(connection, None)
+        if number:
+            if self._records:
+                self.catalogue.write(kinds.CLOSED, number)  # type: ignore[attr-defined]
+            self.link.drop(number)
+            self._tell_soon()
+        super().gone(connection)
+
+    def dispose(self, fds: list[int], nbytes: int, uid: int) -> None:
+        """Close descriptors that are not used any more, here and where they are held."""
+        if fds and fds[0] < -1:  # of the keeper before, and not here yet
+            self.link.drop(*map(_away, fds))
+            return
+        self.link.forget(fds)
+        self._tell_soon()
+        super().dispose(fds, nbytes, uid)
+
+    def _tell_soon(self) -> None:
+        if self.link.owes and not self._telling and self.loop is not None and not self.loop.is_closed():
+            self._telling = True
+            self.loop.call_later(_TOLD_AFTER, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False
+        self.link.flush()
+
+
+def _away(number: int) -> int:
+    """Write the number of a descriptor that is not here yet as no descriptor can be, and back."""
+    return -2 - number

@@ -1,0 +1,76 @@
+"""A keeper that kills itself right before one of its steps.
+
+In the place of ``python -m vram.keeper`` it starts the holder, whose keepers are this program. A step is a record, a
+word to the holder, an answer to a client, or a call of a replay. Before the N-th from when a file ``kill`` beside the
+socket says ``N``, the file is removed and the keeper is killed; so it is with every request that names ``poison``. A
+file ``small`` has logs begin anew after some kilobytes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _run(arguments: list[str]) -> int:
+    from vram.keeper import connection, survival
+    from vram.keeper.__main__ import main
+    from vram.keeper.record_log import RecordLog
+    from vram.keeper.replay import Replay
+
+    beside = Path(arguments[arguments.index("--socket") + 1]).parent
+    wanted, armed, count = beside / "kill", 0, 0
+
+    def step() -> None:
+        nonlocal armed, count
+        try:
+            wish = int(wanted.read_text())
+        except (FileNotFoundError, ValueError):
+            wish = 0
+        if wish != armed:
+            armed, count = wish, 0
+        if not armed:
+            return
+        count += 1
+        if count == armed:
+            wanted.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepping(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def wrapped(*given: Any, **options: Any) -> Any:
+            step()
+            return inner(*given, **options)
+
+        setattr(owner, name, wrapped)
+
+    stepping(RecordLog, "append")
+    stepping(survival.HolderLink, "tell")
+    stepping(connection, "transmit")
+    stepping(Replay, "apply")
+    if (beside / "small").exists():
+        survival._LEAST, survival._TIMES = 4000, 0
+
+    answer = survival.SurvivingService._answer
+
+    def answering(self: Any, peer: Any, payload: bytes, fds: list[int], cut: bool) -> Any:
+        if b"poison" in payload:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer(self, peer, payload, fds, cut)
+
+    survival.SurvivingService._answer = answering  # type: ignore[method-assign]
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--run":
+        sys.exit(_run(sys.argv[2:]))
+    from vram.keeper.survival import holder_command
+
+    rest = sys.argv[sys.argv.index("vram.keeper") + 1 :]
+    command = [*holder_command(), sys.executable, os.path.abspath(__file__), "--run", *rest, "--survive"]
+    os.execv(command[0], command)

@@ -1,0 +1,393 @@
+"""A keeper that is killed is followed by one that goes on: nothing is lost, and nobody hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.keeper_here import is_stopped, later
+
+from vram.errors import NotFoundError, PeerGoneError, VramError
+from vram.keeper.client import Attachment, KeeperClient, PublishClaim, Segment
+from vram.keeper.notices import listen
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.sharing.channel import close_fds
+from vram.testing.keeper import SOON, make_memfd, memfds, until
+
+KILLED = str(Path(__file__).with_name("killed_keeper.py"))
+
+
+class Survivor:
+    """A keeper with a holder, that can be told to kill itself."""
+
+    def __init__(self, place: str, *options: str) -> None:
+        self.place = Path(place)
+        self.process = KeeperProcess(f"{place}/k", options, launcher=[sys.executable, KILLED])
+        self.path = self.process.path
+
+    @property
+    def pid(self) -> int:
+        """The keeper's process: the only child of its holder."""
+        found: list[int] = []
+
+        def look() -> bool:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            found[:] = map(int, children)
+            return len(found) == 1
+
+        until(look, what="a keeper")
+        return found[0]
+
+    def kill(self) -> None:
+        before = self.pid
+        os.kill(before, signal.SIGKILL)
+        until(lambda: self.pid != before, what="the next keeper")
+
+    def kill_at(self, step: int) -> None:
+        (self.place / "kill").write_text(str(step))
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether that came about; if not, it is not to be any more."""
+        try:
+            (self.place / "kill").unlink()
+        except FileNotFoundError:
+            return True
+        return False
+
+
+@pytest.fixture
+def survivor() -> Iterator[Survivor]:
+    with short_directory() as place:
+        made = Survivor(place)
+        yield made
+        assert made.process.stop() == 0
+        assert made.process.said() == ""
+
+
+def publish(connection: KeeperClient, name: str, content: bytes, count: int = 1) -> int:
+    fds = [make_memfd(content=content) for _ in range(count)]
+    try:
+        return connection.publish(name, [Segment(4096)] * count, fds)
+    finally:
+        close_fds(fds)
+
+
+def content(found: Attachment) -> bytes:
+    with mmap.mmap(found.fds[0], 4096, prot=mmap.PROT_READ) as memory:
+        return memory[:16].rstrip(b"\0")
+
+
+def read(connection: KeeperClient, name: str, version: int | None = None) -> bytes:
+    found = connection.attach(name, version=version)
+    try:
+        return content(found)
+    finally:
+        close_fds(found.fds)
+        connection.release([found.lease_id])
+
+
+def books(connection: KeeperClient) -> tuple[int, ...]:
+    found = connection.statistics()
+    return found.entries, found.versions, found.leases, found.connections, found.nbytes, found.descriptors
+
+
+def test_what_was_there_is_there_once_the_keeper_was_killed(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+        for index in range(30):
+            publish(maker, f"n{index}", b"content %d" % index)
+        held = [reader.attach(f"n{index}") for index in range(10)]
+        publish(maker, "n3", b"newer")  # the older one is leased
+        before = books(reader)
+        for _ in range(3):
+            survivor.kill()
+            assert books(reader) == before
+            assert content(held[3]) == b"content 3"
+            assert read(reader, "n3") == b"newer"
+            assert read(reader, "n3", 1) == b"content 3"
+            assert read(maker, "n7") == b"content 7"
+        assert publish(maker, "n3", b"newest") == 3
+        for found in held:
+            close_fds(found.fds)
+            reader.release([found.lease_id])
+        entries, versions, leases, *_ = books(reader)
+        assert (entries, versions, leases) == (30, 30, 0)
+
+
+def test_who_dies_is_noticed_by_the_next_keeper_too(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"x")
+        reader = KeeperClient.connect(survivor.path)
+        found = reader.attach("w")
+        survivor.kill()
+        assert maker.statistics().leases == 1
+        close_fds(found.fds)
+        reader.close()
+        until(lambda: maker.statistics().leases == 0, what="the end of its lease")
+        assert maker.statistics().connections == 1
+
+
+def test_who_waits_goes_on_waiting_and_is_served_by_the_next_keeper(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+        thread, came = later(lambda: reader.attach("late", timeout=SOON))
+        until(lambda: maker.statistics().waiting == 1, what="a waiter")
+        survivor.kill()
+        assert maker.statistics().waiting == 1
+        publish(maker, "late", b"at last")
+        thread.join(SOON)
+        assert isinstance(came[0], Attachment)
+        assert content(came[0]) == b"at last"
+        close_fds(came[0].fds)
+
+
+def test_a_claim_and_a_watch_go_on(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+        claim = maker.attach_or_claim("c")
+        assert isinstance(claim, PublishClaim)
+        publish(maker, "w", b"x")
+        heard: list[object] = []
+        owner = Survivor.__new__(Survivor)  # anything that can be referred to weakly
+        watching = listen(reader, ("w", 1), owner, heard.append)
+        survivor.kill()
+        thread, came = later(lambda: reader.attach("c", timeout=SOON))
+        with memfds(1) as fds:
+            assert maker.publish("c", [Segment(4096)], fds, claim=claim) == 1
+        thread.join(SOON)
+        close_fds(came[0].fds)
+        maker.remove("w", revoke=True)
+        until(lambda: heard, what="the news")
+        watching.stop()
+
+
+@pytest.mark.parametrize("what", ["publish", "publish in parts", "attach", "release", "remove", "connect", "claim"])
+def test_killed_before_each_step_a_call_takes_effect_once(survivor: Survivor, what: str) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        publish(maker, "other", b"other")
+        clean = books(maker)
+        version = 1
+        for step in range(1, 100):
+            expected, leases = clean[1], 0
+            if what == "remove":
+                publish(maker, "gone", b"x")
+            if what == "release":
+                found = maker.attach("w")
+                close_fds(found.fds)
+            survivor.kill_at(step)
+            if what == "publish":
+                version += 1
+                assert publish(maker, "w", b"%d" % version) == version
+            elif what == "publish in parts":
+                with memfds(300) as fds:
+                    with contextlib.suppress(NotFoundError):  # what had come in parts is not kept: publish again
+                        came = maker.publish("w", [Segment(4096)] * 300, fds)
+                        version += 1
+                        assert came == version
+            elif what == "attach":
+                found = maker.attach("w")
+                assert content(found) == b"1"
+                close_fds(found.fds)
+                leases = 1
+            elif what == "release":
+                maker.release([found.lease_id])
+            elif what == "remove":
+                maker.remove("gone")
+            elif what == "connect":
+                with contextlib.suppress(PeerGoneError), KeeperClient.connect(survivor.path) as another:
+                    assert read(another, "w") == b"1"
+            else:
+                claim = maker.attach_or_claim(f"claimed-{step}")
+                assert isinstance(claim, PublishClaim)
+                maker.abandon(claim)
+            killed = survivor.was_killed
+            if what == "connect":
+                until(lambda: maker.statistics().connections == 1, what="the end of the other connection")
+            now = maker.statistics()
+            assert (now.entries, now.versions, now.leases) == (clean[0], expected, leases)
+            assert now.descriptors == clean[5] + (299 if what == "publish in parts" and version > 1 else 0)
+            assert read(maker, "other") == b"other"
+            if leases:
+                maker.release([found.lease_id])
+            if not killed:
+                break
+        assert step > 2
+        assert not killed, "it never came to the end"
+
+
+def test_what_was_sent_to_nobody_takes_effect_once(survivor: Survivor) -> None:
+    """The keeper is stopped, asked, and killed: the next one finds the request, and is asked once more."""
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        keeper = survivor.pid
+        os.kill(keeper, signal.SIGSTOP)
+        until(lambda: is_stopped(keeper), what="a keeper that stands still")
+        thread, came = later(lambda: publish(maker, "w", b"2"))
+        until(lambda: maker._expected, what="the request")
+        time.sleep(0.05)  # it is sent, or will be to the next one: the same has to come of it
+        os.kill(keeper, signal.SIGKILL)
+        thread.join(SOON)
+        assert came == [2]
+        assert publish(maker, "w", b"3") == 3
+        assert read(maker, "w") == b"3"
+
+
+def test_killed_before_each_step_of_a_replay_the_next_one_begins_anew(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        for index in range(5):
+            publish(maker, "w", b"%d" % index)
+        found = maker.attach("w")
+        before = books(maker)
+        for step in range(1, 200, 3):
+            survivor.kill_at(step)
+            with contextlib.suppress(ProcessLookupError):
+                survivor.kill()
+            assert books(maker) == before
+            assert read(maker, "w") == b"4"
+            if not survivor.was_killed:
+                break
+        assert step > 5
+        close_fds(found.fds)
+
+
+def test_a_log_begins_anew_and_the_next_keeper_goes_on_from_there() -> None:
+    with short_directory() as place:
+        Path(place, "small").touch()
+        survivor = Survivor(place)
+        with KeeperClient.connect(survivor.path) as maker:
+            found = [maker.attach("w0")] if publish(maker, "w0", b"0") else []
+            for index in range(1, 200):
+                publish(maker, f"w{index % 7}", b"%d" % index)
+                if index % 40 == 0:
+                    before = books(maker)
+                    survivor.kill()
+                    assert books(maker) == before
+            assert read(maker, "w3") == b"199"
+            assert content(found[0]) == b"0"
+            assert [read(maker, f"w{index}") for index in range(7)] == [
+                b"%d" % next(n for n in range(199, 0, -1) if n % 7 == index) for index in range(7)
+            ]
+            log = [fd for fd in Path(f"/proc/{survivor.pid}/fd").iterdir() if "vram-log" in os.readlink(fd)]
+            assert len(log) == 2  # the descriptor, and that of its mapping
+            close_fds(found[0].fds)
+        assert survivor.process.stop() == 0
+
+
+def test_a_holder_that_is_killed_is_replaced(survivor: Survivor) -> None:
+    keeper = survivor.pid
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as reader:
+        publish(maker, "w", b"before")
+        found = reader.attach("w")
+        os.kill(survivor.process.pid, signal.SIGKILL)
+        survivor.process.process.wait(SOON)
+        publish(maker, "v", b"after")
+        before = books(reader)
+        holders = _holders_of(keeper)
+        os.kill(keeper, signal.SIGKILL)
+        assert books(reader) == before
+        assert (read(maker, "w"), read(maker, "v"), content(found)) == (b"before", b"after", b"before")
+        second = _children(holders)
+        assert second
+        close_fds(found.fds)
+        for pid in (*holders, *second):  # both: then nobody is left
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(PeerGoneError, match="gone"):
+            _ask_for_long(reader)
+    survivor.process.kill()
+    survivor.process = KeeperProcess(f"{survivor.place}/k")  # what the fixture stops: the path is free again
+
+
+def _ask_for_long(connection: KeeperClient) -> None:
+    for _ in range(1000):
+        connection.statistics()
+        time.sleep(0.01)
+
+
+def _holders_of(keeper: int) -> list[int]:
+    found: list[int] = []
+
+    def look() -> bool:
+        found[:] = _children([keeper])
+        return bool(found)
+
+    until(look, what="another holder")
+    return found
+
+
+def _children(pids: list[int]) -> list[int]:
+    return [int(one) for pid in pids for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_request_that_kills_every_keeper_costs_the_connection_that_sends_it(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker, KeeperClient.connect(survivor.path) as bad:
+        publish(maker, "w", b"1")
+        with pytest.raises(PeerGoneError, match="keepers in a row died"):
+            bad.attach("poison")
+        assert read(maker, "w") == b"1"
+        assert maker.statistics().connections == 1
+
+
+def test_another_keeper_takes_over_and_is_followed_too(survivor: Survivor) -> None:
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        found = maker.attach("w")
+        survivor.kill()
+        before = survivor.process
+        survivor.process = KeeperProcess(survivor.path, ["--takeover"], launcher=[sys.executable, KILLED])
+        assert before.process.wait(SOON) == 0
+        before.stop()
+        assert before.said() == ""
+        assert (maker.statistics().leases, read(maker, "w"), content(found)) == (1, b"1", b"1")
+        survivor.kill()
+        assert (maker.statistics().leases, read(maker, "w"), content(found)) == (1, b"1", b"1")
+        close_fds(found.fds)
+
+
+def test_a_client_that_says_nothing_again_hears_of_the_end(survivor: Survivor) -> None:
+    """One of a version before, which would not ask again: it cannot be told what came of its calls."""
+    from vram.keeper import messages as m
+    from vram.sharing.channel import Channel
+
+    with contextlib.closing(Channel.connect(survivor.path, SOON)) as channel:
+        channel.send(m.encode(m.Hello(m.OLDEST, m.PROTOCOL, "older")), timeout=SOON)
+        assert isinstance(m.decode_reply(channel.take(timeout=SOON)[0]), m.Welcome)
+        survivor.kill()
+        with pytest.raises(PeerGoneError):
+            channel.take(timeout=SOON)
+
+
+def test_stopping_ends_both(survivor: Survivor) -> None:
+    keeper = survivor.pid
+    with KeeperClient.connect(survivor.path) as maker:
+        publish(maker, "w", b"1")
+        assert survivor.process.stop() == 0
+        assert not Path(f"/proc/{keeper}").exists()
+        assert not Path(survivor.path).exists()
+        with pytest.raises(VramError):
+            maker.statistics()
+    survivor.process = KeeperProcess(survivor.path)
+
+
+def test_a_keeper_that_cannot_start_says_so_once() -> None:
+    with short_directory() as place:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "vram.keeper",
+            "--survive",
+            "--socket",
+            f"{place}/k",
+            "--group",
+            "no such",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
+        assert done.returncode == 1
+        assert done.stderr.count("vram keep:") == 1
