@@ -20,7 +20,7 @@ from vram.testing.keeper import SOON
 
 __all__ = ["Terminal", "on_terminal"]
 
-_CODE = re.compile(r"\x1b(?:\[([?0-9;]*)([@-~])|.)")
+_CODE = re.compile(r"\x1b(?:\[([?0-9;]*)([@-~])|[^\[])")
 
 
 class Terminal:

@@ -226,7 +226,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_the_names_in_a_document_exist(document: Path) -> None:
-    """Each ``vram.x.y`` between backticks, or in an example."""
+    """Each ``vram.x.y`` between backticks, or in an example; events of a keeper's log, and their fields, too."""
+    said = "".join(path.read_text() for path in (ROOT / "src/vram/keeper").glob("*.py"))
     missing = []
     for name in sorted(set(re.findall(r"(?<![\w/.])vram((?:\.[A-Za-z]\w*)+)", document.read_text()))):
         try:
@@ -235,7 +236,7 @@ def test_the_names_in_a_document_exist(document: Path) -> None:
             try:
                 importlib.import_module(f"vram{name}")
             except ImportError:
-                if not is_a_name_in_a_module(name[1:]):
+                if not is_a_name_in_a_module(name[1:]) and f'"vram{name}"' not in said:
                     missing.append(f"vram{name}")
     assert missing == []
 

@@ -34,7 +34,7 @@ GOLDEN = [
     (m.Cancel(0, 7), "93a663616e63656c0007"),
     (m.Stale(11, 1), "93a57374616c650b01"),
     (m.Watch(12, "a", 1), "94a577617463680ca16101"),
-    (m.List(13, "a", "ab", 512), "95a46c6973740da161a26162cd0200"),
+    (m.List(13, "a", "ab", 512, True), "96a46c6973740da161a26162cd0200c3"),
     (m.Versions(14, "a", 1), "94a876657273696f6e730ea16101"),
     (m.Holders(15, "a", 1, 2), "95a7686f6c646572730fa1610102"),
     (m.Leases(18, "a", 2), "94a66c656173657312a16102"),
@@ -118,6 +118,10 @@ def test_s9_a_greeting_of_before_hosts_were_said() -> None:
 
 def test_s9_a_list_of_before_anything_could_be_left_out() -> None:
     assert m.decode_request(bytes.fromhex("94a46c6973740da161a26162")) == m.List(13, "a", "ab", 2**63 - 1)
+
+
+def test_s9_a_list_of_before_devices_could_be_asked_for() -> None:
+    assert m.decode_request(bytes.fromhex("95a46c6973740da161a26162cd0200")) == m.List(13, "a", "ab", 512, False)
 
 
 def test_s9_what_was_said_before_there_were_owners_force_and_ends_of_claims() -> None:

@@ -347,7 +347,7 @@ def _clipped(value: Any) -> Any:
 
 def _quoted(value: object) -> str:
     """As JSON, in ASCII alone: whatever anybody wrote, it ends no line and a terminal obeys none of it."""
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    return json.dumps(value)
 
 
 def _timestamp(when: float) -> str:

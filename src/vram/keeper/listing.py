@@ -112,6 +112,7 @@ def _version(catalogue: Catalogue, version: Version, now: float) -> m.VersionRow
         is_revoked=version.revoked,
         publisher_host=version.publisher_host,
         parked=version.parked,
+        updatable=version.updates > 0,
     )
 
 

@@ -532,6 +532,7 @@ class VersionRow(Struct, frozen=True, array_like=True):
     is_revoked: bool | None = None
     publisher_host: Label = ""
     parked: bool = False
+    updatable: bool = False
 
 
 class HolderRow(Struct, frozen=True, array_like=True):

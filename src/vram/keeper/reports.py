@@ -130,6 +130,7 @@ class VersionInfo:
 
     `is_revoked` says whether its readers were asked to release it; they are the `holders`. `parked` says whether its
     bytes are in memory of the host until it is attached with ``wake=True``; then that is what `devices` names.
+    `updatable` says that it may be updated in place, or could be until its publisher ended.
     """
 
     version: int
@@ -149,6 +150,7 @@ class VersionInfo:
     is_revoked: bool = False
     publisher_host: str = ""
     parked: bool = False
+    updatable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,10 @@ class EntryInfo:
         Bytes of `meta` where that was longer than the request allowed, and is empty here.
     parked : bool
         Whether the bytes of the current version are in memory of the host, until it is attached with ``wake=True``.
+    updatable : bool
+        Whether the current version may be updated in place, or could be until its publisher ended.
+    devices : tuple of str
+        What the current version is on: ``"host"``, UUIDs of GPUs. Only :func:`vram.entry` says it.
     """
 
     name: str
@@ -203,6 +209,8 @@ class EntryInfo:
     held_bytes: int = 0
     left_out: int = 0
     parked: bool = False
+    updatable: bool = False
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +257,8 @@ def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionI
 
 def entry_info(row: m.EntryRow) -> EntryInfo:
     """Read a row of a listing."""
-    return record_from(EntryInfo, row, meta=PackedMeta(row.meta) if row.meta else _SAYS_NOTHING)
+    meta = PackedMeta(row.meta) if row.meta else _SAYS_NOTHING
+    return record_from(EntryInfo, row, meta=meta, devices=tuple(row.devices))
 
 
 def shown_entry(name: str, versions: Sequence[VersionInfo]) -> EntryInfo:
