@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +29,7 @@ from . import recorded as kinds
 from .bind import Listener
 from .connection import Connection, Held
 from .failures import failure, goodbye
-from .record_log import RecordLog
+from .record_log import DIGEST, HAND, RecordLog
 from .recorded import RecordedCatalogue
 from .records import Claim, Lease, Session
 from .replay import Peer, Replay, renumber
@@ -128,11 +131,17 @@ class HolderLink:
         """Say something. A holder that does not hear it is replaced, and the next one knows all of it."""
         payload = kind + struct.pack(f"<{len(numbers)}Q", *numbers)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
-            self.sock.sendmsg([payload], rights)
-        except OSError:
-            self.replace()
-            self.sock.sendmsg([payload], rights)
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                self.sock.sendmsg([payload], rights)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS) or time.monotonic() > until:
+                    break
+                time.sleep(0.001)  # until it has taken what is on its way
+        self.replace()
+        self.sock.sendmsg([payload], rights)
 
     def end(self) -> None:
         """Tell that this keeper ends, and nobody follows it."""
@@ -201,14 +210,14 @@ class SurvivingService(Service):
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message, unless the keeper before has done what it asks for."""
-        server = self._server
+        server, books = self._server, self.catalogue
         log = server.log
-        log.take_in_hand(server.numbers[connection], payload)
-        self.catalogue.payload = payload
-        self.catalogue.call = 0
+        words = log.words  # as take_in_hand() and done(), in what is called most often
+        words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
+        books.payload, books.call = payload, 0
         if not (self.unsettled and connection in self.unsettled and self._is_over(connection, payload)):
-            super().handle(connection, payload, fds, cut)
-        log.done()
+            Service.handle(self, connection, payload, fds, cut)
+        words[HAND] = 0
         if log.end > server.compact_at:
             server.compact_soon()
 
