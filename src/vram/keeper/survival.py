@@ -11,6 +11,7 @@ import array
 import contextlib
 import errno
 import os
+import signal
 import socket
 import struct
 import sys
@@ -89,6 +90,7 @@ class HolderLink:
         self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
         self._dropped: list[int] = []
         self._child = 0
+        self._holder = _open_parent(peer_credentials(sock).pid)
         sock.settimeout(_PATIENCE)
         os.set_inheritable(sock.fileno(), False)
 
@@ -164,15 +166,20 @@ class HolderLink:
     def replace(self) -> None:
         """Start another holder, and give it all that there is."""
         self.sock.close()
+        if self._holder >= 0:  # one that only stands still would start keepers of its own, later
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._holder, signal.SIGKILL)
+            os.close(self._holder)
         if self._child:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._child, os.WNOHANG)
+                os.waitpid(self._child, 0)
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(_PATIENCE)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
             self._child = os.posix_spawn(command[0], command, os.environ)
+        self._holder = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
         for number, fd in held.items():
@@ -180,6 +187,20 @@ class HolderLink:
                 [b"K" + struct.pack("<Q", number)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             )
         self.sock.sendall(b"R")
+
+
+def _open_parent(pid: int | None) -> int:
+    """Return a descriptor of the process that started this one, if that is `pid`; else -1: it is gone."""
+    if not pid:
+        return -1
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    if os.getppid() != pid:
+        os.close(fd)
+        return -1
+    return fd
 
 
 class _Unsettled:
