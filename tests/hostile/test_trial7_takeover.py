@@ -104,7 +104,7 @@ def test_taking_descriptors_apart_costs_as_much_as_there_are(server: KeeperServe
     moved: list[int] = []
     fds = Numbers([listener.detach(), *range(10**6, 10**6 + 3 * MANY)], moved)  # of memory that nobody has
     state = takeover.State(Books(1, 0, {}, [], [], [], [], [], []), [(3, 4096)] * MANY, [])
-    (taken,) = takeover._unpack(server, state, fds, Quotas(), 1.0, {})
+    (taken,) = takeover.unpack(server, state, fds, Quotas(), 1.0, {})
     taken.close()
     assert not fds, "what is in there is nobody's"
     assert 3 * MANY <= sum(moved) < 10 * MANY
@@ -206,7 +206,7 @@ def test_whoever_writes_much_down_or_reads_it_looks_for_no_garbage(server: Keepe
         state = takeover._state.decode(payload)
         seen.clear()  # what msgspec made
         payload, fds = takeover._collect(server, ())
-        (taken,) = takeover._unpack(server, state, fds, Quotas(), 1.0, {})
+        (taken,) = takeover.unpack(server, state, fds, Quotas(), 1.0, {})
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*before)

@@ -272,7 +272,7 @@ def test_a_log_goes_on_from_books_that_were_written_down(seed: int) -> None:
 def _written() -> RecordLog:
     log = RecordLog.new(b"the books", 1)
     for index in range(5):
-        log.append(kinds.WATCH, b"head %d" % index, b"rest" * index)
+        log.append(kinds.WATCH, b"head %d" % index + b"rest" * index)
     return log
 
 
@@ -284,7 +284,7 @@ def test_a_record_that_was_not_finished_was_never_decided() -> None:
     """The last one may have been written up to any byte: the end is moved after that, in one store."""
     with closing(_written()) as log:
         whole, end = _bodies(log), log.end
-        log.append(kinds.WATCH, b"the last", b" of all")
+        log.append(kinds.WATCH, b"the last of all")
         torn = bytes(log._memory[end : log.end])
         for count in range(len(torn)):
             log._memory[end : log.end] = torn[:count] + bytes(len(torn) - count)

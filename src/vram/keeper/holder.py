@@ -24,12 +24,14 @@ import array
 import contextlib
 import os
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
 import time
 
+_NAP = 20  # milliseconds in which it is told more, and is not woken for each: who publishes would pay for that
 _PART = 200  # descriptors in one message; the kernel takes 253
 _ROOM = 1 << 16  # bytes of one message
 _CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC of <sys/socket.h>
@@ -71,7 +73,15 @@ class Holder:
     def hold(self, sock: socket.socket) -> None:
         """Do what a keeper says, until it is gone."""
         self.served = self.ends = False
+        end = select.poll()
+        end.register(sock, 0)  # POLLHUP comes unasked
+        more = select.poll()
+        more.register(sock, select.POLLIN)
+        naps = False
         while True:
+            if naps and not more.poll(0):
+                more.poll()
+                end.poll(_NAP)
             try:
                 payload, ancillary, _, _ = sock.recvmsg(_ROOM, socket.CMSG_SPACE(4 * 253), _CLOEXEC)
             except ConnectionResetError:  # it left something unread
@@ -81,6 +91,7 @@ class Holder:
                 fds.frombytes(data[: len(data) // 4 * 4])
             if not payload:
                 return
+            naps = payload[:1] in b"KD"
             kind, numbers = payload[:1], struct.unpack_from(f"<{(len(payload) - 1) // 8}Q", payload, 1)
             if kind == b"K":
                 for number, fd in enumerate(fds, start=numbers[0]):

@@ -20,13 +20,14 @@ from zlib import crc32
 
 from ..errors import ProtocolError
 
-__all__ = ["RecordLog"]
+__all__ = ["DIGEST", "HAND", "RecordLog"]
 
 CAPACITY = 1 << 30  # bytes of addresses; memory is taken as it is written
 _FIRST = 4096  # where the base begins
 _MAGIC, _FORMAT = 0x676F6C_6D617276, 1
 _RECORD = struct.Struct("<III")
-_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, _HAND, _DIGEST, _DEATHS, _OF, _OF_DIGEST = range(11)
+_pack = _RECORD.pack
+_MAGIC_AT, _FORMAT_AT, _END, _BASE, _CHECK, _GENERATION, HAND, DIGEST, _DEATHS, _OF, _OF_DIGEST = range(11)
 
 
 class RecordLog:
@@ -113,19 +114,12 @@ class RecordLog:
         """Whether any record still fits."""
         return self.end < CAPACITY - (1 << 20)
 
-    def append(self, kind: int, head: bytes, rest: bytes = b"") -> None:
+    def append(self, kind: int, body: bytes) -> None:
         """Write a record. Once this returns it is decided, and not before the last store."""
-        begin, size = self.end, len(head)
-        middle = begin + 12 + size
-        stop = middle + len(rest)
-        memory = self._memory
-        check = crc32(head, self.check ^ kind)
-        memory[begin + 12 : middle] = head
-        if rest:
-            check = crc32(rest, check)
-            memory[middle:stop] = rest
-        _RECORD.pack_into(memory, begin, stop - begin - 12, kind, check)
-        self.check = check
+        begin, size = self.end, len(body)
+        stop = begin + 12 + size
+        self.check = check = crc32(body, self.check ^ kind)
+        self._memory[begin:stop] = _pack(size, kind, check) + body
         self.end = self.words[_END] = stop
 
     def records(self) -> Iterator[tuple[int, bytes]]:
@@ -160,22 +154,22 @@ class RecordLog:
 
     def take_in_hand(self, number: int, payload: bytes) -> None:
         """Note whose request is about to be done; with 0, that it is."""
-        self.words[_HAND] = number
-        self.words[_DIGEST] = crc32(payload)
+        self.words[HAND] = number
+        self.words[DIGEST] = crc32(payload)
 
     def done(self) -> None:
         """Nothing is in hand."""
-        self.words[_HAND] = 0
+        self.words[HAND] = 0
 
     def inherit(self, most: int) -> tuple[int, bool]:
         """Note that the keeper before has died; return whose request it had in hand (0: nobody's), and whether the same
         one has been in hand when so many died."""
         words = self.words
         words[_GENERATION] += 1
-        hand, digest = words[_HAND], words[_DIGEST]
+        hand, digest = words[HAND], words[DIGEST]
         same = hand != 0 and (hand, digest) == (words[_OF], words[_OF_DIGEST])
         words[_DEATHS] = words[_DEATHS] + 1 if same else 1
-        words[_OF], words[_OF_DIGEST], words[_HAND] = hand, digest, 0
+        words[_OF], words[_OF_DIGEST], words[HAND] = hand, digest, 0
         return hand, hand != 0 and words[_DEATHS] >= most
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ time and everything else from outside, the same comes of them. A call that raise
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +30,7 @@ ATTACH_HEAD = struct.Struct("<QQd")  # session, what came of it, when
 BEGIN_HEAD = struct.Struct("<I")  # bytes of the arguments, before the request
 _ONE = struct.Struct("<QQ")  # session, lease
 
+_attach_head = ATTACH_HEAD.pack
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -94,21 +95,39 @@ class RecordedCatalogue(Catalogue):
             self.log.append(HOME, _encode((session.id, session.homes[-1])))
 
     # -- most often ---------------------------------------------------------------------------------------------------
-    def attach(self, session: Session, name: str, now: float, **rest: Any) -> Lease | Claim | Waiter:
+    def attach(
+        self,
+        session: Session,
+        name: str,
+        now: float,
+        *,
+        call: int = 0,
+        version: int = 0,
+        access: str = "r",
+        expect: Mapping[str, str] | None = None,
+        wait: float | None = 0.0,
+        claim: bool = False,
+        owner: int | None = None,
+        purpose: str = "",
+    ) -> Lease | Claim | Waiter:
         """Lease a version; see :meth:`.Catalogue.attach`."""
         if self._asked:
             self._asked.clear()
-        result = super().attach(session, name, now, **rest)
-        number = result.order if type(result) is Waiter else result.id  # type: ignore[union-attr]
+        # Its arguments one by one: the fastest way to pass them on, in what is called most often.
+        result = Catalogue.attach(
+            self, session, name, now, call=call, version=version, access=access, expect=expect, wait=wait, claim=claim,
+            owner=owner, purpose=purpose,
+        )  # fmt: skip
         if self._asked:
             self.log.append(ASKED, _encode(self._asked))
             self._asked.clear()
-        self.log.append(ATTACH, ATTACH_HEAD.pack(session.id, number, now), self.payload)
+        number = result.order if isinstance(result, Waiter) else result.id
+        self.log.append(ATTACH, _attach_head(session.id, number, now) + self.payload)
         return result
 
     def release_all(self, session: Session, lease_ids: Sequence[int]) -> list[Effect]:
         """End some leases; see :meth:`.Catalogue.release_all`."""
-        effects = super().release_all(session, lease_ids)
+        effects = Catalogue.release_all(self, session, lease_ids)
         if not self._within:
             if len(lease_ids) == 1:
                 self.log.append(RELEASE, _ONE.pack(session.id, lease_ids[0]))
@@ -148,7 +167,7 @@ class RecordedCatalogue(Catalogue):
             self.log.append(ASKED, _encode(self._asked))
             self._asked.clear()
         said = _encode((session.id, publication.id, name, rest))
-        self.log.append(BEGIN, BEGIN_HEAD.pack(len(said)) + said, self.payload)
+        self.log.append(BEGIN, BEGIN_HEAD.pack(len(said)) + said + self.payload)
         return publication
 
     def arrived(self, publication: Publication, nbytes: int) -> None:

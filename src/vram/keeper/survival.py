@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
+import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +30,7 @@ from . import recorded as kinds
 from .bind import Listener
 from .connection import Connection, Held
 from .failures import failure, goodbye
-from .record_log import RecordLog
+from .record_log import DIGEST, HAND, RecordLog
 from .recorded import RecordedCatalogue
 from .records import Claim, Lease, Session
 from .replay import Peer, Replay, renumber
@@ -86,6 +90,7 @@ class HolderLink:
         self.others: Callable[[], dict[int, int]] = dict  # by number, descriptors besides those
         self._dropped: list[int] = []
         self._child = 0
+        self._holder = _open_parent(peer_credentials(sock).pid)
         sock.settimeout(_PATIENCE)
         os.set_inheritable(sock.fileno(), False)
 
@@ -128,11 +133,17 @@ class HolderLink:
         """Say something. A holder that does not hear it is replaced, and the next one knows all of it."""
         payload = kind + struct.pack(f"<{len(numbers)}Q", *numbers)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
-            self.sock.sendmsg([payload], rights)
-        except OSError:
-            self.replace()
-            self.sock.sendmsg([payload], rights)
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                self.sock.sendmsg([payload], rights)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ETOOMANYREFS, errno.ENOBUFS) or time.monotonic() > until:
+                    break
+                time.sleep(0.001)  # until it has taken what is on its way
+        self.replace()
+        self.sock.sendmsg([payload], rights)
 
     def end(self) -> None:
         """Tell that this keeper ends, and nobody follows it."""
@@ -155,15 +166,20 @@ class HolderLink:
     def replace(self) -> None:
         """Start another holder, and give it all that there is."""
         self.sock.close()
+        if self._holder >= 0:  # one that only stands still would start keepers of its own, later
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._holder, signal.SIGKILL)
+            os.close(self._holder)
         if self._child:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._child, os.WNOHANG)
+                os.waitpid(self._child, 0)
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(_PATIENCE)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             command = [*holder_command(), "--of", str(theirs.fileno()), str(os.getpid()), *self.command]
             self._child = os.posix_spawn(command[0], command, os.environ)
+        self._holder = os.pidfd_open(self._child)
         self._dropped.clear()  # it is not given those
         held = {**{number: fd for fd, number in self.number_of.items()}, **self.others()}
         for number, fd in held.items():
@@ -171,6 +187,20 @@ class HolderLink:
                 [b"K" + struct.pack("<Q", number)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
             )
         self.sock.sendall(b"R")
+
+
+def _open_parent(pid: int | None) -> int:
+    """Return a descriptor of the process that started this one, if that is `pid`; else -1: it is gone."""
+    if not pid:
+        return -1
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    if os.getppid() != pid:
+        os.close(fd)
+        return -1
+    return fd
 
 
 class _Unsettled:
@@ -201,14 +231,14 @@ class SurvivingService(Service):
 
     def handle(self, connection: Connection, payload: bytes, fds: list[int], cut: bool) -> None:
         """Answer one message, unless the keeper before has done what it asks for."""
-        server = self._server
+        server, books = self._server, self.catalogue
         log = server.log
-        log.take_in_hand(server.numbers[connection], payload)
-        self.catalogue.payload = payload
-        self.catalogue.call = 0
+        words = log.words  # as take_in_hand() and done(), in what is called most often
+        words[HAND], words[DIGEST] = server.numbers[connection], crc32(payload)
+        books.payload, books.call = payload, 0
         if not (self.unsettled and connection in self.unsettled and self._is_over(connection, payload)):
-            super().handle(connection, payload, fds, cut)
-        log.done()
+            Service.handle(self, connection, payload, fds, cut)
+        words[HAND] = 0
         if log.end > server.compact_at:
             server.compact_soon()
 
