@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError, VramError
+from ..errors import UnsupportedError, UsageError, VramError
 from ..spec import format_size, parse_size
 from .accounts import MOST_ENTRIES
 from .catalogue import CLAIM_TIMEOUT
 from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
+from .service_manager import ServiceManager, given_listener, is_same_service
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -80,8 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--mode {given.mode!r} is not an octal mode such as 0660")
 
     succession: Succession | None = None
+    # Not of a program that has a keeper of its own: what is said there is of that program.
+    manager = ServiceManager(None) if given.ready_fd >= 0 else ServiceManager.found()
+
+    def beat() -> None:
+        manager.tell(WATCHDOG=1)
+        server.loop.call_later(manager.watchdog_interval, beat)
+
+    def hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:
+        _hand_over(server, connection, request, manager)
 
     def ready() -> None:
+        manager.ready(f"serving at {server.path}")
+        if manager.watchdog_interval:
+            beat()
         if given.ready_fd >= 0:
             os.write(given.ready_fd, os.fsencode(server.path) + b"\n")
             os.close(given.ready_fd)
@@ -102,8 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.claim_timeout is not None:
             claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")
             chosen.append("claim_timeout")
+        listener = None if given.ready_fd >= 0 else given_listener(given.socket, mode, given.group)
+        if listener is not None and given.takeover:
+            listener.sock.close()
+            raise UsageError(
+                "--takeover with a listener that was passed (LISTEN_FDS): who passes it has no keeper running; leave "
+                "--takeover to ExecReload="
+            )
         server = KeeperServer(
-            given.socket,
+            given.socket if listener is None else listener.path,
             mode=mode,
             group=given.group,
             max_bytes=limits.get("max_bytes"),
@@ -113,13 +133,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             patience=given.patience,
             claim_timeout=claim_timeout,
             directory_fd=given.directory_fd,
-            hand_over=_hand_over,
+            hand_over=hand_over,
         )
+        if listener is not None:
+            server.listen_on(listener)
         if given.takeover:
             from .takeover import take_over
 
             succession = take_over(server, chosen)
-        server.serve(ready, parent_fd=given.parent_fd)
+        server.serve(ready, parent_fd=given.parent_fd, ending=manager.stopping)
     except VramError as error:
         print(f"vram keep: {error}", file=sys.stderr)
         return 1
@@ -133,10 +155,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:
+def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, manager: ServiceManager) -> None:
     from .takeover import hand_over  # only the keeper that is replaced needs it
 
+    if not manager:
+        hand_over(server, connection, request)
+        return
+    pid = connection.credentials.pid
+    if server.listener.lent and not is_same_service(pid):
+        # It would take this process for dead, and start another keeper on the same listener with the next client.
+        raise UnsupportedError(
+            "taking over",
+            "a successor in the service of the keeper that it replaces",
+            f"pid {pid} outside of it",
+            "Use `systemctl reload vram-keeper`",
+        )
+    manager.reloading()
     hand_over(server, connection, request)
+    if server.successor:
+        manager.tell(MAINPID=pid)  # before this process ends: what ends is not the service
+    else:
+        manager.ready(f"serving at {server.path}")
 
 
 def parse_limit(text: str, option: str) -> int | None:
