@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _hand_over(server, connection, request, manager)
 
     def ready() -> None:
-        manager.ready(f"serving at {server.path}")
+        manager.ready(f"serving at {server.path}", succeeds=succession is not None)
         if manager.watchdog_interval:
             beat()
         if given.ready_fd >= 0:

@@ -66,9 +66,10 @@ class ServiceManager:
         except OSError:
             pass
 
-    def ready(self, what: str) -> None:
-        """Say that clients are served, and that this is the process to watch, which a successor has to say."""
-        self.tell(READY=1, MAINPID=os.getpid(), STATUS=what)
+    def ready(self, what: str, *, succeeds: bool = False) -> None:
+        """Say that clients are served; by one that `succeeds` another keeper, that it is the process to watch now."""
+        main = {"MAINPID": os.getpid()} if succeeds else {}
+        self.tell(READY=1, STATUS=what, **main)
 
     def reloading(self) -> None:
         """Say that a successor takes over; :meth:`ready` follows from it, or from this process if it does not."""
