@@ -575,8 +575,11 @@ def test_the_state_of_a_takeover_is_read_across_versions(place: str) -> None:
     encode = msgspec.msgpack.encode
     older = msgspec.msgpack.decode(encode(Older(books, [(1, 2)], [])), type=takeover.State)
     assert (older.books, older.tokens, older.limits, older.claim_timeout) == (books, [(1, 2)], None, None)
-    newer = msgspec.msgpack.decode(encode(Newer(books, [(1, 2)], [], limits, 7.0, 7, {"x": 1})), type=takeover.State)
+    assert not older.lent
+    more = Newer(books, [(1, 2)], [], limits, 7.0, 7, True, {"x": 1})
+    newer = msgspec.msgpack.decode(encode(more), type=takeover.State)
     assert (newer.books, newer.tokens, newer.limits, newer.claim_timeout) == (books, [(1, 2)], limits, 7.0)
+    assert newer.lent
     back = msgspec.msgpack.decode(encode(takeover.State(books, [(1, 2)], [], limits)), type=Older)
     assert (back.books, back.tokens) == (books, [(1, 2)])
     assert encode(limits) == b"\x94\x01\x02\xc0\x04"

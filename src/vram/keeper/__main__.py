@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError, VramError
+from ..errors import UnsupportedError, UsageError, VramError
 from ..spec import format_size, parse_size
 from . import event_log
 from .accounts import MOST_ENTRIES
 from .catalogue import CLAIM_TIMEOUT
 from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
+from .service_manager import ServiceManager, given_listener, is_same_service
 
 if TYPE_CHECKING:
     from .connection import Connection
@@ -87,6 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = list(sys.argv[1:] if arguments is None else arguments)
     command = [sys.executable, "-P", "-m", "vram.keeper", *options]
     if given.survive and given.holder_fd < 0:
+        if os.environ.get("LISTEN_PID") == str(os.getpid()):
+            parser.error("--survive does not serve on a socket that was passed (LISTEN_FDS): leave one of them out")
         from .survival import holder_command
 
         _hold([*holder_command(), *command])
@@ -112,6 +115,15 @@ def _mode(parser: argparse.ArgumentParser, given: str | None) -> int | None:
 def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> int:
     succession: Succession | None = None
     recovered = False
+    # Not of a program that has a keeper of its own: what is said there is of that program.
+    manager = ServiceManager(None) if given.ready_fd >= 0 else ServiceManager.found()
+
+    def beat() -> None:
+        manager.tell(WATCHDOG=1)
+        server.loop.call_later(manager.watchdog_interval, beat)
+
+    def hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:
+        _hand_over(server, connection, request, manager)
 
     def ready() -> None:
         if succession is not None:
@@ -119,6 +131,9 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
         if recovered:
             event_log.say("vram.keeper.recovered", process__pid=os.getpid())
         event_log.say("vram.keeper.ready", process__pid=os.getpid(), vram__keeper__socket=server.path)
+        manager.ready(f"serving at {server.path}", succeeds=succession is not None)
+        if manager.watchdog_interval:
+            beat()
         if recovered:
             _say(f"went on at {server.path} where a keeper died (pid {os.getpid()})")
         elif given.ready_fd >= 0:
@@ -146,9 +161,16 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             from .survival import HolderLink
 
             link = HolderLink(socket.socket(fileno=given.holder_fd), command[: command.index("--holder-fd")])
+        listener = None if given.ready_fd >= 0 else given_listener(given.socket, mode, given.group)
+        if listener is not None and given.takeover:
+            listener.sock.close()
+            raise UsageError(
+                "--takeover with a listener that was passed (LISTEN_FDS): who passes it has no keeper running; leave "
+                "--takeover to ExecReload="
+            )
         server = _server(
             link,
-            given.socket,
+            given.socket if listener is None else listener.path,
             mode=mode,
             group=given.group,
             max_bytes=limits.get("max_bytes"),
@@ -158,15 +180,17 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             patience=given.patience,
             claim_timeout=claim_timeout,
             directory_fd=given.directory_fd,
-            hand_over=_hand_over,
+            hand_over=hand_over,
         )
+        if listener is not None:
+            server.listen_on(listener)
         if link is not None:
             recovered = server.recover()  # type: ignore[attr-defined]
         if given.takeover and not recovered:
             from .takeover import take_over
 
             succession = take_over(server, chosen)
-        server.serve(ready, parent_fd=given.parent_fd)
+        server.serve(ready, parent_fd=given.parent_fd, ending=manager.stopping)
         event_log.say("vram.keeper.shutdown", process__pid=os.getpid())
         if link is not None:
             link.end()
@@ -197,10 +221,27 @@ def _server(link: HolderLink | None, *arguments: Any, **options: Any) -> KeeperS
     return SurvivingServer(*arguments, link=link, **options)
 
 
-def _hand_over(server: KeeperServer, connection: Connection, request: Takeover) -> None:
+def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, manager: ServiceManager) -> None:
     from .takeover import hand_over  # only the keeper that is replaced needs it
 
+    if not manager:
+        hand_over(server, connection, request)
+        return
+    pid = connection.credentials.pid
+    if server.listener.lent and not is_same_service(pid):
+        # It would take this process for dead, and start another keeper on the same listener with the next client.
+        raise UnsupportedError(
+            "taking over",
+            "a successor in the service of the keeper that it replaces",
+            f"pid {pid} outside of it",
+            "Use `systemctl reload vram-keeper`",
+        )
+    manager.reloading()
     hand_over(server, connection, request)
+    if server.successor:
+        manager.tell(MAINPID=pid)  # before this process ends: what ends is not the service
+    else:
+        manager.ready(f"serving at {server.path}")
 
 
 def parse_limit(text: str, option: str) -> int | None:

@@ -59,6 +59,7 @@ class Listener:
     """
 
     inode: tuple[int, int] | None
+    lent: bool = False  # by a service manager, which goes on listening when the keeper has ended
 
     def __init__(self, path: str, *, mode: int = 0o600, group: str | None = None, directory_fd: int = -1) -> None:
         self.path = path
@@ -83,15 +84,18 @@ class Listener:
         self.sock = sock
 
     @classmethod
-    def adopt(cls, path: str, sock: socket.socket) -> Listener:
-        """Take over the socket that another process bound to `path`."""
+    def adopt(cls, path: str, sock: socket.socket, *, lent: bool = False) -> Listener:
+        """Take over the socket that another process bound to `path`; if it is `lent`, the path stays that one's."""
         self = cls.__new__(cls)
         self.path = path
         self.sock = sock
+        self.lent = lent
         sock.setblocking(False)
         pass_rights(sock, False)  # its maker may have been of another version
         sock.listen(1024)  # again, so that clients see this process's credentials and not its predecessor's
         self.inode = None
+        if lent:
+            return self
         with contextlib.suppress(OSError):  # somebody removed it: those who are connected are served all the same
             found = os.lstat(path)
             self.inode = (found.st_dev, found.st_ino)

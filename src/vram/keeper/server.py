@@ -183,7 +183,14 @@ class KeeperServer:
         self.listener = listener
         self._bound = True
 
-    def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
+    def serve(
+        self,
+        ready: Callable[[], None] | None = None,
+        *,
+        parent_fd: int = -1,
+        signals: bool = True,
+        ending: Callable[[], None] | None = None,
+    ) -> None:
         """Serve until :meth:`stop`, or until another keeper has taken over.
 
         Parameters
@@ -196,6 +203,8 @@ class KeeperServer:
         signals : bool
             Stop at SIGTERM and SIGINT, and at SIGHUP where there is a terminal that can hang up; only in a process's
             main thread.
+        ending : callable
+            Called once nobody is served any more, before what is left is closed; not if another keeper took over.
         """
         if not self._bound:
             self.listen()
@@ -212,6 +221,8 @@ class KeeperServer:
                 ready()
             self.loop.run_forever()
         finally:
+            if not self.successor and ending is not None:
+                ending()
             if self.unlinks:
                 self.listener.unlink()
             self._shut_down()

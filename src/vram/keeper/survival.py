@@ -463,7 +463,7 @@ class SurvivingServer(KeeperServer):
         self._record(self.catalogue)
 
     # -- serving ------------------------------------------------------------------------------------------------------
-    def serve(self, ready: Callable[[], None] | None = None, *, parent_fd: int = -1, signals: bool = True) -> None:
+    def serve(self, ready: Callable[[], None] | None = None, **options: Any) -> None:
         """Serve until :meth:`stop`; see :meth:`KeeperServer.serve`."""
         if not self._bound:
             self.listen()
@@ -475,7 +475,7 @@ class SurvivingServer(KeeperServer):
             if ready is not None:
                 ready()
 
-        super().serve(begun, parent_fd=parent_fd, signals=signals)
+        super().serve(begun, **options)
 
     def _start(self) -> None:
         for connection, number in list(self.numbers.items()):

@@ -136,6 +136,7 @@ class State(Struct, array_like=True):
     limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
     claim_timeout: float | None = None  # the same
     pid: int = 0  # who hands over; 0: of a keeper that did not say
+    lent: bool = False  # whether the listener is a service manager's
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +336,7 @@ def _collect(
     quotas = server.catalogue.accounts.quotas
     limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
     tokens = [(len(held.fds), held.nbytes) for held in numbers]
-    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout, os.getpid())
+    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout, os.getpid(), server.listener.lent)
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -405,7 +406,7 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         except BaseException:
             _drop(server, sockets, permissions)
             raise
-        _settle_in(server, sockets[0])
+        _settle_in(server, sockets[0], lent=state.lent)
         with contextlib.suppress(PeerError):  # it died just now; it had let go
             channel.send(m.encode(m.Serving()), timeout=PATIENCE)
     # Not who listened when this process connected: another may have taken over since, and this connection with it.
@@ -591,8 +592,8 @@ def _commit(channel: Channel) -> None:
         _hear(channel, m.Committed, for_ever=True)
 
 
-def _settle_in(server: KeeperServer, listener: socket.socket) -> None:
-    server.listen_on(Listener.adopt(server.path, listener))
+def _settle_in(server: KeeperServer, listener: socket.socket, *, lent: bool) -> None:
+    server.listen_on(Listener.adopt(server.path, listener, lent=lent))
 
 
 def _drop(server: KeeperServer, sockets: list[socket.socket], permissions: Permissions | None) -> None:

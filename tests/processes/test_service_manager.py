@@ -1,0 +1,419 @@
+"""A keeper under systemd, which the test plays: it passes the listener (LISTEN_FDS) and hears what it is told
+(NOTIFY_SOCKET). What systemd has programs for is asked of those: its units, and a real activation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.processes.other_users import OTHER, as_user
+
+import vram
+from vram.errors import NotFoundError, UsageError
+from vram.keeper.client import close_client
+from vram.keeper.private import KeeperProcess, short_directory
+from vram.keeper.service_manager import ServiceManager, given_listener, is_same_service
+from vram.testing.keeper import SOON
+
+SCRIPTS = Path(sys.executable).parent
+UNITS = Path(__file__).resolve().parents[2] / "deploy/systemd"
+# As systemd does it: the descriptors from 3 on, and the pid of the process that is executed.
+PASS = """
+import os, sys
+fds = [int(fd) for fd in sys.argv[1].split(",")]
+for to, fd in enumerate([os.dup(fd) for fd in fds], 3):
+    os.dup2(os.dup(fd), to)
+os.environ["LISTEN_FDS"] = str(len(fds))
+os.environ.setdefault("LISTEN_PID", str(os.getpid()))
+group = os.environ.pop("TEST_CGROUP", "")
+if group:
+    open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+KEEPER = (sys.executable, "-P", "-m", "vram.keeper")
+
+
+class Systemd:
+    """Has a listener, starts keepers on it, and hears what they say."""
+
+    def __init__(self, directory: str, *, mode: int = 0o600, notify: str = "") -> None:
+        self.path = f"{directory}/keeper.sock"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(self.path)
+        os.chmod(self.path, mode)
+        self.listener.listen(16)
+        self.notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.address = notify or f"{directory}/notify"
+        self.notified.bind("\0" + self.address[1:] if self.address[0] == "@" else self.address)
+        self.notified.settimeout(SOON)
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *options: str, command: tuple[str, ...] = KEEPER, **environment: str) -> subprocess.Popen[str]:
+        """Start the service with the listener."""
+        return self.start_with([self.listener.fileno()], *options, command=command, **environment)
+
+    def start_with(
+        self, fds: list[int], *options: str, command: tuple[str, ...] = KEEPER, user: int | None = None, **said: str
+    ) -> subprocess.Popen[str]:
+        """Start it with these descriptors."""
+        passing = [sys.executable, "-c", PASS, ",".join(map(str, fds))] if fds else []
+        process = subprocess.Popen(
+            [*passing, *command, *options],
+            pass_fds=fds,
+            env={**os.environ, "NOTIFY_SOCKET": self.address, **said},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            user=user,
+        )
+        self.started.append(process)
+        return process
+
+    def hear(self) -> dict[str, str]:
+        """Return what is said next."""
+        return dict(line.split("=", 1) for line in self.notified.recv(4096).decode().splitlines())
+
+    def hear_ready(self) -> None:
+        """The keeper serves; that it is the process that was started needs no words."""
+        assert self.hear() == {"READY": "1", "STATUS": f"serving at {self.path}"}
+
+    def end(self, process: subprocess.Popen[str], number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Stop a process; return its status and what it said of mistakes."""
+        process.send_signal(number)
+        _, said = process.communicate(timeout=SOON)
+        return process.returncode, said
+
+    def refusal(self, process: subprocess.Popen[str]) -> str:
+        """Return why a keeper did not begin; the listener is as it was."""
+        _, said = process.communicate(timeout=SOON)
+        assert process.returncode == 1, said
+        assert "Traceback" not in said
+        with contextlib.suppress(TimeoutError):
+            self.notified.settimeout(0.0)
+            with pytest.raises(BlockingIOError):
+                self.hear()
+        self.notified.settimeout(SOON)
+        return said
+
+
+@pytest.fixture
+def directory() -> Iterator[str]:
+    with short_directory() as made:
+        yield made
+
+
+@pytest.fixture
+def systemd(directory: str) -> Iterator[Systemd]:
+    with playing(directory) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def playing(directory: str, *, mode: int = 0o600, notify: str = "") -> Iterator[Systemd]:
+    made = Systemd(directory, mode=mode, notify=notify)
+    try:
+        yield made
+    finally:
+        for process in made.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        close_client(made.path)
+        made.listener.close()
+        made.notified.close()
+
+
+def publish(path: str, name: str) -> None:
+    with vram.zeros(64, "int64", device="host") as array:
+        array.numpy()[:] = 1
+        vram.publish(name, {"a": array}, keeper=path)
+
+
+def test_a_keeper_serves_on_the_listener_it_was_passed_and_the_next_one_too(systemd: Systemd) -> None:
+    first = systemd.start("keep", command=(str(SCRIPTS / "vram"),))
+    systemd.hear_ready()
+    publish(systemd.path, "kept")
+    with vram.attach("kept", keeper=systemd.path) as lease:
+        assert lease["a"].to_host().sum() == 64
+    assert systemd.end(first) == (0, "")
+    assert systemd.hear() == {"STOPPING": "1"}
+    assert os.path.exists(systemd.path)  # systemd goes on listening there
+
+    # Who connects between two keepers waits in the socket, and is answered by the next one.
+    second = systemd.start("--socket", systemd.path)
+    with pytest.raises(NotFoundError):
+        vram.attach("kept", keeper=systemd.path)  # its memory went with the keeper, and it says so
+    systemd.hear_ready()
+    publish(systemd.path, "again")
+    assert vram.entry("again", keeper=systemd.path).version == 1
+    assert systemd.end(second)[0] == 0
+
+
+def test_a_successor_is_told_to_the_manager_before_its_predecessor_ends(systemd: Systemd) -> None:
+    """`systemctl reload`: the service stays the same one, and its entries too."""
+    first = systemd.start()
+    systemd.hear_ready()
+    publish(systemd.path, "kept")
+    second = systemd.start_with([], "--takeover", "--socket", systemd.path)
+    said: list[dict[str, str]] = []
+    while not {"READY", "MAINPID"} <= {name for one in said for name in one if one.get("MAINPID") == str(second.pid)}:
+        said.append(systemd.hear())
+    assert said[0]["RELOADING"] == "1"
+    assert int(said[0]["MONOTONIC_USEC"]) > 0
+    assert "STOPPING" not in {name for one in said for name in one}
+    first.communicate(timeout=SOON)
+    assert first.returncode == 0
+    assert vram.entry("kept", keeper=systemd.path).version == 1
+    assert systemd.end(second)[0] == 0
+    assert os.path.exists(systemd.path)  # that it is systemd's was handed over as well
+
+
+@pytest.fixture
+def other_group() -> Iterator[str]:
+    """A control group, for a process that is not of the service."""
+    for place in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup"):
+        group = Path(place, f"vram-test-{os.getpid()}")
+        if os.path.exists(f"{place}/cgroup.procs"):
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                break
+    else:
+        pytest.skip("needs a control group that it may make")
+    yield str(group)
+    deadline = time.monotonic() + SOON
+    while True:
+        try:
+            return group.rmdir()
+        except OSError:  # who was in it is being reaped
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_who_is_outside_of_the_service_does_not_take_it_over(systemd: Systemd, other_group: str) -> None:
+    """systemd would take the keeper for dead, and start another one on the same listener."""
+    first = systemd.start()
+    systemd.hear_ready()
+    publish(systemd.path, "kept")
+    spare = [systemd.notified.fileno()]
+    stranger = systemd.start_with(
+        spare, "--takeover", "--socket", systemd.path, TEST_CGROUP=other_group, LISTEN_PID="1"
+    )
+    _, said = stranger.communicate(timeout=SOON)
+    assert stranger.returncode == 1
+    assert "systemctl reload vram-keeper" in said
+    assert vram.entry("kept", keeper=systemd.path).version == 1
+    assert first.poll() is None
+
+
+def test_only_who_is_in_the_same_control_group_is_of_the_service() -> None:
+    assert is_same_service(os.getpid())
+    assert not is_same_service(None)
+    assert not is_same_service(2**22 + 1)  # above what a pid can be
+
+
+def test_names_choose_among_several(systemd: Systemd, directory: str) -> None:
+    spare = systemd.notified.fileno()
+    both = [spare, systemd.listener.fileno()]
+    process = systemd.start_with(both, LISTEN_FDNAMES="other:keeper")
+    systemd.hear_ready()
+    assert systemd.end(process)[0] == 0
+    assert systemd.hear() == {"STOPPING": "1"}
+    for names in ("", "keeper:keeper", "a:b"):
+        said = systemd.refusal(systemd.start_with(both, LISTEN_FDNAMES=names))
+        assert "FileDescriptorName=keeper" in said
+
+
+def refused(kind: str, directory: str) -> tuple[socket.socket, str]:
+    """A descriptor that is no listener for a keeper, and what is to be done about it."""
+    path = f"{directory}/other.sock"
+    if kind == "stream":
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(path)
+        sock.listen(1)
+        return sock, "ListenSequentialPacket="
+    if kind == "tcp":
+        return socket.create_server(("127.0.0.1", 0)), "ListenSequentialPacket="
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if kind == "abstract":
+        sock.bind(f"\0vram-test-{os.getpid()}")
+        sock.listen(1)
+        return sock, "which is no path"
+    sock.bind(path)
+    if kind == "connection":
+        return sock, "Accept=yes"
+    sock.listen(1)
+    os.unlink(path)
+    return sock, "RuntimeDirectoryPreserve=yes"
+
+
+@pytest.mark.parametrize("kind", ["stream", "tcp", "abstract", "connection", "removed"])
+def test_what_is_no_listener_is_refused_with_what_to_write(systemd: Systemd, directory: str, kind: str) -> None:
+    sock, remedy = refused(kind, directory)
+    with sock:
+        assert remedy in systemd.refusal(systemd.start_with([sock.fileno()]))
+
+
+def test_what_is_no_socket_is_refused(systemd: Systemd) -> None:
+    with open(os.devnull) as file:
+        assert "is no socket" in systemd.refusal(systemd.start_with([file.fileno()]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "remedy"),
+    [
+        (0o666, [], "SocketMode=0600 or 0660"),  # what systemd takes where nothing is said
+        (0o660, ["--mode", "0600"], "SocketMode=0600"),
+        (0o600, ["--group", "4242"], "SocketGroup=4242"),
+        (0o600, ["--socket", "/nowhere/keeper.sock"], "--socket"),
+        (0o600, ["--takeover"], "ExecReload="),
+    ],
+)
+def test_who_would_be_let_in_unasked_is_not(directory: str, mode: int, options: list[str], remedy: str) -> None:
+    with playing(directory, mode=mode) as systemd:
+        assert remedy in systemd.refusal(systemd.start(*options))
+
+
+@pytest.mark.parametrize(("mode", "options"), [(0o666, ["--mode", "0666"]), (0o660, []), (0o600, ["--mode", "0660"])])
+def test_who_was_asked_to_be_let_in_is(directory: str, mode: int, options: list[str]) -> None:
+    with playing(directory, mode=mode) as systemd:
+        process = systemd.start(*options)
+        systemd.hear_ready()
+        assert systemd.end(process)[0] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_a_directory_in_which_clients_would_not_trust_the_keeper_is_refused(directory: str) -> None:
+    os.chmod(directory, 0o755)
+    with playing(directory, mode=0o660) as systemd:
+
+        def given() -> str:
+            os.dup2(systemd.listener.fileno(), 3)
+            os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()))
+            listener = given_listener(systemd.path, None, None)
+            assert listener is not None
+            assert listener.lent
+            return listener.path
+
+        assert as_user(os.geteuid(), given) == systemd.path  # root is trusted anywhere
+        kind, said = as_user(OTHER, given)
+        assert kind is UsageError
+        assert "RuntimeDirectory=vram" in said
+        os.chown(directory, OTHER, -1)
+        assert as_user(OTHER, given) == systemd.path
+        os.chmod(directory, 0o777)
+        assert as_user(OTHER, given)[0] is UsageError
+
+
+def test_descriptors_of_another_process_are_not_for_the_keeper(systemd: Systemd, directory: str) -> None:
+    """LISTEN_PID is inherited by what a service starts."""
+    own = f"{directory}/own.sock"
+    process = systemd.start_with([systemd.listener.fileno()], "--socket", own, LISTEN_PID="1")
+    assert systemd.hear()["STATUS"] == f"serving at {own}"
+    assert systemd.end(process)[0] == 0
+    assert not os.path.exists(own)
+
+
+def test_a_keeper_of_a_program_says_nothing_of_that_program(
+    systemd: Systemd, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the program that is the service."""
+    monkeypatch.setenv("NOTIFY_SOCKET", systemd.address)
+    keeper = KeeperProcess(f"{directory}/own.sock")
+    assert keeper.stop() == 0
+    systemd.notified.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        systemd.hear()
+
+
+def test_signs_of_life_and_abstract_names(directory: str) -> None:
+    with playing(directory, notify=f"@vram-test-{os.getpid()}") as systemd:
+        process = systemd.start(WATCHDOG_USEC="100000")
+        systemd.hear_ready()
+        assert [systemd.hear() for _ in range(3)] == [{"WATCHDOG": "1"}] * 3
+        assert systemd.end(process)[0] == 0
+
+
+def test_a_manager_that_is_gone_or_unknown_is_no_trouble(tmp_path: Path) -> None:
+    for address in (None, "", "vsock:2:1", "relative", f"{tmp_path}/nobody", "@" + "x" * 200):
+        manager = ServiceManager(address, 1_000_000)
+        manager.ready("here")
+        manager.stopping()
+        assert bool(manager) == (address is not None and address[:1] in ("/", "@") and address != "")
+
+
+# -- what systemd has programs for ------------------------------------------------------------------------------------
+
+
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("there is no systemd-analyze")
+    return subprocess.run(
+        ["systemd-analyze", *map(str, arguments)], capture_output=True, text=True, timeout=SOON, check=False
+    )
+
+
+@pytest.mark.parametrize("place", ["system", "user"])
+def test_the_units_are_ones_that_systemd_understands(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for unit in (UNITS / place).glob("*.s*e*"):
+        text = unit.read_text()
+        for installed in ("/opt/vram/bin/vram", "%h/.local/share/vram/bin/vram"):
+            text = text.replace(installed, str(SCRIPTS / "vram"))
+        (tmp_path / unit.name).write_text(text)
+    units = sorted(tmp_path.glob("vram-*"))
+    assert {unit.suffix for unit in units} == {".service", ".socket"}
+    found = analyze("verify", "--man=no", *(["--user"] if place == "user" else []), *units)
+    if "Failed to initialize manager" in found.stderr or "Failed to set up manager" in found.stderr:
+        pytest.skip("systemd-analyze needs a place that is not here")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("unit", "most"), [("vram-keeper.service", 10), ("vram-exporter.service", 15)])
+def test_the_units_give_up_what_they_do_not_need(unit: str, most: int) -> None:
+    """Ten times the exposure, of 100, that `systemd-analyze security` counts."""
+    found = analyze("security", "--offline=true", f"--threshold={most}", UNITS / "system" / unit)
+    if "unrecognized option" in found.stderr or "Unknown" in found.stderr:
+        pytest.skip("systemd-analyze is too old to look at a unit that is not installed")
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr
+
+
+def test_the_socket_unit_says_what_the_keeper_looks_for() -> None:
+    for place, mode in (("system", "0660"), ("user", "0600")):
+        unit = (UNITS / place / "vram-keeper.socket").read_text()
+        assert "FileDescriptorName=keeper\n" in unit
+        assert f"SocketMode={mode}\n" in unit
+        path = unit.split("ListenSequentialPacket=")[1].splitlines()[0]
+        assert f"--socket {path}" in (UNITS / place / "vram-keeper.service").read_text()
+
+
+def test_systemds_own_activation_starts_a_keeper_for_who_connects(directory: str) -> None:
+    program = shutil.which("systemd-socket-activate")
+    if program is None:
+        pytest.skip("there is no systemd-socket-activate")
+    path = f"{directory}/keeper.sock"
+    passed = [f"--setenv={name}={os.environ[name]}" for name in ("PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ]
+    command = [program, "--seqpacket", f"--listen={path}", "--fdname=keeper", *passed, str(SCRIPTS / "vram"), "keep"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, umask=0o077) as process:
+        try:
+            deadline = time.monotonic() + SOON
+            while not os.path.exists(path):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            publish(path, "on-demand")
+            assert vram.entry("on-demand", keeper=path).version == 1
+        finally:
+            close_client(path)
+            process.terminate()
+            process.communicate(timeout=SOON)
+    assert process.returncode == 0
