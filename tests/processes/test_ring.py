@@ -101,9 +101,12 @@ def test_who_comes_late_begins_with_the_newest() -> None:
 
 
 def test_iterating_ends_with_the_ring() -> None:
-    with create() as ring, vram.Ring.attach("camera") as frames:
+    with create() as ring, vram.Ring.attach("camera") as frames, vram.Ring.attach("camera") as others:
         put(ring, 1, 2, 3)
         ring.close()
+        assert [others.next(timeout=0).sequence for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(PeerGoneError, match="has closed the ring"):
+            others.next(timeout=0)
         assert [frame.sequence for frame in frames] == [1, 2, 3]
         assert list(frames) == []
         with pytest.raises(PeerGoneError, match="has closed the ring 'camera', and all its frames were read"):
