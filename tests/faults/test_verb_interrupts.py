@@ -178,7 +178,7 @@ def follows(s: Scene) -> None:
 def read_current(s: Scene) -> None:
     with s.mine.current() as lease:
         lease["a"].numpy()
-        lease.on_revoke(id)
+        lease.is_stale()
 
 
 def follows_no_more(s: Scene) -> None:
@@ -558,8 +558,8 @@ VERBS: dict[str, tuple[Callable[[Scene], object], Callable[[Scene], object], Cal
     "refresh": (grown, lambda s: s.mine.refresh(), followed),
     "follow": (nothing, lambda s: vram.follow("weights", timeout=SOON), follows_no_more),
     "current version": (follows, read_current, follows_no_more),
-    "next version": (follows, lambda s: next(s.other), follows_no_more),
-    "close a follower": (follows, lambda s: s.mine.close(), follows_no_more),
+    "next version": (follows, lambda s: next(s.other)["a"].numpy(), follows_no_more),
+    "close a follower": (follows, lambda s: (s.mine["a"].numpy(), s.mine.close()), follows_no_more),
     "on_grow": (leased, lambda s: s.mine.on_grow(id), listened),
     "by name": (nothing, lambda s: attach_array(s.path, "weights", s.version, "a", "r", 0, ROWS), attached),
     "entry": (nothing, lambda s: vram.entry("weights"), attached),
