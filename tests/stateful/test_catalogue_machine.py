@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vram.errors import VramError
 from vram.keeper import catalogue as module
-from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
+from vram.keeper.limits import Quotas
 from vram.keeper.records import (
     Claim,
     Claimed,
@@ -35,7 +35,7 @@ from vram.keeper.records import (
 from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB, NOBODY = 1, 2, 3, 65_534
-QUOTAS = Quotas(max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_handles=12)
+QUOTAS = Quotas(max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_descriptors=12)
 TIMEOUT = 5.25  # of a claim, seconds: never over at the same time as a wait, or a version
 NAMES = st.sampled_from(["a", "b", "c/d", f"~{BOB}/e"])
 METAS = st.sampled_from([{}, {"k": "1"}, {"k": "2"}, {"k": "1", "l": "x"}])
@@ -126,8 +126,10 @@ class Model:
             return True
         b, _, h = self.used(uid)
         assert QUOTAS.user_bytes is not None
-        assert QUOTAS.user_handles is not None
-        return b + comes * version.nbytes <= QUOTAS.user_bytes and h + comes * version.handles <= QUOTAS.user_handles
+        assert QUOTAS.user_descriptors is not None
+        return (
+            b + comes * version.nbytes <= QUOTAS.user_bytes and h + comes * version.handles <= QUOTAS.user_descriptors
+        )
 
     def fits(self, uid: int, name: str, nbytes: int, handles: int) -> bool:
         previous = self.current(name)
@@ -148,7 +150,7 @@ class Model:
                 minus_bytes, minus_handles = previous.nbytes, previous.handles
             fine = fine and ok(QUOTAS.user_bytes, b + nbytes - minus_bytes)
             fine = fine and (not entries or ok(QUOTAS.user_entries, e + 1))
-            fine = fine and ok(QUOTAS.user_handles, h + handles - minus_handles)
+            fine = fine and ok(QUOTAS.user_descriptors, h + handles - minus_handles)
         return fine
 
     def is_home_of_another(self, uid: int, name: str) -> bool:

@@ -50,7 +50,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -71,11 +71,11 @@ from ..sharing.parcels import Collector, Sender
 from ..sharing.unread import pass_rights
 from ..spec import format_size
 from . import messages as m
-from .accounts import Quotas
 from .bind import Listener, Permissions
 from .connection import Connection, Held, Partial
 from .failures import raised
 from .killed import was_killed
+from .limits import Quotas
 from .records import Version
 from .rpc_connection import greet, open_channel
 from .server import KeeperServer
@@ -113,15 +113,6 @@ class ConnectionRow(Struct, array_like=True):
     releasing: list[tuple[int, list[int]]] = []  # calls, and the leases that they are about to give back
 
 
-class LimitsRow(Struct, array_like=True):
-    """The ceilings that a keeper was started with; those on descriptors are each process's own."""
-
-    max_bytes: int | None = None
-    max_entries: int | None = None
-    user_bytes: int | None = None
-    user_entries: int | None = None
-
-
 class State(Struct, array_like=True):
     """All that moves but the descriptors, which come in this order: the listener, the connections, for each token
     those of its version, for each connection those of its partial publications.
@@ -132,7 +123,7 @@ class State(Struct, array_like=True):
     books: Books
     tokens: list[tuple[int, int]]  # number of descriptors, bytes
     connections: list[ConnectionRow]
-    limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
+    limits: Quotas | None = None  # those that were chosen, or the defaults; None: of a keeper that did not say
     claim_timeout: float | None = None  # the same
     pid: int = 0  # who hands over; 0: of a keeper that did not say
 
@@ -327,10 +318,8 @@ def _collect(
         )
         for one in connections
     ]
-    quotas = server.catalogue.accounts.quotas
-    limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
     tokens = [(len(held.fds), held.nbytes) for held in numbers]
-    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout, os.getpid())
+    state = State(books, tokens, rows, server.quotas, server.catalogue.claim_timeout, os.getpid())
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -383,9 +372,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         _ask(channel)
         state, fds, bodies, is_heard = _receive(channel)
         try:
-            quotas = server.catalogue.accounts.quotas
-            before = None if state.limits is None else _with(quotas, state.limits, ())
-            now = quotas if state.limits is None else _with(quotas, state.limits, given)
+            before = state.limits
+            now = server.quotas if before is None else _with(server.quotas, before, given)
             claims = server.catalogue.claim_timeout
             if state.claim_timeout is not None and "claim_timeout" not in given:
                 claims = state.claim_timeout
@@ -408,10 +396,10 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
     return Succession(pid, before, now, state.claim_timeout, claims)
 
 
-def _with(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
-    """Return quotas with the limits of another keeper, but for those that were given here."""
-    names = (name for name in LimitsRow.__struct_fields__ if name not in given)
-    return replace(quotas, **{name: getattr(limits, name) for name in names})
+def _with(quotas: Quotas, limits: Quotas, given: Collection[str]) -> Quotas:
+    """Return the limits of another keeper, but for those that were given here."""
+    names = (name for name in Quotas.__struct_fields__ if name in given)
+    return msgspec.structs.replace(limits, **{name: getattr(quotas, name) for name in names})
 
 
 def _ask(channel: Channel) -> None:
@@ -501,6 +489,7 @@ def _unpack(
         start += number
         return fds[start - number : start]
 
+    server.limit(quotas)  # before anything is counted
     owners, own = _owners(state), server.catalogue.accounts.keeper_uid
     tokens = [
         Held(following(number), nbytes, owners.get(index, own), server.dispose, uses=0)
@@ -515,7 +504,7 @@ def _unpack(
     catalogue, publications = restore(
         state.books,
         token,
-        quotas,
+        server.catalogue.accounts.quotas,
         keeper_uid=server.catalogue.accounts.keeper_uid,
         nobody=server.catalogue.nobody,
         claim_timeout=claim_timeout,
@@ -540,6 +529,7 @@ def _unpack(
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:
             connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
+        connection.moved = bool(row.queue)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
             partial.fds.take(0, following(part.descriptors))
