@@ -88,8 +88,8 @@ class Usage:
                 known[1] = max(known[1], size)  # pages may have come behind it since
         self.add(nbytes, entries, one.handles, one.words, 1)
 
-    def drop(self, one: Kept, entries: int = 0) -> None:
-        """Count it no more."""
+    def drop(self, one: Kept, entries: int = 0) -> int:
+        """Count it no more; return the bytes that nothing else has."""
         nbytes = one.loose
         pieces = self.pieces
         for piece in one.pieces:
@@ -99,6 +99,7 @@ class Usage:
                 del pieces[piece]
                 nbytes += known[1]
         self.add(-nbytes, -entries, -one.handles, -one.words, -1)
+        return nbytes
 
     def fresh(self, one: Kept) -> int:
         """Return how many bytes more this would be: what is here already counts once."""
@@ -309,11 +310,11 @@ class Accounts:
         self.total.keep(one, entries)
         self._used(uid).keep(one, entries)
 
-    def drop(self, uid: int, one: Kept, entries: int = 0) -> None:
-        """Count it against neither."""
-        self.total.drop(one, entries)
+    def drop(self, uid: int, one: Kept, entries: int = 0) -> int:
+        """Count it against neither; return the bytes that nothing else has."""
         self._used(uid).drop(one, entries)
         self._tidy(uid)
+        return self.total.drop(one, entries)
 
     def retire(self, version: Version) -> None:
         """A version is not current any more: count it against each user who leases it, and not against its owner.

@@ -1037,8 +1037,7 @@ class Catalogue:
         session, name = publication.session, publication.name
         version, lease = self._movable(session, name, publication.lease)
         self.accounts.admit(session.uid, publication, 0, 1, version, goes=True)
-        freed = Free(version.token, version.owner)
-        self.accounts.drop(version.owner, version, 1)
+        freed = Free(version.token, version.owner, self.accounts.drop(version.owner, version, 1) - version.record)
         self._names[name].held += nbytes - version.nbytes  # by the lease of this move, at least
         version.token, version.nbytes, version.handles = token, nbytes, publication.handles
         version.record, version.words, version.body = publication.record, publication.words, publication.body
@@ -1279,12 +1278,12 @@ class Catalogue:
         del self._versions[version.serial]
         if version.writer is not None:
             del version.writer.written[version.name, version.number]
-        self.accounts.total.drop(version)  # of no user's any more
+        nbytes = self.accounts.total.drop(version)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1
         version.watchers.clear()
-        return Free(version.token, version.owner)
+        return Free(version.token, version.owner, nbytes - version.record)
 
     def _tidy(self, name: str, known: Name) -> None:
         """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:

@@ -85,6 +85,8 @@ class Limit(NamedTuple):
         What to do at the ceiling, besides raising it.
     own : bool
         Whether a process has a ceiling of its own, from RLIMIT_NOFILE, where none is chosen.
+    least : int
+        The lowest ceiling that may be chosen.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Limit(NamedTuple):
     what: str
     remedy: str
     own: bool = False
+    least: int = 0
 
     @property
     def is_size(self) -> bool:
@@ -123,7 +126,7 @@ LIMITS: Final = (
     Limit("descriptors", "descriptor", "descriptors of memory", _REMOVE, own=True),
     Limit("leases", "lease", "leases", "close leases, or end processes that have some (vram ls --holders)"),
     Limit("connections", "connection", "connections", "end processes that are connected", own=True),
-    Limit("queued_bytes", "byte", "answers that wait to be read", "read what was asked for"),
+    Limit("queued_bytes", "byte", "answers that wait to be read", "read what was asked for", least=1 << 20),
 )
 _CALLED: Final = {limit.name: limit for limit in LIMITS}
 
@@ -215,7 +218,10 @@ def parse_limit(text: str, option: str) -> int | None:
         return None
     limit = next(one.limit for one in OPTIONS if one.flag == option)
     if limit.is_size:
-        return parse_size(text, what=option)
+        nbytes = parse_size(text, what=option)
+        if nbytes < limit.least:  # else somebody who reads in time might be hung up on
+            raise UsageError(f"{option} {text[:40]!r} is too low: {format_size(limit.least)} at least")
+        return nbytes
     if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise UsageError(f'{option} {text[:40]!r} is not a number of {limit.name}: 0 or more, or "none"')
     return int(text)

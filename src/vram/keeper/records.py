@@ -488,6 +488,7 @@ class Free:
 
     token: Any
     owner: int = field(default=-1, compare=False)
+    nbytes: int | None = field(default=None, compare=False)  # that no other version has; None: all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -358,9 +358,11 @@ class KeeperServer:
             most = min(most + self.kept_back, self.max_connections)
         else:
             most = min(most, self.max_connections - self.kept_back)
-            if used >= of_user:
-                return over(_CONNECTIONS, f"uid {uid}", of_user, used, 1, of_user=True, more=more)
-        return over(_CONNECTIONS, "the keeper", most, total, 1, of_user=False, more=more) if total >= most else None
+        if total >= most:
+            return over(_CONNECTIONS, "the keeper", most, total, 1, of_user=False, more=more)
+        if used >= of_user and not self.is_own(uid):
+            return over(_CONNECTIONS, f"uid {uid}", of_user, used, 1, of_user=True, more=more)
+        return None
 
     def add(self, connection: Connection) -> None:
         """Count a connection, until its socket is closed."""
@@ -593,7 +595,8 @@ class KeeperServer:
                 f"uid {uid}",
             ),
         ):
-            if most_bytes is not None and waits.nbytes and held.nbytes + waits.nbytes + nbytes > 2 * most_bytes:
+            would = held.nbytes + waits.nbytes + nbytes
+            if most_bytes is not None and nbytes and waits.nbytes and would > 2 * most_bytes:
                 raise QuotaError(
                     f"no room for {format_size(nbytes)} more: {whose} may hold {format_size(most_bytes)}, and as much "
                     f"that is not held any more until it is freed; it holds {format_size(held.nbytes)}, and "

@@ -331,6 +331,8 @@ class Service:
 
     def _do(self, effect: Immediate) -> None:
         if isinstance(effect, Free):
+            if effect.nbytes is not None:  # what another version has is not freed with this one
+                effect.token.nbytes = effect.nbytes
             effect.token.drop()
             return
         connection = self.server.connections.get(effect.session.id)
@@ -655,9 +657,8 @@ class Service:
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
         server = self.server
         uptime = server.now() - server.started
-        report = self.meter.report(
-            request.call, uptime=uptime, connections=server.by_user, queued=server.in_flight.queued_of
-        )
+        by_user, queued = server.by_user, server.in_flight.queued_of
+        report = self.meter.report(request.call, uptime=uptime, connections=by_user, queued=queued)
         connection.send(m.encode(report))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
