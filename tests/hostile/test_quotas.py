@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
+from tests.hostile.test_keeper_hostile import Peer
+from tests.hostile.test_trial5_closing import stuck
+from tests.keeper_here import serving
 
-from hostile.test_keeper_fairness import GREEDY, MODEST, being
-from hostile.test_keeper_hostile import Peer
-from hostile.test_trial5_closing import stuck
-from keeper_here import serving
 from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
