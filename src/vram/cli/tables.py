@@ -61,7 +61,7 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
     )
     for entry in entries:
         table.add_row(
-            entry.name,
+            _printable(entry.name),  # a keeper takes no other names, but whoever listens there may be none
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
@@ -93,7 +93,7 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
     table = Table("name", "version", "size", "uid", "process", "says it is", "access", "held for", box=None)
     for holder in holders:
         table.add_row(
-            holder.name,
+            _printable(holder.name),
             str(holder.version),
             format_size(holder.nbytes),
             str(holder.uid),
@@ -130,7 +130,7 @@ def detail_tables(entry: EntryInfo) -> list[Table]:
     """The versions of an entry, who holds them, what was said about the newest, and the arrays in it."""
     versions = Table(
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
-        title=entry.name, title_justify="left", box=None,
+        title=_printable(entry.name), title_justify="left", box=None,
     )  # fmt: skip
     holders = Table("version", "size", "lease", "process", "uid", "says it is", "access", "held for", box=None)
     for version in entry.versions:
