@@ -294,6 +294,13 @@ def test_a_version_that_extends_another_by_the_same_memory_counts_what_it_adds(p
         assert one.client.statistics().nbytes == 4 * KIB
 
 
+@BOTH
+def test_what_is_replaced_frees_nothing_that_the_next_version_has(prefix: str) -> None:
+    with scene(**{f"{prefix}_bytes": 8 * KIB}) as one:
+        one.publish("grows", 2)
+        one.refused(lambda: one.publish("grows", 3), "no room for 4 KiB more", "holds 8 KiB and would hold 12 KiB")
+
+
 def test_what_another_version_has_is_not_freed_with_this_one() -> None:
     """While the descriptors of what was replaced close slowly, nothing of its memory waits to be freed."""
     with scene(user_bytes=12 * KIB) as one, stuck(one.server.slow_closer, GREEDY):
