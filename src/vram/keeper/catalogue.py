@@ -387,6 +387,7 @@ class Catalogue:
             version.writer, version.updates = session, 1
             session.written[name, version.number] = version
         effects: list[Effect] = []
+        self.accounts.keep(version.owner, version, 1)  # before what it replaces goes, which may have the same memory
         if previous is not None:
             self.accounts.add(previous.owner, 0, -1, 0)
             self._unexpire(previous)
@@ -400,7 +401,6 @@ class Catalogue:
             insort(self._sorted, name)
         known.current = version
         self.enter(version)
-        self.accounts.keep(version.owner, version, 1)
         if version.expires is not None:
             self._schedule(version.expires, version)
         claim = session.claims.get(publication.claim)
