@@ -32,10 +32,10 @@ from vram.errors import CapacityError, ProtocolError, QuotaError, VramError
 from vram.keeper import admission, listing, reports, slow_close  # noqa: F401  (what becomes another user may not be able to read it then)
 from vram.keeper import messages as m
 from vram.keeper import server as server_module
-from vram.keeper.accounts import Quotas
 from vram.keeper.admission import InadmissibleError, admit
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment, close_clients
+from vram.keeper.limits import Quotas
 from vram.keeper.private import KeeperProcess, short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.slow_close import Unclosed
@@ -593,7 +593,7 @@ def test_what_does_not_close_does_not_keep_a_keeper_from_ending(monkeypatch: pyt
 def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
     """What waits to be closed counts no more: without end, it would be memory beyond any ceiling."""
     busy = threading.Event()
-    with keeper_here(max_bytes=16 * MIB) as server, KeeperClient.connect(server.path) as client:
+    with keeper_here(quotas=Quotas(max_bytes=16 * MIB)) as server, KeeperClient.connect(server.path) as client:
         server.slow_closer._put(os.geteuid(), (lambda: assert_set(busy), Unclosed()))
         try:
             with memfds(1, 8 * MIB) as fds:
@@ -615,7 +615,7 @@ def test_who_removes_faster_than_memory_is_freed_has_to_wait() -> None:
 def test_what_readers_give_back_counts_against_its_publisher_until_it_is_freed() -> None:
     """How long that takes is for the publisher to say. On the readers' account, it bounded nobody's memory."""
     busy = threading.Event()
-    with keeper_here(mode=0o666, max_bytes_per_user=16 * MIB) as server:
+    with keeper_here(mode=0o666, quotas=Quotas(user_bytes=16 * MIB)) as server:
         os.chmod(os.path.dirname(server.path), 0o711)
         server.slow_closer._put(OTHER, (lambda: assert_set(busy), Unclosed()))
         try:

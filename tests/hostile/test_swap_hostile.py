@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import structs
 from msgspec.structs import replace
 from tests.hostile.test_keeper_fairness import MODEST, being
 from tests.hostile.test_keeper_sizes import keeper_here
@@ -190,7 +190,7 @@ def test_s7_both_slots_count_against_what_may_be_published(server: KeeperServer,
     with vram.zeros(MIB2, "uint8", device="host") as array:
         vram.publish("w", {"a": array}, updatable=True, swap=True)
         assert accounts.total.nbytes == 2 * MIB2 + words.PAGE
-        accounts.quotas = dataclasses.replace(accounts.quotas, max_bytes=5 * MIB2)
+        accounts.quotas = structs.replace(accounts.quotas, max_bytes=5 * MIB2)
         with pytest.raises(QuotaError):
             vram.publish("x", {"a": vram.copy(array), "b": array}, updatable=True, swap=True)
         vram.publish("x", {"a": array}, updatable=True, swap=True)

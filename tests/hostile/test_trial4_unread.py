@@ -28,7 +28,7 @@ from vram.keeper import messages as m
 from vram.keeper.admission import admit
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment
-from vram.keeper.in_flight import MAX_QUEUED_OF_USER
+from vram.keeper.limits import MOST_QUEUED
 from vram.keeper.private import short_directory
 from vram.keeper.records import Waiter
 from vram.keeper.server import KeeperServer
@@ -73,7 +73,7 @@ def test_answers_that_fill_no_socket_are_bounded_for_each_user_and_end_with_the_
             assert isinstance(modest.ask(m.encode(m.Statistics(1))), m.KeeperStatistics)
             until(lambda: max(unread_by(peer) for peer in greedy) > 4 * KIB, what="answers that nobody reads")
             until(lambda: own.statistics().connections < count, what="the end of some who do not read", seconds=30)
-            assert sum(unread_by(peer) for peer in greedy) <= MAX_QUEUED_OF_USER
+            assert sum(unread_by(peer) for peer in greedy) <= MOST_QUEUED
             assert isinstance(modest.ask(m.encode(m.List(2, ""))), m.Listing)
         until(lambda: own.statistics().connections == 1, what="the end of them all")
 
@@ -153,7 +153,7 @@ def test_bytes_are_counted_until_the_kernel_says_that_they_were_read() -> None:
     much, little = Receiver(shares, 1), Receiver(shares, 1)
     share = much.share
     shares.found(little, 768)
-    shares.found(much, MAX_QUEUED_OF_USER)
+    shares.found(much, MOST_QUEUED)
     assert (little.hoards, much.hoards) == (False, True)
     assert not shares.has_room_for(share, 1)
     assert shares.has_room_for(Receiver(shares, 2).share, 1), "others have their own"

@@ -28,9 +28,10 @@ from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper import server as server_module
 from vram.keeper import slow_close
-from vram.keeper.accounts import REPLACED, Quotas
+from vram.keeper.accounts import REPLACED
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.limits import Quotas
 from vram.keeper.notices import _Line
 from vram.keeper.private import short_directory
 from vram.keeper.records import Effect, Free, Notify, Refused
@@ -138,7 +139,9 @@ def test_what_is_not_counted_any_more_is_closed(monkeypatch: pytest.MonkeyPatch)
 def test_descriptors_that_are_still_open_count_for_who_publishes(path: str) -> None:
     """Against their user's ceiling and against the keeper's own, but not against another user's."""
     with serving(make(path)) as server, KeeperClient.connect(path) as one:
-        user, every = (getattr(server.catalogue.accounts.quotas, name) for name in ("user_handles", "max_handles"))
+        user, every = (
+            getattr(server.catalogue.accounts.quotas, name) for name in ("user_descriptors", "max_descriptors")
+        )
         closer = server.slow_closer
         for uid, count in ((ME, user - 5), (ANOTHER, every - 5)):
             with stuck(closer, uid, count):
@@ -152,10 +155,10 @@ def test_descriptors_that_are_still_open_count_for_who_publishes(path: str) -> N
 
 def test_half_a_replacement_does_not_hold_as_many_descriptors_once_more() -> None:
     """A publication that is never completed: those of the version that it would replace are open as well."""
-    books = Catalogue(Quotas(max_handles=40, user_handles=20), keeper_uid=ME)
+    books = Catalogue(Quotas(max_descriptors=40, user_descriptors=20), keeper_uid=ME)
     ann = books.connect(ONE)
     publish(books, ann, handles=20)
-    with pytest.raises(QuotaError, match=f"uid {ONE} may hold 20 descriptors and would hold {40 - REPLACED}"):
+    with pytest.raises(QuotaError, match=f"uid {ONE} may hold 20 descriptors .*and would hold {40 - REPLACED}"):
         books.begin(ann, "w", nbytes=100, handles=20)
     books.abandon(books.begin(ann, "w", nbytes=100, handles=REPLACED))
 

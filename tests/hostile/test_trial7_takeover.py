@@ -26,9 +26,10 @@ from tests.unit.test_pages import calls_of
 from vram.errors import ProtocolError, QuotaError
 from vram.keeper import messages as m
 from vram.keeper import records, snapshot, takeover
-from vram.keeper.accounts import MOST_ENTRIES, MOST_WORDS, Quotas
+from vram.keeper.accounts import MOST_WORDS
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.connection import Connection
+from vram.keeper.limits import MOST_ENTRIES, Quotas
 from vram.keeper.private import short_directory
 from vram.keeper.records import Claim, Session, Waiter
 from vram.keeper.server import KeeperServer
@@ -219,7 +220,7 @@ def test_whoever_writes_much_down_or_reads_it_looks_for_no_garbage(server: Keepe
 def test_one_user_has_so_many_entries_unless_somebody_chose_otherwise(server: KeeperServer) -> None:
     assert server.catalogue.accounts.quotas.user_entries == MOST_ENTRIES == 32_768
     with short_directory() as place:
-        chosen = KeeperServer(f"{place}/k", max_entries_per_user=None)
+        chosen = KeeperServer(f"{place}/k", quotas=Quotas(user_entries=None))
         assert chosen.catalogue.accounts.quotas.user_entries is None
         chosen.turns.selector.close()
 

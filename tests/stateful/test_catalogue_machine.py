@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vram.errors import VramError
 from vram.keeper import catalogue as module
-from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
+from vram.keeper.limits import Quotas
 from vram.keeper.records import (
     Claim,
     Claimed,
@@ -35,7 +35,11 @@ from vram.keeper.records import (
 from vram.keeper.snapshot import Books, restore, save
 
 KEEPER, ANN, BOB, NOBODY = 1, 2, 3, 65_534
-QUOTAS = Quotas(max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_handles=12)
+QUOTAS = Quotas(
+    max_bytes=40, max_entries=3, user_bytes=25, user_entries=2, user_descriptors=12, max_descriptors=22,
+    max_versions=7, user_versions=4, max_leases=7, user_leases=4,
+)  # fmt: skip
+PIECES = {901: 2, 902: 5, 903: 9}  # memory that several versions may have, and its bytes
 TIMEOUT = 5.25  # of a claim, seconds: never over at the same time as a wait, or a version
 NAMES = st.sampled_from(["a", "b", "c/d", f"~{BOB}/e"])
 METAS = st.sampled_from([{}, {"k": "1"}, {"k": "2"}, {"k": "1", "l": "x"}])
@@ -57,6 +61,7 @@ class MVersion:
     state: str = "current"  # current, superseded, withdrawn, freed
     watchers: list[int] = field(default_factory=list)
     revoked: bool = False
+    pieces: frozenset[int] = frozenset()  # among its bytes, too
 
 
 @dataclass
@@ -82,6 +87,12 @@ class MClaim:
     id: int = 0  # as the catalogue says
 
 
+def nbytes_of(items: list[tuple[int, frozenset[int]]]) -> int:
+    """Bytes of some versions together, of which each piece counts once."""
+    loose = sum(nbytes - sum(PIECES[piece] for piece in pieces) for nbytes, pieces in items)
+    return loose + sum(PIECES[piece] for piece in set().union(*(pieces for _, pieces in items)))
+
+
 class Model:
     """What the catalogue should do, said in the plainest way."""
 
@@ -93,7 +104,8 @@ class Model:
         self.claims: dict[str, MClaim] = {}
         self.passed: dict[int, tuple[int, str, int]] = {}  # by id of the claim: session, name, last version by then
         self.now = 0.0
-        self.pending: dict[int, tuple[int, str, int, int, int]] = {}  # session, name, bytes, handles, entries
+        # Session, name, bytes, handles, entries, pieces.
+        self.pending: dict[int, tuple[int, str, int, int, int, frozenset[int]]] = {}
 
     def current(self, name: str) -> MVersion | None:
         found = [v for v in self.versions if v.name == name and v.state == "current"]
@@ -109,47 +121,62 @@ class Model:
             return version.state != "freed"
         return version.owner == uid if version.state == "current" else self.holds(uid, version)
 
-    def used(self, uid: int | None) -> tuple[int, int, int]:
-        alive = [v for v in self.versions if self.counts(v, uid)]
+    def used(self, uid: int | None, *, without: MVersion | None = None) -> tuple[int, int, int, int]:
+        """Bytes, entries, descriptors and versions of a user, or of all."""
+        alive = [v for v in self.versions if v is not without and self.counts(v, uid)]
         under_way = [p for p in self.pending.values() if uid in (None, self.uids[p[0]])]
         return (
-            sum(v.nbytes for v in alive) + sum(p[2] for p in under_way),
+            nbytes_of([(v.nbytes, v.pieces) for v in alive] + [(p[2], p[5]) for p in under_way]),
             sum(v.state == "current" for v in alive) + sum(p[4] for p in under_way),
             sum(v.handles for v in alive) + sum(p[3] for p in under_way),
+            len(alive) + len(under_way),
         )
+
+    def bytes_with(self, uid: int | None, nbytes: int, pieces: frozenset[int], without: MVersion | None) -> int:
+        """What a user, or all, would have with one version more."""
+        alive = [v for v in self.versions if v is not without and self.counts(v, uid)]
+        under_way = [p for p in self.pending.values() if uid in (None, self.uids[p[0]])]
+        all_of_them = [(v.nbytes, v.pieces) for v in alive] + [(p[2], p[5]) for p in under_way]
+        return nbytes_of([*all_of_them, (nbytes, pieces)])
 
     def may_lease(self, uid: int, version: MVersion) -> bool:
         """Whether what a user holds of old versions, this one included, leaves it below its ceilings."""
+        of_user = sum(self.uids[s] == uid for s, _ in self.leases)
+        assert QUOTAS.max_leases is not None
+        assert QUOTAS.user_leases is not None
+        if len(self.leases) >= QUOTAS.max_leases or (uid != KEEPER and of_user >= QUOTAS.user_leases):
+            return False
         comes = version.state != "current" and not self.holds(uid, version)
         old = any(v.state in ("superseded", "withdrawn") and self.holds(uid, v) for v in self.versions)
         if uid == KEEPER or not (comes or old):
             return True
-        b, _, h = self.used(uid)
+        b, _, h, n = self.used(uid)
+        if comes:
+            b, h, n = self.bytes_with(uid, version.nbytes, version.pieces, None), h + version.handles, n + 1
         assert QUOTAS.user_bytes is not None
-        assert QUOTAS.user_handles is not None
-        return b + comes * version.nbytes <= QUOTAS.user_bytes and h + comes * version.handles <= QUOTAS.user_handles
+        assert QUOTAS.user_descriptors is not None
+        assert QUOTAS.user_versions is not None
+        return b <= QUOTAS.user_bytes and h <= QUOTAS.user_descriptors and n <= QUOTAS.user_versions
 
-    def fits(self, uid: int, name: str, nbytes: int, handles: int) -> bool:
+    def fits(self, uid: int, name: str, nbytes: int, handles: int, pieces: frozenset[int]) -> bool:
+        """Whether there is room for one more; where nothing is asked for, there is."""
         previous = self.current(name)
         entries = int(previous is None)
-        minus_bytes = minus_handles = 0
-        if previous is not None and not any(v is previous for _, v in self.leases):
-            minus_bytes, minus_handles = previous.nbytes, previous.handles
-
-        def ok(limit: int | None, used: int) -> bool:
-            return limit is None or used <= limit
-
-        b, e, h = self.used(None)
-        fine = ok(QUOTAS.max_bytes, b + nbytes - minus_bytes) and (not entries or ok(QUOTAS.max_entries, e + 1))
+        gone = previous if previous is not None and not any(v is previous for _, v in self.leases) else None
+        ceilings: list[tuple[int | None, str, MVersion | None]] = [(None, "max", gone)]
         if uid != KEEPER:
-            b, e, h = self.used(uid)
-            minus_bytes = minus_handles = 0
-            if previous is not None and previous.owner == uid and not self.holds(uid, previous):
-                minus_bytes, minus_handles = previous.nbytes, previous.handles
-            fine = fine and ok(QUOTAS.user_bytes, b + nbytes - minus_bytes)
-            fine = fine and (not entries or ok(QUOTAS.user_entries, e + 1))
-            fine = fine and ok(QUOTAS.user_handles, h + handles - minus_handles)
-        return fine
+            moves = previous is not None and previous.owner == uid and not self.holds(uid, previous)
+            ceilings.append((uid, "user", previous if moves else None))
+        for whose, prefix, without in ceilings:
+            now, then = self.used(whose), self.used(whose, without=without)
+            most = [getattr(QUOTAS, f"{prefix}_{what}") for what in ("bytes", "entries", "descriptors", "versions")]
+            asked = [self.bytes_with(whose, nbytes, pieces, None) - now[0], entries, handles, 1]
+            then_bytes = self.bytes_with(whose, nbytes, pieces, without)
+            would = [then_bytes, now[1] + entries, then[2] + handles, then[3] + 1]
+            for limit, more, total in zip(most, asked, would, strict=True):
+                if limit is not None and more and total > limit:
+                    return False
+        return True
 
     def is_home_of_another(self, uid: int, name: str) -> bool:
         return name.startswith("~") and not name.startswith(f"~{uid}/")
@@ -345,6 +372,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         ttl=st.sampled_from([None, None, 3.0, 10.0]),
         use_claim=st.booleans(),
         at_once=st.integers(0, 3),
+        pieces=st.frozensets(st.sampled_from(sorted(PIECES)), max_size=2),
     )
     def begin(
         self,
@@ -357,22 +385,26 @@ class CatalogueMachine(RuleBasedStateMachine):
         ttl: float | None,
         use_claim: bool,
         at_once: int,
+        pieces: frozenset[int] = frozenset(),
     ) -> None:
         session = self.session(pick)
+        known = sum(PIECES[piece] for piece in pieces)
+        nbytes += known
         options: dict[str, Any] = {"nbytes": nbytes, "handles": handles, "writable": writable, "meta": meta, "ttl": ttl}
         if use_claim:
             mine = [c.id for c in session.claims.values() if c.name == name]
             mine += [number for number, (passed, _) in session.passed.items() if passed == name]
             options["claim"] = mine[pick % len(mine)] if mine else 0
         refused = self.late(options.get("claim", 0), name) or self.model.may_publish(session.uid, name)
-        if refused is None and not self.model.fits(session.uid, name, nbytes, handles):
+        options |= {"pieces": {piece: PIECES[piece] for piece in pieces}, "known": known}
+        if refused is None and not self.model.fits(session.uid, name, nbytes, handles, pieces):
             refused = "QuotaError"
         if refused is not None:
             self.fails(refused, self.real.begin, session, name, **options)
             return
         publication = self.real.begin(session, name, **options)
         entries = int(self.model.current(name) is None)
-        self.model.pending[publication.id] = (session.id, name, nbytes, handles, entries)
+        self.model.pending[publication.id] = (session.id, name, nbytes, handles, entries, pieces)
         self.publications[publication.id] = publication
         if at_once:
             self.finish(publication)
@@ -396,14 +428,14 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     def finish(self, publication: Publication) -> None:
         model = self.model
-        session_id, name, nbytes, handles, _ = model.pending.pop(publication.id)
+        session_id, name, nbytes, handles, _, pieces = model.pending.pop(publication.id)
         del self.publications[publication.id]
         uid = model.uids[session_id]
         self.tokens += 1
         token = f"token {self.tokens}"
         session_claims = dict(self.real.sessions[session_id].claims)
         refused = self.late(publication.claim, name) or model.may_publish(uid, name)
-        if refused is None and not model.fits(uid, name, nbytes, handles):
+        if refused is None and not model.fits(uid, name, nbytes, handles, pieces):
             refused = "QuotaError"
         if refused is not None:
             self.fails(refused, self.real.commit, publication, token, self.now)
@@ -414,6 +446,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         made = MVersion(
             name, number, uid, token, nbytes, handles, publication.writable, publication.meta, expires, "coming"
         )
+        made.pieces = pieces
         model.versions.append(made)
         expected: list[Any] = []
         if previous is not None:
@@ -629,10 +662,11 @@ class CatalogueMachine(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         real, model = self.real, self.model
         total = real.accounts.total
-        assert (total.nbytes, total.entries, total.handles) == model.used(None)
+        assert (total.nbytes, total.entries, total.handles, total.versions) == model.used(None)
         for uid in (KEEPER, ANN, BOB, NOBODY):
             used = real.accounts.of(uid)
-            assert (used.nbytes, used.entries, used.handles) == model.used(uid)
+            assert (used.nbytes, used.entries, used.handles, used.versions) == model.used(uid)
+            assert real.accounts.tally(uid).leases == sum(model.uids[s] == uid for s, _ in model.leases)
         assert sorted(v.token for v in real.all_versions()) == sorted(
             v.token for v in model.versions if v.state != "freed"
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from vram.errors import AccessDeniedError, AsleepError, BusyError, NotFoundError, QuotaError, UsageError, VramError
-from vram.keeper.accounts import Quotas
+from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import SERVED, Catalogue
+from vram.keeper.limits import Quotas
 from vram.keeper.records import Claimed, Effect, Free, Granted, Lease, Refused, Serve, Session, Version, Waiter
 
 KEEPER, ANN, BOB = 1000, 1001, 1002
@@ -61,7 +61,13 @@ def wait(books: Catalogue, session: Session, call: int, seconds: float | None = 
 
 
 def used(books: Catalogue, uid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return dataclasses.astuple(books.accounts.of(uid)), dataclasses.astuple(books.accounts.total)
+    """Of one user and of all: bytes, entries, descriptors, words."""
+    return vars_of(books.accounts.of(uid)), vars_of(books.accounts.total)
+
+
+def vars_of(usage: Usage) -> tuple[int, ...]:
+    assert usage.versions >= usage.entries
+    return usage.nbytes, usage.entries, usage.handles, usage.words
 
 
 # -- parking ----------------------------------------------------------------------------------------------------

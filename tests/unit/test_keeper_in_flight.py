@@ -15,7 +15,8 @@ from vram.errors import QuotaError
 from vram.keeper import messages as m
 from vram.keeper.client import KeeperClient, Segment
 from vram.keeper.connection import Connection
-from vram.keeper.in_flight import MAX_QUEUED_OF_USER, InFlight
+from vram.keeper.in_flight import InFlight
+from vram.keeper.limits import MOST_QUEUED
 from vram.keeper.private import short_directory
 from vram.keeper.server import KeeperServer
 from vram.keeper.takeover import take_over
@@ -99,7 +100,7 @@ def test_sockets_that_linger_are_among_the_connections_of_their_user(path: str) 
         for label in "ab":
             unread(stack, server, path, label)
             within(server, of(server, label).close)
-        with pytest.raises(QuotaError, match="half of them for one user"):
+        with pytest.raises(QuotaError, match="half of all are for one user"):
             connect(stack, path)
 
 
@@ -201,5 +202,5 @@ def test_a_share_is_free_again_when_its_user_reads() -> None:
 
 def test_only_the_keepers_own_user_may_leave_any_number_of_bytes_unread() -> None:
     shares = shares_of(1_200)
-    assert shares.of(1).max_queued == MAX_QUEUED_OF_USER
+    assert shares.of(1).max_queued == MOST_QUEUED
     assert shares.of(OWN).max_queued == float("inf")

@@ -58,7 +58,9 @@ def connect(stack: contextlib.ExitStack, path: str) -> KeeperClient:
 def test_one_user_has_at_most_half_of_the_connections(path: str) -> None:
     with serving(make(path)) as server, contextlib.ExitStack() as stack:
         one, *_ = [connect(stack, path) for _ in range(3)]
-        with pytest.raises(QuotaError, match=r"serves 3 connections already \(6 at most, half of them for one user"):
+        with pytest.raises(
+            QuotaError, match=rf"uid {os.geteuid()} may hold 3 connections .*holds 3 and would hold 4; .*half of all"
+        ):
             connect(stack, path)
         one.close()
         until(lambda: server.by_user == {os.geteuid(): 2}, what="the end of the connection")
@@ -79,14 +81,14 @@ def test_the_keepers_own_user_has_all_connections(path: str) -> None:
     with serving(make(path, uid=os.geteuid())), contextlib.ExitStack() as stack:
         for _ in range(6):
             connect(stack, path)
-        with pytest.raises(QuotaError, match="serves 6 connections already"):
+        with pytest.raises(QuotaError, match="the keeper may hold 6 connections"):
             connect(stack, path)
 
 
 def test_one_user_has_at_most_half_of_the_descriptors(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
     server = make(path)
-    most = server.catalogue.accounts.quotas.max_handles
+    most = server.catalogue.accounts.quotas.max_descriptors
     assert most is not None
     assert 200 < most < 300, "what is left of 512"
     with serving(server), contextlib.ExitStack() as stack:
@@ -111,7 +113,7 @@ def test_the_limit_of_a_user_goes_on_over_a_takeover(path: str) -> None:
         assert take_over(second)
         stack.enter_context(serving(second))
         assert held[0].list() == []
-        with pytest.raises(QuotaError, match="half of them for one user"):
+        with pytest.raises(QuotaError, match="half of all are for one user"):
             connect(stack, path)
         held.pop().close()
         until(lambda: second.by_user == {os.geteuid(): 2}, what="the end of the connection")
@@ -211,7 +213,7 @@ def test_who_is_refused_may_have_sent_descriptors(path: str, passes: bool, monke
         with contextlib.suppress(ConnectionResetError):  # it may be told first that what it sent was not read
             said = late.recv(4096)
         said = said or late.recv(4096)
-        assert b"serves 1 connections already" in said
+        assert b"may hold 1 connection (--max-connections-per-user), holds 1" in said
         until(lambda: bool(elsewhere) == sent.is_set() and not server._refused, what="the end of the refused one")
         one.close()
         until(lambda: not server.by_user, what="the end of the connection")

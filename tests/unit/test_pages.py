@@ -10,8 +10,8 @@ import pytest
 from vram.errors import NotFoundError
 from vram.keeper import listing
 from vram.keeper import messages as m
-from vram.keeper.accounts import Quotas
 from vram.keeper.catalogue import Catalogue
+from vram.keeper.limits import Quotas
 from vram.keeper.records import Lease, Session, Version
 from vram.keeper.snapshot import restore, save
 

@@ -11,11 +11,12 @@ from msgspec import Raw
 
 from vram.errors import ProtocolError
 from vram.keeper import messages as m
-from vram.keeper.accounts import Quotas, Usage
+from vram.keeper.accounts import Usage
 from vram.keeper.catalogue import Catalogue
 from vram.keeper.fields import record_from
+from vram.keeper.limits import Quotas
 from vram.keeper.records import Claim, Granted, Lease, Version, Waiter
-from vram.keeper.reports import entry_info, holder_info, statistics_info, version_info
+from vram.keeper.reports import entry_info, holder_info, statistics_info, user_info, version_info
 from vram.keeper.snapshot import Books, join_bodies, restore, save, split_bodies
 
 KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
@@ -23,6 +24,17 @@ KEEPER, ANN, BOB, NOBODY = 1000, 1001, 1002, 65_534
 # Frozen: a keeper of last year hands over to one of today, and the other way round. Where a row grows at its end, what
 # was written before stays here as well, to be read.
 GOLDEN = (
+    "9c110482a17702a4676f6e65019192a772656d6f76656401929601cd03e90ba3616e6ea3626f78909602cd03ea0ca3626f62a37475629093"
+    "dc0020a17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102"
+    "c2a3626f7805090000c2c29001c290c081cd03853c3ddc0020a4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba361"
+    "6e6ec391940902a172cb401800000000000090c3a3626f7805090000c2c29001c290c08000dc0020a17702c3cd03e9026403c280c401c0cb"
+    "4008000000000000cb4059c000000000000ba3616e6ec291940702a172cb401000000000000090c2a3626f7805090000c2c29001c290c080"
+    "0091dc00101001a468616c66070201c381a178a179cb4022000000000000000607c20081cd03860304929b0d0203a7636c61696d656400a2"
+    "727781a161a162c3cb404d800000000000cd03eaa09b0f0204a17709a172c0c2c0c0a091930b01a7636c61696d656491950bcb4020000000"
+    "000000cb4083000000000000009192cd03e9cb408300000000000091940263a67061737365640290"
+)
+# Of a keeper of before it looked for what versions share.
+WITHOUT_PIECES = (
     "9c110482a17702a4676f6e65019192a772656d6f76656401929601cd03e90ba3616e6ea3626f78909602cd03ea0ca3626f62a37475629093"
     "dc001ea17701c2cd03e9006403c381a16ba176c401c0cb3ff0000000000000c00ba3616e6ec291940402a27277cb40000000000000009102"
     "c2a3626f7805090000c2c29001c290c0dc001ea4676f6e6501c2cd03e9016403c280c401c0cb4014000000000000c00ba3616e6ec3919409"
@@ -109,7 +121,14 @@ def moved(books: Catalogue) -> tuple[bytes, Catalogue]:
 
 
 def test_s9_the_state_of_a_takeover_has_golden_bytes(books: Catalogue) -> None:
-    assert moved(books)[0].hex() == GOLDEN
+    version, half = books.all_versions()[0], next(iter(books.sessions[1].publications.values()))
+    version.pieces, version.known = {901: 60}, 61
+    half.pieces, half.known = {902: 3}, 4
+    written, successor = moved(books)
+    assert written.hex() == GOLDEN
+    assert shown(successor) == shown(books)
+    ann = successor.accounts.of(ANN).pieces
+    assert (ann, successor.accounts.total.pieces) == ({902: [1, 3]}, {901: [1, 60], 902: [1, 3]})
 
 
 def test_s9_the_state_of_an_older_keeper_is_read(books: Catalogue) -> None:
@@ -122,11 +141,14 @@ def test_s9_the_state_of_an_older_keeper_is_read(books: Catalogue) -> None:
     assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
 
 
-@pytest.mark.parametrize("written", [WITHOUT_UPDATES, WITHOUT_MOVES], ids=["updates", "moves"])
+@pytest.mark.parametrize(
+    "written", [WITHOUT_UPDATES, WITHOUT_MOVES, WITHOUT_PIECES], ids=["updates", "moves", "pieces"]
+)
 def test_s9_the_state_of_a_keeper_of_before_these_is_read(books: Catalogue, written: str) -> None:
     tokens = [version.token for version in books.all_versions()]
-    for version in books.all_versions():
-        version.publisher = 0
+    if written != WITHOUT_PIECES:
+        for version in books.all_versions():
+            version.publisher = 0
     read = msgspec.msgpack.decode(bytes.fromhex(written), type=Books)
     assert shown(restore(read, tokens.__getitem__, Quotas(), keeper_uid=KEEPER, nobody=NOBODY)[0]) == shown(books)
 
@@ -296,7 +318,8 @@ def word(value: object) -> object:
 ENTRY = m.EntryRow("w", 7, 5, 90, 3, True, 4, 2, 1.5, 2.5, {"k": "v"}, 6, 80, 70, True)
 VERSION = m.VersionRow(7, 5, True, True, 90, [60, 30], ["host"], 4, 1.5, 2.5, 11, "ann", {"k": "v"}, True, "box", True)
 HOLDER = m.HolderRow(3, 7, 11, 5, "ann", "rw", 1.5, 90, "w", "box")
-STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12)
+STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12, 33, [*range(50, 64)])
+USER = m.UserRow(7, 90, 2, 3, 4, 5, 6, 7)
 
 
 @pytest.mark.parametrize(
@@ -306,13 +329,43 @@ STATISTICS = m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12)
         (VERSION, version_info(VERSION, ())),
         (HOLDER, holder_info(HOLDER)),
         (STATISTICS, statistics_info(STATISTICS, 0)),
+        (USER, user_info(USER)),
     ],
-    ids=["entry", "version", "holder", "statistics"],
+    ids=["entry", "version", "holder", "statistics", "user"],
 )
 def test_every_field_of_a_row_is_in_its_report(row: msgspec.Struct, read: object) -> None:
-    said = {key: value for key, value in msgspec.structs.asdict(row).items() if key != "call"}
+    said = {key: value for key, value in msgspec.structs.asdict(row).items() if key not in ("call", "quotas")}
     found = {key: getattr(read, key) for key in said}
     assert {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()} == said
+
+
+def test_every_quantity_is_in_the_statistics_with_both_of_its_ceilings() -> None:
+    """Each from its own fields: no two numbers alike."""
+    found = {
+        one.name: (one.used, one.most, one.most_per_user, one.option) for one in statistics_info(STATISTICS, 0).limits
+    }
+    assert found == {
+        "bytes": (70, 50, 52, "--max-bytes"),
+        "entries": (2, 51, 53, "--max-entries"),
+        "versions": (3, 54, 55, "--max-versions"),
+        "descriptors": (8, 56, 57, "--max-descriptors"),
+        "leases": (4, 58, 59, "--max-leases"),
+        "connections": (5, 60, 61, "--max-connections"),
+        "queued_bytes": (33, 62, 63, "--max-queued-bytes"),
+    }
+    older = statistics_info(m.KeeperStatistics(1, 11, 1.5, 2, 3, 4, 5, 6, 70, 8, 90, 10, 12), 0).limits
+    assert [(one.most, one.most_per_user) for one in older] == [
+        (90, None), (10, None), (None, None), (12, None), (None, None), (None, None), (None, None),
+    ]  # fmt: skip
+
+
+def test_s9_quotas_have_golden_bytes_and_those_of_before_are_read() -> None:
+    """The first four are what the version before hands over, and reads."""
+    quotas = Quotas(1, 2, None, 4, *range(5, 15))
+    assert msgspec.msgpack.encode(quotas).hex() == "9e0102c00405060708090a0b0c0d0e"
+    before = msgspec.msgpack.decode(bytes.fromhex("940102c004"), type=Quotas)
+    assert before == Quotas(1, 2, None, 4), "and what it does not say are the defaults"
+    assert msgspec.msgpack.decode(bytes.fromhex("9401c0c0c0"), type=Quotas).user_entries is None, "none of its"
 
 
 def test_a_record_from_another_says_which_field_nobody_has() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ import typer
 from .. import __version__
 from ..bench import GPU_NAMES, NAMES
 from ..errors import UsageError, VramError
+from ..keeper.limits import OPTIONS, parse_limit
 from ..spec import format_count, format_size
 
 __all__ = ["app", "run"]
@@ -69,19 +71,34 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
+def _with_limits(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each ceiling, which it gets by keyword: typer reads them off the signature."""
+    signature = inspect.signature(command, eval_str=True)
+    *others, _ = signature.parameters.values()
+    limits = [
+        inspect.Parameter(
+            option.field,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                str | None,
+                typer.Option(option.flag, metavar="SIZE" if option.limit.is_size else "N", help=option.help),
+            ],
+        )
+        for option in OPTIONS
+    ]
+    command.__signature__ = signature.replace(parameters=[*others, *limits])  # type: ignore[attr-defined]
+    return command
+
+
 @app.command()
+@_with_limits
 def keep(
     socket: Socket = None,
     mode: Annotated[
         str | None, typer.Option(help="Permissions of the socket, octal [default: 0600; a takeover keeps them].")
     ] = None,
     group: Annotated[str | None, typer.Option(help="Group of the socket.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help='Most memory to keep, e.g. "64GiB", or "none".')] = None,
-    max_entries: Annotated[str | None, typer.Option(help='Most names to keep, or "none".')] = None,
-    max_bytes_per_user: Annotated[str | None, typer.Option(help="Most memory of each user but this one.")] = None,
-    max_entries_per_user: Annotated[
-        str | None, typer.Option(help='Most names of each user but this one, or "none" [default: 32768].')
-    ] = None,
     claim_timeout: Annotated[
         str | None,
         typer.Option(
@@ -106,11 +123,12 @@ def keep(
         bool,
         typer.Option("--takeover", help="Take everything over from the running keeper, its limits too unless given."),
     ] = False,
+    **limits: str | None,
 ) -> None:
     """Run a keeper in the foreground, until SIGTERM, Ctrl-C, or the end of its terminal. Without one (nohup, setsid, a
     service) it ignores SIGHUP.
     """
-    from ..keeper.__main__ import parse_limit, parse_seconds
+    from ..keeper.__main__ import parse_seconds
 
     if mode is not None and not re.fullmatch(r"0?[0-7]{1,3}", mode):
         raise UsageError(f"--mode {mode!r} is not an octal mode such as 0660")
@@ -122,16 +140,11 @@ def keep(
         command += ["--socket", socket]
     if group is not None:
         command += ["--group", group]
-    limits = {
-        "--max-bytes": max_bytes,
-        "--max-bytes-per-user": max_bytes_per_user,
-        "--max-entries": max_entries,
-        "--max-entries-per-user": max_entries_per_user,
-    }
-    for option, text in limits.items():
+    for option in OPTIONS:
+        text = limits[option.field]
         if text is not None:
-            parse_limit(text, option)  # a mistake is said here, in one line
-            command += [option, text]
+            parse_limit(text, option.flag)  # a mistake is said here, in one line
+            command += [option.flag, text]
     if claim_timeout is not None:
         parse_seconds(claim_timeout, "--claim-timeout")
         command += ["--claim-timeout", claim_timeout]
@@ -218,12 +231,24 @@ def publish_file(
 def list_(
     prefix: Annotated[str, typer.Argument(help="Only names that begin like this.")] = "",
     holders: Annotated[bool, typer.Option("--holders", "-l", help="One line for each lease: who holds what.")] = False,
+    users: Annotated[bool, typer.Option("--users", help="One line for each user: how much of each ceiling.")] = False,
     socket: Socket = None,
     as_json: AsJson = False,
 ) -> None:
     """List what is published, and how much of it is held: leases / memory."""
     from ..entries import administration
 
+    if users:
+        if holders or prefix:
+            raise UsageError("--users lists what each user has of everything: neither a prefix nor --holders")
+        found = administration.users(keeper=socket)
+        if as_json:
+            _print_list(found)
+            return
+        from .tables import show_table, user_table
+
+        show_table(user_table(found, administration.statistics(keeper=socket)))
+        return
     if holders:
         held = administration.holders(prefix, keeper=socket)
         if as_json:

@@ -14,7 +14,7 @@ from rich.table import Table
 from ..bench.measure import Result
 from ..doctor.finding import Finding
 from ..entries.publish_file import FILE_META
-from ..keeper.reports import EntryInfo, HolderInfo
+from ..keeper.reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo
 from ..spec import format_size
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MOST_META", "bench_tables", "detail_tables", "entry_table", "finding_table", "holder_table",
-    "printer", "route_table", "show_table",
+    "printer", "route_table", "show_table", "user_table",
 ]  # fmt: skip
 
 MOST_META = 512  # bytes of what was said about an entry: more than a line of a table shows
@@ -61,7 +61,7 @@ def entry_table(entries: Sequence[EntryInfo]) -> Table:
     )
     for entry in entries:
         table.add_row(
-            entry.name,
+            _printable(entry.name),  # a keeper takes no other names, but whoever listens there may be none
             str(entry.version or "-"),
             format_size(entry.nbytes),
             str(entry.segments),
@@ -93,7 +93,7 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
     table = Table("name", "version", "size", "uid", "process", "says it is", "access", "held for", box=None)
     for holder in holders:
         table.add_row(
-            holder.name,
+            _printable(holder.name),
             str(holder.version),
             format_size(holder.nbytes),
             str(holder.uid),
@@ -105,11 +105,32 @@ def holder_table(holders: Sequence[HolderInfo]) -> Table:
     return table
 
 
+def user_table(users: Sequence[UserInfo], held: StatisticsInfo) -> Table:
+    """One row a user, after what all have and what each may have."""
+    sizes = [limit.name for limit in held.limits if "bytes" in limit.name]
+    table = Table("uid", *(limit.name.replace("_", " ") for limit in held.limits), box=None)
+
+    def row(who: str, counts: Sequence[int | None]) -> None:
+        cells = [
+            "-" if count is None else format_size(count) if limit.name in sizes else str(count)
+            for limit, count in zip(held.limits, counts, strict=True)
+        ]
+        table.add_row(who, *cells)
+
+    row("all may have", [limit.most for limit in held.limits])
+    row("each may have", [limit.most_per_user for limit in held.limits])
+    row("all have", [limit.used for limit in held.limits])
+    for user in users:
+        counts = [user.nbytes if limit.name == "bytes" else getattr(user, limit.name) for limit in held.limits]
+        row("(others)" if user.uid is None else str(user.uid), counts)
+    return table
+
+
 def detail_tables(entry: EntryInfo) -> list[Table]:
     """The versions of an entry, who holds them, what was said about the newest, and the arrays in it."""
     versions = Table(
         "version", "state", "size", "segments", "access", "readers", "age", "ends in", "published by", "meta",
-        title=entry.name, title_justify="left", box=None,
+        title=_printable(entry.name), title_justify="left", box=None,
     )  # fmt: skip
     holders = Table("version", "size", "lease", "process", "uid", "says it is", "access", "held for", box=None)
     for version in entry.versions:

@@ -6,6 +6,7 @@ import os
 
 from ..entries.administration import statistics
 from ..errors import PeerGoneError, VramError
+from ..keeper.limits import limit_called
 from ..keeper.paths import check_directory, find_path, how_to_start
 from ..spec import format_size
 from .finding import Finding, failed
@@ -46,18 +47,16 @@ def examine(path: str | os.PathLike[str] | None = None) -> list[Finding]:
             said=f"pid {held.pid} serves at {found}: {held.entries} entries, {format_size(held.nbytes)}",
         )
     ]  # fmt: skip
-    for what, used, most in (
-        ("bytes", held.nbytes, held.max_bytes),
-        ("entries", held.entries, held.max_entries),
-        ("descriptors", held.descriptors, held.max_descriptors),
-    ):
+    for limit in held.limits:
+        most, what = limit.most, limit.name.replace("_", " ")
         if most is not None:
-            full = used >= most * _FULL
+            full = limit.used >= most * _FULL
             findings.append(
                 Finding(
                     area="keeper", check=f"keeper {what}", verdict="limited" if full else "ok",
-                    said=f"{used} of {most} {what} are used",
-                    remedy="remove entries (vram rm), or take it over with a higher limit (vram keep --takeover)"
+                    said=f"{limit.used} of {most} {what} are used",
+                    remedy=f"{limit_called(limit.name).remedy} (vram ls --users says who has most), or take it over "
+                    f"with a higher limit (vram keep --takeover {limit.option} ...)"
                     if full else "",
                 )
             )  # fmt: skip

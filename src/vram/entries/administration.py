@@ -15,7 +15,7 @@ from .keepers import TIMEOUT, check_flag, connect
 from .manifests import read_manifest
 
 if TYPE_CHECKING:
-    from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo
+    from ..keeper.reports import ArrayInfo, EntryInfo, HolderInfo, RevokeInfo, StatisticsInfo, UserInfo
     from ..keeper.session import Keeper
 
 __all__ = [
@@ -213,3 +213,21 @@ def statistics(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> Stat
         If there is no keeper.
     """
     return connect(keeper).statistics()
+
+
+def users(*, keeper: Keeper | str | os.PathLike[str] | None = None) -> list[UserInfo]:
+    """Return what each user has at a keeper, as it counts against that user's ceilings; most bytes first.
+
+    The ceilings are those of :func:`statistics`. A keeper lists a hundred users; all others are one more.
+
+    Parameters
+    ----------
+    keeper : Keeper, str or PathLike, optional
+        Whom to ask; see :func:`vram.attach`.
+
+    Raises
+    ------
+    PeerGoneError
+        If there is no keeper, or it is too old to say.
+    """
+    return list(connect(keeper).users())

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsupportedError, UsageError, VramError
-from ..spec import format_size, parse_size
 from . import event_log
-from .accounts import MOST_ENTRIES
 from .catalogue import CLAIM_TIMEOUT
+from .limits import OPTIONS, Quotas, parse_limit, written_limit
 from .rules import MAX_TTL
 from .server import PATIENCE, KeeperServer
 from .service_manager import ServiceManager, given_listener, is_same_service
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
     from .messages import Takeover
     from .survival import HolderLink
     from .takeover import Succession
-
-_UNCHOSEN = {"user_entries": MOST_ENTRIES}  # where no limit is given; all others are none then
-# The limits: how each is written, and what it is called among the quotas and as an argument of KeeperServer.
-_LIMITS = (
-    ("--max-bytes", "max_bytes", "max_bytes"),
-    ("--max-entries", "max_entries", "max_entries"),
-    ("--max-bytes-per-user", "user_bytes", "max_bytes_per_user"),
-    ("--max-entries-per-user", "user_entries", "max_entries_per_user"),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,14 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--mode", help="permissions of the socket, octal: who may connect may attach (default: 0600, or kept)"
     )
     parser.add_argument("--group", help="group of the socket")
-    parser.add_argument("--max-bytes", metavar="SIZE", help='most memory to keep, such as "64GiB"; "none" lifts it')
-    parser.add_argument("--max-entries", metavar="N", help='most names to keep; "none" lifts it')
-    parser.add_argument("--max-bytes-per-user", metavar="SIZE", help="most memory of each user but this one")
-    parser.add_argument(
-        "--max-entries-per-user",
-        metavar="N",
-        help=f'most names of each user but this one (default: {MOST_ENTRIES}); "none" lifts it',
-    )
+    for option in OPTIONS:
+        metavar = "SIZE" if option.limit.is_size else "N"
+        parser.add_argument(option.flag, dest=option.field, metavar=metavar, help=option.help)
     parser.add_argument(
         "--patience", metavar="SECONDS", type=float, default=PATIENCE, help="disconnect who keeps it waiting for longer"
     )
@@ -146,13 +131,12 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
 
     link: HolderLink | None = None
     try:
-        limits: dict[str, int | None] = {}
-        chosen: list[str] = []
-        for option, quota, argument in _LIMITS:
-            if getattr(given, argument) is None:
-                continue
-            limits[argument] = parse_limit(getattr(given, argument), option)
-            chosen.append(quota)
+        limits = {
+            option.field: parse_limit(getattr(given, option.field), option.flag)
+            for option in OPTIONS
+            if getattr(given, option.field) is not None
+        }
+        chosen = list(limits)
         claim_timeout = CLAIM_TIMEOUT
         if given.claim_timeout is not None:
             claim_timeout = parse_seconds(given.claim_timeout, "--claim-timeout")
@@ -173,10 +157,7 @@ def _keep(given: argparse.Namespace, mode: int | None, command: list[str]) -> in
             given.socket if listener is None else listener.path,
             mode=mode,
             group=given.group,
-            max_bytes=limits.get("max_bytes"),
-            max_entries=limits.get("max_entries"),
-            max_bytes_per_user=limits.get("max_bytes_per_user"),
-            max_entries_per_user=limits.get("max_entries_per_user", MOST_ENTRIES),
+            quotas=Quotas(**limits),
             patience=given.patience,
             claim_timeout=claim_timeout,
             directory_fd=given.directory_fd,
@@ -244,24 +225,6 @@ def _hand_over(server: KeeperServer, connection: Connection, request: Takeover, 
         manager.ready(f"serving at {server.path}")
 
 
-def parse_limit(text: str, option: str) -> int | None:
-    """Read a limit: bytes or a size for what is counted in bytes, a whole number of entries for what is counted in
-    those, or ``"none"``.
-
-    Raises
-    ------
-    UsageError
-        For anything else.
-    """
-    if text.strip().lower() == "none":
-        return None
-    if "bytes" in option:
-        return parse_size(text, what=option)
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise UsageError(f'{option} {text[:40]!r} is not a number of entries: 0 or more, or "none"')
-    return int(text)
-
-
 def parse_seconds(text: str, option: str) -> float:
     """Read a number of seconds, above 0 and at most ten years.
 
@@ -286,22 +249,19 @@ def _told(succession: Succession) -> str:
     if before is None:
         return f"{who}, an older version that does not hand over its limits: those of this command line hold"
     parts = []
-    for option, quota, _ in _LIMITS:
-        was, limit = (_limit(option, getattr(quotas, quota)) for quotas in (before, now))
+    for option in OPTIONS:
+        was, limit = (getattr(quotas, option.field) for quotas in (before, now))
+        said = f"{option.flag} {written_limit(option, limit)}"
         if was != limit:
-            parts.append(f"{option} {limit} (was {was})")
-        elif getattr(now, quota) != _UNCHOSEN.get(quota):
-            parts.append(f"{option} {limit} as before")
+            parts.append(f"{said} (was {written_limit(option, was)})")
+        elif limit != getattr(Quotas(), option.field):
+            parts.append(f"{said} as before")
     was_seconds, seconds = succession.claims_before, succession.claims_now
     if was_seconds is not None and was_seconds != seconds:
         parts.append(f"--claim-timeout {seconds:g} (was {was_seconds:g})")
     elif seconds != CLAIM_TIMEOUT:
         parts.append(f"--claim-timeout {seconds:g}{'' if was_seconds is None else ' as before'}")
     return f"{who}; limits: {', '.join(parts) or 'as before'}"
-
-
-def _limit(option: str, limit: int | None) -> str:
-    return "none" if limit is None else format_size(limit) if "bytes" in option else str(limit)
 
 
 def _say(line: str) -> None:

@@ -3,67 +3,137 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from ..errors import QuotaError
-from ..spec import format_count, format_size
+from ..spec import format_size
+from .limits import Limit, Quotas, limit_called, over
 from .records import Session, Tally, Version
 
-__all__ = ["MOST_ENTRIES", "MOST_WORDS", "REPLACED", "Accounts", "Quotas", "Usage"]
+__all__ = ["MOST_WORDS", "REPLACED", "Accounts", "Asked", "Kept", "Usage"]
 
 # Of one user who is not the keeper's: what is on the keeper's books only, and bounded by no other quota.
-MOST = Tally(leases=65_536, waiters=4_096, claims=256, watches=16_384)
+MOST = Tally(waiters=4_096, claims=256, watches=16_384)
 # The same for what all entries of a user say besides their memory: names, manifests, devices, segments and meta. The
 # keeper keeps that in its own memory, and all of it moves when another keeper takes over.
 MOST_WORDS = 64 * 1024 * 1024
-MOST_ENTRIES = 32_768  # of one user, unless another ceiling or none was chosen: it stops a keeper for so long (031)
 REPLACED = 8  # descriptors of a version that may be beyond the ceilings while the next one of its name comes
 
 
-@dataclass(frozen=True, slots=True)
-class Quotas:
-    """Ceilings; None is none. The second three are for each user, the keeper's own excepted."""
+class Kept(Protocol):
+    """What counts: a version, a publication, or what is asked for."""
 
-    max_bytes: int | None = None
-    max_entries: int | None = None
-    max_handles: int | None = None
-    user_bytes: int | None = None
-    user_entries: int | None = None
-    user_handles: int | None = None
+    @property
+    def loose(self) -> int:
+        """Bytes that nothing else shares, as far as can be known."""
+        ...
+
+    @property
+    def pieces(self) -> Mapping[int, int]:
+        """The memory that others may have too: what it is known by, and its bytes. It counts once, whoever has it."""
+        ...
+
+    @property
+    def handles(self) -> int:
+        """Descriptors."""
+        ...
+
+    @property
+    def words(self) -> int:
+        """Bytes of what is said of it."""
+        ...
+
+
+class Asked(NamedTuple):
+    """What is asked for and is no version."""
+
+    loose: int = 0
+    handles: int = 0
+    words: int = 0
+    pieces: Mapping[int, int] = {}
 
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """Bytes, entries and descriptors in use, and bytes of what is said of them."""
+    """Bytes, entries and descriptors in use, bytes of what is said of them, and versions."""
 
     nbytes: int = 0
     entries: int = 0
     handles: int = 0
     words: int = 0
+    versions: int = 0
+    pieces: dict[int, list[int]] = field(default_factory=dict)  # how many versions have it, and its bytes
 
-    def add(self, nbytes: int, entries: int, handles: int, words: int = 0) -> None:
+    def add(self, nbytes: int, entries: int, handles: int, words: int = 0, versions: int = 0) -> None:
         """Add to the counts; negative numbers subtract."""
         self.nbytes += nbytes
         self.entries += entries
         self.handles += handles
         self.words += words
+        self.versions += versions
+
+    def keep(self, one: Kept, entries: int = 0) -> None:
+        """Count a version, or a publication."""
+        nbytes = self.fresh(one)
+        pieces = self.pieces
+        for piece, size in one.pieces.items():
+            known = pieces.get(piece)
+            if known is None:
+                pieces[piece] = [1, size]
+            else:
+                known[0] += 1
+                known[1] = max(known[1], size)  # pages may have come behind it since
+        self.add(nbytes, entries, one.handles, one.words, 1)
+
+    def drop(self, one: Kept, entries: int = 0) -> int:
+        """Count it no more; return the bytes that nothing else has."""
+        nbytes = one.loose
+        pieces = self.pieces
+        for piece in one.pieces:
+            known = pieces[piece]
+            known[0] -= 1
+            if not known[0]:
+                del pieces[piece]
+                nbytes += known[1]
+        self.add(-nbytes, -entries, -one.handles, -one.words, -1)
+        return nbytes
+
+    def fresh(self, one: Kept) -> int:
+        """Return how many bytes more this would be: what is here already counts once."""
+        nbytes = one.loose
+        for piece, size in one.pieces.items():
+            known = self.pieces.get(piece)
+            nbytes += size if known is None else max(0, size - known[1])
+        return nbytes
+
+    def freed(self, one: Kept, by: Kept) -> int:
+        """Return how many bytes less it would be without one, if another comes in its place."""
+        nbytes = one.loose
+        for piece in one.pieces:
+            uses, size = self.pieces[piece]
+            if uses == 1 and piece not in by.pieces:
+                nbytes += size
+        return nbytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing counts."""
+        return not (self.nbytes or self.entries or self.handles or self.words or self.versions)
 
 
-_WORDS = "byte of words"
-_RAISE = "raise the keeper's limit"
+_BYTES, _ENTRIES, _VERSIONS, _HANDLES = (limit_called(name) for name in ("bytes", "entries", "versions", "descriptors"))
+_LEASES = limit_called("leases")
 
 
-def _written(number: int, what: str) -> str:
-    if what == "byte":
-        return format_size(number)
-    if what == _WORDS:
-        return f"{format_size(number)} of manifests, devices and meta"
-    return format_count(number, what, "entries" if what == "entry" else "")
-
-
-def _short(number: int, what: str) -> str:
-    return format_size(number) if what in ("byte", _WORDS) else str(number)
+def _over_words(uid: int, used: int, asked: int, would: int, more: str) -> QuotaError:
+    return QuotaError(
+        f"no room for {format_size(asked)} more: uid {uid} may hold {format_size(MOST_WORDS)} of manifests, devices "
+        f"and meta, holds {format_size(used)} and would hold {format_size(would)}; remove entries (vram rm), wait for "
+        f"readers of old versions, or say less (put a hash into meta, the rest into memory){more}"
+    )
 
 
 class Accounts:
@@ -98,13 +168,22 @@ class Accounts:
         tally.watches += len(session.watches)
 
     def check(self, session: Session, what: str) -> None:
-        """Raise QuotaError if the session's user has as many ``leases``, ... as one user may have."""
+        """Raise QuotaError if the session's user has as many ``waiters``, ... as one user may have."""
         most = getattr(MOST, what)
         if getattr(session.tally, what) >= most and session.uid != self.keeper_uid:
             raise QuotaError(
                 f"uid {session.uid} has {most} {what} at this keeper already, as many as one user may have on all its "
                 f"connections together; give some back"
             )
+
+    def check_leases(self, session: Session, total: int) -> None:
+        """Raise QuotaError if there is no room for another lease, of a session's user or of all, who have `total`."""
+        most, uid = self.quotas.max_leases, session.uid
+        if most is not None and total >= most:
+            raise over(_LEASES, "the keeper", most, total, 1, of_user=False)
+        most, used = self.quotas.user_leases, session.tally.leases
+        if most is not None and used >= most and uid != self.keeper_uid:
+            raise over(_LEASES, f"uid {uid}", most, used, 1, of_user=True)
 
     def of(self, uid: int) -> Usage:
         """Return the usage of one user."""
@@ -117,11 +196,10 @@ class Accounts:
     def admit(
         self,
         uid: int,
-        nbytes: int,
-        entries: int,
-        handles: int,
-        replaced: Version | None,
-        words: int = 0,
+        asked: Kept,
+        entries: int = 0,
+        versions: int = 0,
+        replaced: Version | None = None,
         *,
         goes: bool = False,
     ) -> None:
@@ -131,36 +209,54 @@ class Accounts:
         Of descriptors only a few do: until the new version is there, which its publisher may never complete, those of
         both are open, and a keeper has no more of them than it says.
         """
-        freed_bytes = freed_handles = 0
-        if replaced is not None and (goes or not replaced.leases):
-            freed_bytes, freed_handles = replaced.charge, min(replaced.handles, REPLACED)
-        quotas, used = self.quotas, self.total
-        limits = [
-            (quotas.max_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", "the keeper"),
-            (quotas.max_entries, used.entries + entries, entries, "entry", "the keeper"),
-            (quotas.max_handles, used.handles + handles - freed_handles, handles, "descriptor", "the keeper"),
-        ]
-        if uid != self.keeper_uid:
-            used = self.of(uid)
-            # What is replaced counts against those who go on holding it: its owner may be one of them.
-            moves = replaced is not None and replaced.owner == uid and (goes or uid not in replaced.holders)
-            freed_bytes = replaced.charge if moves and replaced else 0
-            freed_handles = min(replaced.handles, REPLACED) if moves and replaced else 0
-            freed_words = replaced.words if moves and replaced else 0
-            limits += [
-                (quotas.user_bytes, used.nbytes + nbytes - freed_bytes, nbytes, "byte", f"uid {uid}"),
-                (quotas.user_entries, used.entries + entries, entries, "entry", f"uid {uid}"),
-                (quotas.user_handles, used.handles + handles - freed_handles, handles, "descriptor", f"uid {uid}"),
-                (MOST_WORDS, used.words + words - freed_words, words, _WORDS, f"uid {uid}"),
-            ]
-        for limit, total, asked, what, whose in limits:
-            if limit is not None and total > limit and asked:
-                more = "say less (put a hash into meta, the rest into memory)" if what == _WORDS else _RAISE
-                raise QuotaError(
-                    f"no room for {_written(asked, what)} more: {whose} may hold {_written(limit, what)} and would "
-                    f"hold {_short(total, what)}; remove entries, wait for readers of old versions, or {more}"
-                    f"{self._old_ones(uid)}"
-                )
+        quotas = self.quotas
+        frees = replaced is not None and (goes or not replaced.leases)
+        self._fits(
+            self.total, asked, entries, versions, replaced if frees else None, goes, "the keeper",
+            (quotas.max_bytes, quotas.max_entries, quotas.max_versions, quotas.max_descriptors), uid,
+        )  # fmt: skip
+        if uid == self.keeper_uid:
+            return
+        used = self.of(uid)
+        # What is replaced counts against those who go on holding it: its owner may be one of them.
+        moves = replaced is not None and replaced.owner == uid and (goes or uid not in replaced.holders)
+        self._fits(
+            used, asked, entries, versions, replaced if moves else None, goes, f"uid {uid}",
+            (quotas.user_bytes, quotas.user_entries, quotas.user_versions, quotas.user_descriptors), uid,
+        )  # fmt: skip
+        would = used.words + asked.words - (replaced.words if moves and replaced is not None else 0)
+        if asked.words and would > MOST_WORDS:
+            raise _over_words(uid, used.words, asked.words, would, self._old_ones(uid))
+
+    def _fits(
+        self,
+        used: Usage,
+        asked: Kept,
+        entries: int,
+        versions: int,
+        freed: Version | None,
+        goes: bool,
+        whose: str,
+        ceilings: tuple[int | None, int | None, int | None, int | None],
+        uid: int,
+    ) -> None:
+        nbytes = used.fresh(asked)
+        less_bytes = less_versions = less_handles = 0
+        if freed is not None:
+            less_bytes, less_handles = used.freed(freed, asked), min(freed.handles, REPLACED)
+            less_versions = int(bool(versions) and not goes)
+        for limit, most, has, more, less in (
+            (_BYTES, ceilings[0], used.nbytes, nbytes, less_bytes),
+            (_ENTRIES, ceilings[1], used.entries, entries, 0),
+            (_VERSIONS, ceilings[2], used.versions, versions, less_versions),
+            (_HANDLES, ceilings[3], used.handles, asked.handles, less_handles),
+        ):
+            if most is not None and more and has + more - less > most:
+                raise self._over(limit, whose, most, has, more, has + more - less, uid)
+
+    def _over(self, limit: Limit, whose: str, most: int, used: int, asked: int, would: int, uid: int) -> QuotaError:
+        of_user = whose != "the keeper"
+        return over(limit, whose, most, used, asked, would=would, of_user=of_user, more=self._old_ones(uid))
 
     def check_lease(self, uid: int, version: Version, *, is_current: bool) -> None:
         """Raise QuotaError if a user may not have a lease on a version.
@@ -171,21 +267,25 @@ class Accounts:
         if uid == self.keeper_uid or not (new or uid in self._old):
             return
         used, quotas = self.of(uid), self.quotas
-        nbytes = used.nbytes + (version.charge if new else 0)
-        handles = used.handles + (version.handles if new else 0)
-        words = used.words + (version.words if new else 0)
-        for limit, total, what in (
-            (quotas.user_bytes, nbytes, "byte"),
-            (quotas.user_handles, handles, "descriptor"),
-            (MOST_WORDS, words, _WORDS),
+        for limit, most, total in (
+            (_BYTES, quotas.user_bytes, used.nbytes + (used.fresh(version) if new else 0)),
+            (_VERSIONS, quotas.user_versions, used.versions + new),
+            (_HANDLES, quotas.user_descriptors, used.handles + (version.handles if new else 0)),
         ):
-            if limit is not None and total > limit:
-                raise QuotaError(
-                    f"no lease on {version.name!r} version {version.number}: uid {uid} may hold "
-                    f"{_written(limit, what)} and {'would hold' if new else 'holds'} "
-                    f"{_short(total, what)}, with the versions that it leases and that "
-                    f"are not current any more{self._old_ones(uid)}"
-                )
+            if most is not None and total > most:
+                had = f"{format_size(total) if limit is _BYTES else total}"
+                raise self._no_lease(uid, version, f"{limit.counted(most)} ({limit.option(of_user=True)})", had, new)
+        words = used.words + (version.words if new else 0)
+        if words > MOST_WORDS:
+            most_words = f"{format_size(MOST_WORDS)} of manifests, devices and meta"
+            raise self._no_lease(uid, version, most_words, format_size(words), new)
+
+    def _no_lease(self, uid: int, version: Version, most: str, total: str, new: bool) -> QuotaError:
+        return QuotaError(
+            f"no lease on {version.name!r} version {version.number}: uid {uid} may hold {most} and "
+            f"{'would hold' if new else 'holds'} {total}, with the versions that it leases and that are not current "
+            f"any more{self._old_ones(uid)}"
+        )
 
     def _old_ones(self, uid: int) -> str:
         old = self._old.get(uid)
@@ -200,23 +300,36 @@ class Accounts:
         )
 
     def add(self, uid: int, nbytes: int, entries: int, handles: int, words: int = 0) -> None:
-        """Add to a user's usage and to the total; negative numbers subtract."""
+        """Add to a user's usage and to the total, of what is no version; negative numbers subtract."""
         self.total.add(nbytes, entries, handles, words)
-        self._book(uid, nbytes, entries, handles, words)
+        self._used(uid).add(nbytes, entries, handles, words)
+        self._tidy(uid)
+
+    def keep(self, uid: int, one: Kept, entries: int = 0) -> None:
+        """Count a version or a publication against a user and all together."""
+        self.total.keep(one, entries)
+        self._used(uid).keep(one, entries)
+
+    def drop(self, uid: int, one: Kept, entries: int = 0) -> int:
+        """Count it against neither; return the bytes that nothing else has."""
+        self._used(uid).drop(one, entries)
+        self._tidy(uid)
+        return self.total.drop(one, entries)
 
     def retire(self, version: Version) -> None:
         """A version is not current any more: count it against each user who leases it, and not against its owner.
 
         Its owner can neither free it nor make its readers let go: each of them can.
         """
-        self._book(version.owner, -version.charge, 0, -version.handles, -version.words)
+        self._used(version.owner).drop(version)
+        self._tidy(version.owner)
         for uid in version.holders:
             self.hold(uid, version)
 
     def hold(self, uid: int, version: Version) -> None:
         """A user has a first lease on a version that is not current any more."""
         self._old.setdefault(uid, {})[version] = None
-        self._book(uid, version.charge, 0, version.handles, version.words)
+        self._used(uid).keep(version)
 
     def release_version(self, uid: int, version: Version) -> None:
         """The last lease of a user on a version that is not current any more is over."""
@@ -224,10 +337,12 @@ class Accounts:
         del old[version]
         if not old:
             del self._old[uid]
-        self._book(uid, -version.charge, 0, -version.handles, -version.words)
+        self._used(uid).drop(version)
+        self._tidy(uid)
 
-    def _book(self, uid: int, nbytes: int, entries: int, handles: int, words: int) -> None:
-        used = self._by_user.setdefault(uid, Usage())
-        used.add(nbytes, entries, handles, words)
-        if not (used.nbytes or used.entries or used.handles or used.words):
+    def _used(self, uid: int) -> Usage:
+        return self._by_user.setdefault(uid, Usage())
+
+    def _tidy(self, uid: int) -> None:
+        if self._by_user[uid].is_empty:
             del self._by_user[uid]

@@ -9,12 +9,26 @@ import errno
 import fcntl
 import os
 import stat
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ProtocolError, UnsupportedError
 from ..open_files import is_gpu
 from ..spec import HandleKind, format_size, round_up
 
-__all__ = ["InadmissibleError", "admit", "admit_page", "first_word", "is_zero", "refuse_attributes"]
+if TYPE_CHECKING:
+    from .messages import Publish
+
+__all__ = [
+    "Found",
+    "InadmissibleError",
+    "admit",
+    "admit_page",
+    "first_word",
+    "is_zero",
+    "look_at",
+    "piece_of",
+    "refuse_attributes",
+]
 
 # <linux/fcntl.h>; Python names the newest of them from 3.12 or not at all
 _F_GET_SEALS = 1034
@@ -42,6 +56,15 @@ def _largest_page() -> int:
 
 
 _LARGEST_PAGE = _largest_page()
+
+
+class Found(NamedTuple):
+    """What one part of a publication brings: bytes as they count; and the memory that others may have too, with how
+    many of them are in that."""
+
+    nbytes: int
+    pieces: dict[int, int]
+    known: int
 
 
 class InadmissibleError(ProtocolError):
@@ -123,6 +146,43 @@ def admit(fd: int, size: int, *, kind: int, device: str, writable: bool, what: s
     elif mode == os.O_WRONLY:
         raise InadmissibleError(f"{what} is not open for reading")
     return _taken(fd, found, what)
+
+
+def piece_of(fd: int) -> int | None:
+    """Return what the memory behind a descriptor that was admitted is known by, however many descriptors it has.
+
+    That is the number of its inode: all memfds are of one file system of the kernel's, and whoever keeps one open keeps
+    its number. None for memory of a GPU: NVIDIA's driver has one file for all of it, and says nothing more.
+    """
+    found = os.fstat(fd)
+    return found.st_ino if stat.S_ISREG(found.st_mode) else None
+
+
+def look_at(request: Publish, offset: int, fds: list[int]) -> Found:
+    """Look at one part of the descriptors of a publication, and take nothing; raises what :func:`admit` raises."""
+    pieces: dict[int, int] = {}
+    nbytes = known = 0
+    for index, fd in enumerate(fds, start=offset - request.manifest_fd):
+        if index < 0:
+            size = admit(fd, 1, kind=1, device="host", writable=False, what="the manifest")
+        else:
+            piece = request.segments[index]
+            device = request.devices[piece.device]
+            size = admit(
+                fd,
+                piece.size,
+                kind=piece.kind,
+                device=device,
+                writable=request.writable,
+                what=f"segment {index}",
+                updatable=request.updatable,
+            )
+        nbytes += size
+        number = piece_of(fd)
+        if number is not None:
+            known += size
+            pieces[number] = max(size, pieces.get(number, 0))
+    return Found(nbytes, pieces, known)
 
 
 def admit_page(fd: int, what: str) -> int:

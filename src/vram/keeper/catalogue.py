@@ -48,6 +48,7 @@ import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import (
@@ -62,7 +63,8 @@ from ..errors import (
     WaitTimeoutError,
 )
 from ..spec import format_count, format_size
-from .accounts import Accounts, Quotas
+from .accounts import Accounts, Asked
+from .limits import Quotas
 from .ordered import Ordered
 from .records import (
     Claim,
@@ -104,6 +106,7 @@ CLAIM_TIMEOUT = 600.0  # seconds
 
 ACCESS = ("r", "rw", "cow")
 PURPOSES = ("", "park", "wake")
+NO_PIECES: Mapping[int, int] = MappingProxyType({})
 
 
 class Catalogue:
@@ -216,6 +219,8 @@ class Catalogue:
         words: int = 0,
         updatable: bool = False,
         lease: int = 0,
+        pieces: dict[int, int] | None = None,
+        known: int = 0,
     ) -> Publication:
         """Reserve room for a version.
 
@@ -237,6 +242,10 @@ class Catalogue:
             Whether its publisher, and nobody else, goes on writing to it.
         lease : int
             The lease by which this moves the bytes of the version that there is, and makes no new one.
+        pieces : dict of int to int
+            What the memory that is here already is known by, and its bytes; what other versions have too counts once.
+        known : int
+            So many of `nbytes` are in those.
 
         Raises
         ------
@@ -273,33 +282,50 @@ class Catalogue:
                 raise UsageError("what moves is read-only: neither writable nor updatable")
             # What was said of it stays, and a move says nothing of it.
             record, words = max(record, version.record), max(words, version.words)
-        known = self._names.get(name)
-        current = known.current if known is not None else None
+        current = self._current(name)
         entries = int(current is None)
-        self.accounts.admit(session.uid, nbytes + record, entries, handles, current, words, goes=bool(lease))
         number, notes = next(self._ids), packed(meta)
         publication = Publication(
             number, session, name, nbytes, handles, entries, writable, notes, body, ttl, claim, record, words,
-            updatable, lease,
+            updatable, lease, pieces or {}, known,
         )  # fmt: skip
+        self.accounts.admit(session.uid, publication, entries, 1, current, goes=bool(lease))
         session.publications[publication.id] = publication
-        self.accounts.add(session.uid, publication.charge, entries, handles, words)
+        self.accounts.keep(session.uid, publication, entries)
         return publication
 
-    def arrived(self, publication: Publication, nbytes: int) -> None:
+    def arrived(
+        self, publication: Publication, nbytes: int, pieces: Mapping[int, int] = NO_PIECES, known: int = 0
+    ) -> None:
         """Count the bytes that have really arrived of a publication, where they are more than was stated.
+
+        Parameters
+        ----------
+        nbytes : int
+            Of all parts that have arrived.
+        pieces, known : mapping of int to int, int
+            As in :meth:`begin`, of the last part.
 
         Raises
         ------
         QuotaError
             If there is no room for it; the publication is as it was.
         """
-        more = check_size(nbytes) - publication.nbytes
-        if more > 0:
-            uid, goes = publication.session.uid, bool(publication.lease)
-            self.accounts.admit(uid, more, 0, 0, self._current(publication.name), goes=goes)
-            self.accounts.add(uid, more, 0, 0)
-            publication.nbytes = nbytes
+        one, uid = publication, publication.session.uid
+        more = check_size(nbytes) - one.nbytes
+        if more <= 0 and not pieces:
+            return
+        before = one.nbytes, one.pieces, one.known
+        self.accounts.drop(uid, one, one.entries)
+        try:
+            one.nbytes, one.pieces, one.known = max(nbytes, one.nbytes), {**one.pieces, **pieces}, one.known + known
+            if more > 0:
+                self.accounts.admit(uid, one, one.entries, 1, self._current(one.name), goes=bool(one.lease))
+        except BaseException:
+            one.nbytes, one.pieces, one.known = before
+            raise
+        finally:
+            self.accounts.keep(uid, one, one.entries)
 
     def commit(
         self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None
@@ -328,10 +354,10 @@ class Catalogue:
         nbytes = check_size(publication.nbytes if nbytes is None else nbytes)
         known = self._names.get(name)
         previous = known.current if known is not None else None
-        charge, words = nbytes + publication.record, publication.words
+        publication.nbytes = nbytes
         if publication.lease:
             return self._move(publication, token, now, nbytes)
-        self.accounts.admit(session.uid, charge, int(previous is None), publication.handles, previous, words)
+        self.accounts.admit(session.uid, publication, int(previous is None), 1, previous)
         if known is None:
             known = self._names[name] = Name(name)
             self._last[name] = self._numbers.pop(name, self._floor)
@@ -352,13 +378,16 @@ class Catalogue:
             publisher_label=session.label,
             publisher_host=session.host,
             record=publication.record,
-            words=words,
+            words=publication.words,
             publisher=session.id,
+            pieces=publication.pieces,
+            known=publication.known,
         )
         if publication.updatable:
             version.writer, version.updates = session, 1
             session.written[name, version.number] = version
         effects: list[Effect] = []
+        self.accounts.keep(version.owner, version, 1)  # before what it replaces goes, which may have the same memory
         if previous is not None:
             self.accounts.add(previous.owner, 0, -1, 0)
             self._unexpire(previous)
@@ -372,7 +401,6 @@ class Catalogue:
             insort(self._sorted, name)
         known.current = version
         self.enter(version)
-        self.accounts.add(version.owner, charge, 1, version.handles, words)
         if version.expires is not None:
             self._schedule(version.expires, version)
         claim = session.claims.get(publication.claim)
@@ -386,7 +414,7 @@ class Catalogue:
         """Give up a publication: its room is free again. Idempotent."""
         one = publication
         if one.session.publications.pop(one.id, None) is not None:
-            self.accounts.add(one.session.uid, -one.charge, -one.entries, -one.handles, -one.words)
+            self.accounts.drop(one.session.uid, one, one.entries)
 
     # -- attaching ------------------------------------------------------------------------------------------------
     def attach(
@@ -464,7 +492,7 @@ class Catalogue:
         if len(session.waiters) >= MAX_WAITERS:
             raise QuotaError(f"{MAX_WAITERS} calls of this connection wait already")
         self.accounts.check(session, "waiters")
-        self.accounts.admit(session.uid, 0, 0, 0, None, waiter.words)
+        self.accounts.admit(session.uid, Asked(words=waiter.words))
         waiter.order = next(self._ids)
         waiter.deadline = None if wait is None else now + wait
         session.tally.waiters += 1
@@ -644,7 +672,7 @@ class Catalogue:
             raise NotFoundError(f"lease {lease_id} is not held by this connection")
         if not lease.version.updates:
             raise UsageError(f"lease {lease_id} is on what is never updated in place")
-        self.accounts.admit(session.uid, page.nbytes, 0, 1, None)
+        self.accounts.admit(session.uid, Asked(page.nbytes, 1))
         effects: list[Effect] = [] if lease.page is None else [self._free_page(lease)]
         self.accounts.add(session.uid, page.nbytes, 0, 1)
         lease.page = page
@@ -954,7 +982,7 @@ class Catalogue:
             )
         if len(session.leases) >= MAX_LEASES:
             raise QuotaError(f"this connection holds {MAX_LEASES} leases already; close some")
-        self.accounts.check(session, "leases")
+        self.accounts.check_leases(session, len(self.leases))
         self.accounts.check_lease(session.uid, version, is_current=self.is_current(version))
         if version.move is not None and not version.parked:
             self._end_move(version, f"{session}, which has attached it")  # of who is parking it: readers come first
@@ -1023,13 +1051,13 @@ class Catalogue:
         """Have other memory hold the bytes of a version: what they were in is freed, and counts no more."""
         session, name = publication.session, publication.name
         version, lease = self._movable(session, name, publication.lease)
-        charge, handles, words = nbytes + publication.record, publication.handles, publication.words
-        self.accounts.admit(session.uid, charge, 0, handles, version, words, goes=True)
-        freed = Free(version.token, version.owner)
-        self.accounts.add(version.owner, charge - version.charge, 0, handles - version.handles, words - version.words)
+        self.accounts.admit(session.uid, publication, 0, 1, version, goes=True)
+        freed = Free(version.token, version.owner, self.accounts.drop(version.owner, version, 1) - version.record)
         self._names[name].held += nbytes - version.nbytes  # by the lease of this move, at least
-        version.token, version.nbytes, version.handles = token, nbytes, handles
-        version.record, version.words, version.body = publication.record, words, publication.body
+        version.token, version.nbytes, version.handles = token, nbytes, publication.handles
+        version.record, version.words, version.body = publication.record, publication.words, publication.body
+        version.pieces, version.known = publication.pieces, publication.known
+        self.accounts.keep(version.owner, version, 1)
         version.parked = lease.purpose == "park"
         self._end_move(version)
         for other in version.leases.values():  # of those whose time to wake it was over
@@ -1268,12 +1296,12 @@ class Catalogue:
         del self._versions[version.serial]
         if version.writer is not None:
             del version.writer.written[version.name, version.number]
-        self.accounts.total.add(-version.charge, 0, -version.handles, -version.words)  # of no user's any more
+        nbytes = self.accounts.total.drop(version)  # of no user's any more
         for session in version.watchers.values():
             del session.watches[version.name, version.number]
             session.tally.watches -= 1
         version.watchers.clear()
-        return Free(version.token, version.owner)
+        return Free(version.token, version.owner, nbytes - version.record)
 
     def _tidy(self, name: str, known: Name) -> None:
         """Keep of a name without versions nothing but its last number, and of the oldest such names not even that:

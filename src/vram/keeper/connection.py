@@ -19,6 +19,8 @@ from typing import Protocol
 
 from ..sharing.channel import ALL_FDS, MAX_MESSAGE, Credentials, receive, transmit
 from ..sharing.parcels import Collector
+from . import messages as m
+from .failures import failure
 from .in_flight import InFlight
 from .records import Publication, Session
 from .slow_close import SlowCloser, brings_fds, receive_whole
@@ -178,6 +180,8 @@ class Connection:
         Whether its peer says again what was not answered, when it hears that another keeper goes on.
     is_open : bool
         Whether this process has its socket.
+    moved : bool
+        Whether what is queued came from another keeper, whose ceilings may have been higher: it stays.
     in_flight : int
         Descriptors sent since the peer was last known to have read everything. A closed connection with any lingers:
         its socket stays open, since without it nobody could tell when they are read.
@@ -200,6 +204,7 @@ class Connection:
         "hoards",
         "in_flight",
         "is_open",
+        "moved",
         "parked",
         "partials",
         "queue",
@@ -241,6 +246,7 @@ class Connection:
         self.writing = False
         self.closed = False
         self.is_open = True
+        self.moved = False
         self.room = ALL_FDS if server.is_own(credentials.uid) else server.ancillary
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
@@ -328,7 +334,10 @@ class Connection:
         if held is not None:
             held.keep()
         self.enqueue(payload, held, start, stop)
-        if self.queued > MAX_QUEUED or self.share.queued > self.share.max_queued:
+        refusal = self.server.in_flight.refusal(self.credentials.uid, self.share, len(payload) + _EACH)
+        if self.queued > MAX_QUEUED or (refusal is not None and not self.moved):
+            if refusal is not None:  # heard where the socket has room: what waits may wait for descriptors in flight
+                self._try(m.encode(failure(0, refusal)), None, 0, 0)
             self.close()
             return
         self.pause()
@@ -343,7 +352,7 @@ class Connection:
 
     def _count_queued(self, nbytes: int) -> None:
         self.queued += nbytes
-        self.share.queued += nbytes
+        self.server.in_flight.enqueue(self.share, nbytes)
 
     def owes(self) -> None:
         """Note that the peer has to do something within the server's patience."""
@@ -436,6 +445,7 @@ class Connection:
             self._count_queued(-len(payload) - _EACH)
             if held is not None:
                 held.drop()
+        self.moved = False
         self.not_writing()
         self.resume()
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-__all__ = ["MAX_QUEUED_OF_USER", "InFlight", "Receiver", "Share"]
+from ..errors import QuotaError
+from .limits import Quotas, limit_called, over
 
-# Bytes of answers that all connections of one user may leave unread: so many in the keeper's queues, and so many in the
-# kernel's, as it counts them.
-MAX_QUEUED_OF_USER = 16 * 1024 * 1024
+__all__ = ["InFlight", "Receiver", "Share"]
+
+_QUEUED = limit_called("queued_bytes")
 # Connections that are asked at once whether they have read, and seconds between two times for the same user: one with
 # thousands that do not read must not keep the loop busy.
 _LOOK_AT, _LOOK_AGAIN = 64, 0.01
@@ -55,7 +56,7 @@ class Share:
     reserved : int
         So many of them are nobody else's to use.
     queued, max_queued : float
-        Bytes in the queues of its connections, and how many may be.
+        Bytes in the queues of its connections, and how many may be; inf of who runs the keeper.
     sent : int
         Bytes in the sockets of its connections, as far as is known: at least as many as there are. They may be as many
         as in the queues.
@@ -108,6 +109,8 @@ class InFlight:
         self._now = now
         self._shares: dict[int, Share] = {}
         self._used = 0  # the sum of every share's excess
+        self._quotas = Quotas()
+        self.queued = 0  # bytes in the queues of all connections
         self._looked = float("-inf")
 
     def of(self, uid: int) -> Share:
@@ -115,13 +118,43 @@ class InFlight:
         share = self._shares.get(uid)
         if share is None:
             own = self._is_own(uid)  # the user who runs the keeper has no ceiling
-            share = Share(self.reserve if own else 0, float("inf") if own else MAX_QUEUED_OF_USER)
+            most = None if own else self._quotas.user_queued_bytes
+            share = Share(self.reserve if own else 0, float("inf") if most is None else most)
             self._shares[uid] = share
         return share
 
     def forget(self, uid: int) -> None:
         """The user has no connection any more."""
         self._shares.pop(uid, None)
+
+    def limit(self, quotas: Quotas) -> None:
+        """Have other ceilings for what waits in queues, of those who connect from now on."""
+        self._quotas = quotas
+
+    def queued_of(self, uid: int) -> int:
+        """Return how many bytes wait in the queues of a user's connections."""
+        share = self._shares.get(uid)
+        return 0 if share is None else share.queued
+
+    def enqueue(self, share: Share, nbytes: int) -> None:
+        """So many bytes more wait in a queue of this user; a negative number: so many less."""
+        share.queued += nbytes
+        self.queued += nbytes
+
+    def refusal(self, uid: int, share: Share, asked: int) -> QuotaError | None:
+        """Return why so many bytes, which were counted last, may not wait; None if they may.
+
+        Of what all may have together one user may have as much as it leaves free: half while it is alone, and who
+        comes next finds some, whatever the others do.
+        """
+        if share.queued > share.max_queued:
+            most = int(share.max_queued)
+            return over(_QUEUED, f"uid {uid}", most, share.queued - asked, asked, of_user=True)
+        total = self._quotas.max_queued_bytes
+        if total is None or self.queued + (0 if self._is_own(uid) else share.queued) <= total:
+            return None
+        more = f". One user may have as much of it as it leaves free: uid {uid} has {share.queued - asked} bytes"
+        return over(_QUEUED, "the keeper", total, self.queued - asked, asked, of_user=False, more=more)
 
     def count(self, connection: Receiver, count: int) -> None:
         """So many descriptors were sent."""

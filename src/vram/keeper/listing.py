@@ -200,7 +200,7 @@ def holder(lease: Lease, now: float) -> m.HolderRow:
 
 
 def statistics(
-    catalogue: Catalogue, request: m.Statistics, *, pid: int, uptime: float, connections: int
+    catalogue: Catalogue, request: m.Statistics, *, pid: int, uptime: float, connections: int, queued: int = 0
 ) -> m.KeeperStatistics:
     """Return how much a keeper holds: the catalogue's counts, and those of the process."""
     total, quotas = catalogue.accounts.total, catalogue.accounts.quotas
@@ -217,7 +217,9 @@ def statistics(
         descriptors=total.handles,
         max_bytes=_ceiling(quotas.max_bytes),
         max_entries=_ceiling(quotas.max_entries),
-        max_descriptors=_ceiling(quotas.max_handles),
+        max_descriptors=_ceiling(quotas.max_descriptors),
+        queued_bytes=m.saturated(queued),
+        quotas=[_ceiling(most) for most in msgspec.structs.astuple(quotas)],
     )
 
 

@@ -593,6 +593,8 @@ class KeeperStatistics(Struct, frozen=True, array_like=True, tag="statistics"):
     max_bytes: Size | None
     max_entries: Size | None
     max_descriptors: Size | None
+    queued_bytes: Size = 0
+    quotas: Annotated[list[Size | None], Meta(max_length=64)] = []  # all ceilings, in the order of limits.Quotas
 
 
 class RequestRow(Struct, frozen=True, array_like=True):
@@ -615,6 +617,8 @@ class UserRow(Struct, frozen=True, array_like=True):
     descriptors: Number
     leases: Number
     connections: Number
+    versions: Number = 0
+    queued_bytes: Size = 0
 
 
 class DeviceRow(Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from .rpc_connection import RpcConnection
 from .rules import check_name, check_prefix
 
 if TYPE_CHECKING:
-    from .reports import EntryInfo, HolderInfo, StatisticsInfo
+    from .reports import EntryInfo, HolderInfo, StatisticsInfo, UserInfo
 
 __all__ = ["Queries"]
 
@@ -142,6 +142,19 @@ class Queries(RpcConnection):
         call = next(self._calls)
         reply = self._expect(m.KeeperStatistics, self._ask(m.Statistics(call), call))
         return statistics_info(reply, len(stuck()))
+
+    def users(self) -> Sequence[UserInfo]:
+        """Return what each user has at the keeper, who has the most bytes first.
+
+        Raises
+        ------
+        PeerGoneError
+            If the keeper is too old to say.
+        """
+        from .reports import user_info
+
+        with type(self).connect(self.path, label=self.label) as asking:  # what is too old for this hangs up
+            return [user_info(row) for row in asking.measure().users]
 
     def measure(self) -> m.Measurements:
         """Return what the keeper has done since it was started, for whom, and how long it worked on it.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .catalogue import Catalogue
+from .catalogue import NO_PIECES, Catalogue
 from .record_log import RecordLog
 from .records import Claim, Effect, Lease, Notify, Publication, Session, Version, Waiter
 
@@ -170,10 +170,12 @@ class RecordedCatalogue(Catalogue):
         self.log.append(BEGIN, BEGIN_HEAD.pack(len(said)) + said + self.payload)
         return publication
 
-    def arrived(self, publication: Publication, nbytes: int) -> None:
+    def arrived(
+        self, publication: Publication, nbytes: int, pieces: Mapping[int, int] = NO_PIECES, known: int = 0
+    ) -> None:
         """Count what came; see :meth:`.Catalogue.arrived`."""
-        super().arrived(publication, nbytes)
-        self.write(ARRIVED, publication.session.id, publication.id, nbytes)
+        super().arrived(publication, nbytes, pieces, known)
+        self.write(ARRIVED, publication.session.id, publication.id, nbytes, dict(pieces), known)
 
     def commit(
         self, publication: Publication, token: Any, now: float, *, nbytes: int | None = None

@@ -147,11 +147,18 @@ class Version:
     publisher: int = 0  # the session that published it, which may be gone
     parked: bool = False  # its bytes are in memory of the host, until somebody wakes it
     move: Move | None = None  # by whom they are being moved
+    pieces: dict[int, int] = field(default_factory=dict)  # its memory that others may have too, see Kept in accounts
+    known: int = 0  # so many of its bytes are in those
 
     @property
     def charge(self) -> int:
-        """Bytes that count against the ceilings."""
+        """Bytes that count against the ceilings, where no other version has the same memory."""
         return self.nbytes + self.record
+
+    @property
+    def loose(self) -> int:
+        """Those of them that no other version has, as far as can be known."""
+        return self.charge - self.known
 
     @property
     def meta(self) -> dict[str, str]:
@@ -202,6 +209,8 @@ class VersionRow(Struct, array_like=True):
     parked: bool = False
     purposes: list[tuple[int, str]] = []  # leases that were granted to move its bytes
     moving: tuple[int, float, float | None] | None = None  # the lease of the move, since when, and until when
+    pieces: dict[int, int] = {}  # of a keeper that did not look for what versions share: none
+    known: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -260,11 +269,18 @@ class Publication:
     words: int = 0
     updatable: bool = False
     lease: int = 0  # by which it moves the bytes of a version, and makes no new one
+    pieces: dict[int, int] = field(default_factory=dict)  # as of a version, of what has arrived
+    known: int = 0
 
     @property
     def charge(self) -> int:
-        """Bytes that count against the ceilings."""
+        """Bytes that count against the ceilings, where no version has the same memory."""
         return self.nbytes + self.record
+
+    @property
+    def loose(self) -> int:
+        """Those of them that no version has, as far as can be known."""
+        return self.charge - self.known
 
     @property
     def meta(self) -> dict[str, str]:
@@ -289,6 +305,8 @@ class PublicationRow(Struct, array_like=True):
     words: int | None = None
     updatable: bool = False
     lease: int = 0
+    pieces: dict[int, int] = {}
+    known: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -470,6 +488,7 @@ class Free:
 
     token: Any
     owner: int = field(default=-1, compare=False)
+    nbytes: int | None = field(default=None, compare=False)  # that no other version has; None: all of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,8 @@ class Replay:
 
     def _hear(self, effect: Effect) -> None:
         if isinstance(effect, Free):
+            if effect.nbytes is not None:
+                effect.token.nbytes = effect.nbytes
             effect.token.drop()
         elif isinstance(effect, (Evicted, Granted, Claimed, Refused)):
             peer = self._by_session.get(effect.session.id)
@@ -216,7 +218,7 @@ class Replay:
         if kind == kinds.COMMIT:
             return self._commit(session, said)
         if kind == kinds.ARRIVED:
-            books.arrived(session.publications[said[1]], said[2])
+            books.arrived(session.publications[said[1]], *said[2:])
         elif kind == kinds.ABANDON:
             self.requests.pop(said[1], None)
             if said[1] in session.publications:

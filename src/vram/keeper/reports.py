@@ -13,20 +13,24 @@ import msgspec
 
 from . import messages as m
 from .fields import record_from
+from .limits import LIMITS, Quotas
 from .rules import clip_host, clip_label, describe_process
 
 __all__ = [
     "ArrayInfo",
     "EntryInfo",
     "HolderInfo",
+    "LimitInfo",
     "PackedMeta",
     "RevokeInfo",
     "StatisticsInfo",
+    "UserInfo",
     "VersionInfo",
     "entry_info",
     "holder_info",
     "shown_entry",
     "statistics_info",
+    "user_info",
     "version_info",
 ]
 
@@ -214,6 +218,56 @@ class EntryInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitInfo:
+    """One quantity that a keeper has ceilings for; ``None`` is no ceiling.
+
+    Attributes
+    ----------
+    name : str
+        ``"bytes"``, ``"entries"``, ``"versions"``, ``"descriptors"``, ``"leases"``, ``"connections"`` or
+        ``"queued_bytes"``.
+    used : int
+        By all users together.
+    most : int or None
+        How much all may use together. ``vram keep`` sets it by `option`.
+    most_per_user : int or None
+        How much each user may, but for the one who runs the keeper. ``vram keep`` sets it by ``<option>-per-user``.
+    option : str
+        Such as ``--max-bytes``.
+    """
+
+    name: str
+    used: int
+    most: int | None
+    most_per_user: int | None
+    option: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserInfo:
+    """What one user has at a keeper, as it counts against that user's ceilings.
+
+    Attributes
+    ----------
+    uid : int or None
+        None stands for all users that are not listed: a keeper lists a hundred, those with the most bytes.
+    nbytes : int
+        Bytes of memory: of what it has published, and of old versions that it leases.
+    queued_bytes : int
+        Bytes of answers that wait in the keeper until it reads them.
+    """
+
+    uid: int | None
+    nbytes: int
+    entries: int
+    versions: int
+    descriptors: int
+    leases: int
+    connections: int
+    queued_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatisticsInfo:
     """How much a keeper holds, and its ceilings (None: none).
 
@@ -222,6 +276,10 @@ class StatisticsInfo:
     stuck : int
         Memory, addresses and leases that the calling process, not the keeper, failed to release, and holds until it
         ends. A ReleaseWarning reported each of them when that happened.
+    queued_bytes : int
+        Bytes of answers that wait in the keeper until somebody reads them.
+    limits : tuple of LimitInfo
+        Everything that has a ceiling, how much of it is used, and the ceilings.
     """
 
     pid: int
@@ -237,6 +295,8 @@ class StatisticsInfo:
     max_entries: int | None
     max_descriptors: int | None
     stuck: int = 0
+    queued_bytes: int = 0
+    limits: tuple[LimitInfo, ...] = ()
 
 
 def version_info(row: m.VersionRow, holders: tuple[HolderInfo, ...]) -> VersionInfo:
@@ -287,4 +347,24 @@ def holder_info(row: m.HolderRow) -> HolderInfo:
 
 def statistics_info(reply: m.KeeperStatistics, stuck: int) -> StatisticsInfo:
     """Read a keeper's statistics."""
-    return record_from(StatisticsInfo, reply, stuck=stuck)
+    names = Quotas.__struct_fields__
+    if reply.quotas:
+        most = dict(zip(names, reply.quotas, strict=False))  # a newer keeper may have more
+    else:  # an older one says these only
+        most = {name: getattr(reply, name) for name in ("max_bytes", "max_entries", "max_descriptors")}
+    limits = tuple(
+        LimitInfo(
+            limit.name,
+            reply.nbytes if limit.name == "bytes" else getattr(reply, limit.name),
+            most.get(f"max_{limit.name}"),
+            most.get(f"user_{limit.name}"),
+            limit.option(of_user=False),
+        )
+        for limit in LIMITS
+    )
+    return record_from(StatisticsInfo, reply, stuck=stuck, limits=limits)
+
+
+def user_info(row: m.UserRow) -> UserInfo:
+    """Read what one user has."""
+    return record_from(UserInfo, row)

@@ -25,12 +25,12 @@ from ..sharing.unread import pass_rights
 from ..spec import format_count, format_size
 from . import event_log
 from . import messages as m
-from .accounts import MOST_ENTRIES, Quotas
 from .bind import Listener, group_id
 from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .connection import Connection, Partial
 from .failures import failure
 from .in_flight import InFlight
+from .limits import Quotas, limit_called, over
 from .lookups import Lookups
 from .paths import find_path, prepare_directory
 from .records import Session
@@ -43,6 +43,7 @@ from .users import UserNames
 __all__ = ["PATIENCE", "KeeperServer"]
 
 PATIENCE = 30.0  # seconds that a peer may owe a greeting or leave what it asked for unread
+_CONNECTIONS = limit_called("connections")
 _MAX_CONNECTIONS = 8_192
 _KEPT_BACK = 32  # of these are kept back for the keeper's own user, for queries, removals and takeovers
 _SPARE = 64  # descriptors kept back from everybody, where there are many: for accepting, refusing, handing over
@@ -66,10 +67,8 @@ class KeeperServer:
         over from another keeper stays as it is.
     group : str or None
         Group of the socket, by name or number; None leaves it, too.
-    max_bytes, max_entries : int or None
-        Ceilings for all entries together; None is none.
-    max_bytes_per_user, max_entries_per_user : int or None
-        Ceilings for each user but the one who runs the keeper; None is none.
+    quotas : Quotas, optional
+        Ceilings, for all together and for each user but the one who runs the keeper.
     patience : float
         Seconds that a peer may keep the keeper waiting before it is disconnected.
     claim_timeout : float
@@ -93,10 +92,7 @@ class KeeperServer:
         *,
         mode: int | None = None,
         group: str | None = None,
-        max_bytes: int | None = None,
-        max_entries: int | None = None,
-        max_bytes_per_user: int | None = None,
-        max_entries_per_user: int | None = MOST_ENTRIES,
+        quotas: Quotas | None = None,
         patience: float = PATIENCE,
         claim_timeout: float = CLAIM_TIMEOUT,
         raises_limit: bool = True,
@@ -132,19 +128,20 @@ class KeeperServer:
         self.ancillary = socket.CMSG_SPACE(message * 4)
         self.slow_closer = SlowCloser(slow, message, os.geteuid(), self._has_room_again)
         self._max_refused = spare // 2
-        handles = limit - self.max_connections - spare - slow
+        self.max_handles = limit - self.max_connections - spare - slow
         # In flight are at most as many descriptors of a user as RLIMIT_NOFILE says: one peer gets a small share.
         self.part = max(4, min(MAX_FDS, limit // 64))
         self.in_flight = InFlight(limit, is_own=self.is_own, now=self.now)
         names = names or UserNames()
         self.lookups = Lookups(self, names)
         self.catalogue = Catalogue(
-            Quotas(max_bytes, max_entries, handles, max_bytes_per_user, max_entries_per_user, handles // 2),
             keeper_uid=os.geteuid(),
             nobody=_overflow_uid(),
             claim_timeout=claim_timeout,
             why_not=names.why_not,
         )
+        self.quotas = quotas or Quotas()  # as they were chosen; this process may have less room than that
+        self.limit(self.quotas)
         self.connections: dict[int, Connection] = {}
         self.pending: dict[Connection, None] = {}  # connected, and have not said hello
         self.lingering: dict[Connection, None] = {}  # closed, and what was sent may still be read
@@ -263,6 +260,12 @@ class KeeperServer:
         """Whether the socket's path goes with this process."""
         return not self.successor
 
+    def limit(self, quotas: Quotas) -> None:
+        """Have other ceilings from now on. What is there already stays, also if it is more."""
+        self.quotas = quotas
+        self.catalogue.accounts.quotas = quotas.within(self.max_connections, self.max_handles)
+        self.in_flight.limit(quotas)
+
     def replace_catalogue(self, catalogue: Catalogue) -> None:
         """Go on with the books of another keeper."""
         self.catalogue = catalogue
@@ -356,23 +359,31 @@ class KeeperServer:
 
     def _greet(self, sock: socket.socket, credentials: Credentials) -> None:
         sock.setblocking(False)
-        total, most = sum(self.by_user.values()), self.max_connections
-        own = self.is_own(credentials.uid)
-        if not own and (total >= most - self.kept_back or self.by_user.get(credentials.uid, 0) >= most // 2):
-            self._refuse(
-                sock,
-                f"the keeper serves {total} connections already ({most} at most, half of them for one user, "
-                f"{self.kept_back} for its own)",
-            )
-            return
-        if total >= most:
-            self._refuse(sock, f"the keeper serves {total} connections already, as many as it may have")
+        refusal = self._no_connection(credentials.uid)
+        if refusal is not None:
+            self._refuse(sock, refusal)
             return
         connection = Connection(self, sock, credentials)
         self.add(connection)
         self.pending[connection] = None
         connection.owes()
         connection.resume()
+
+    def _no_connection(self, uid: int) -> QuotaError | None:
+        """Say why a user may not have another connection, if it may not."""
+        quotas = self.quotas.within(self.max_connections, self.max_handles)
+        most, of_user = quotas.max_connections or 0, quotas.user_connections or 0
+        total, used = sum(self.by_user.values()), self.by_user.get(uid, 0)
+        more = f" (half of all are for one user unless otherwise chosen, and {self.kept_back} for the keeper's own)"
+        if self.is_own(uid):  # who has to get in to raise a ceiling
+            most = min(most + self.kept_back, self.max_connections)
+        else:
+            most = min(most, self.max_connections - self.kept_back)
+        if total >= most:
+            return over(_CONNECTIONS, "the keeper", most, total, 1, of_user=False, more=more)
+        if used >= of_user and not self.is_own(uid):
+            return over(_CONNECTIONS, f"uid {uid}", of_user, used, 1, of_user=True, more=more)
+        return None
 
     def add(self, connection: Connection) -> None:
         """Count a connection, until its socket is closed."""
@@ -386,15 +397,16 @@ class KeeperServer:
         try:
             with contextlib.suppress(OSError):
                 sock, _ = self.listener.sock.accept()
-                self._refuse(sock, "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)")
+                why = "the keeper has no descriptors left for another connection (RLIMIT_NOFILE)"
+                self._refuse(sock, QuotaError(why))
         finally:
             self._keep_spare()
 
-    def _refuse(self, sock: socket.socket, why: str) -> None:
-        event_log.refused(peer_credentials(sock), why)
+    def _refuse(self, sock: socket.socket, why: QuotaError) -> None:
+        event_log.refused(peer_credentials(sock), str(why))
         try:
             with contextlib.suppress(OSError):
-                transmit(sock, m.encode(failure(0, QuotaError(why))), (), socket.MSG_DONTWAIT)
+                transmit(sock, m.encode(failure(0, why)), (), socket.MSG_DONTWAIT)
         finally:
             if not self.slow_closer.close_socket(sock, peer_credentials(sock).uid, self._refused_closed):
                 self._refused += 1
@@ -599,16 +611,17 @@ class KeeperServer:
         accounts, closer, own = self.catalogue.accounts, self.slow_closer, self.is_own(uid)
         quotas = accounts.quotas
         for most_bytes, most_handles, held, waits, whose in (
-            (quotas.max_bytes, quotas.max_handles, accounts.total, closer.total, "the keeper"),
+            (quotas.max_bytes, quotas.max_descriptors, accounts.total, closer.total, "the keeper"),
             (
                 None if own else quotas.user_bytes,
-                None if own else quotas.user_handles,
+                None if own else quotas.user_descriptors,
                 accounts.of(uid),
                 closer.of(uid),
                 f"uid {uid}",
             ),
         ):
-            if most_bytes is not None and waits.nbytes and held.nbytes + waits.nbytes + nbytes > 2 * most_bytes:
+            would = held.nbytes + waits.nbytes + nbytes
+            if most_bytes is not None and nbytes and waits.nbytes and would > 2 * most_bytes:
                 raise QuotaError(
                     f"no room for {format_size(nbytes)} more: {whose} may hold {format_size(most_bytes)}, and as much "
                     f"that is not held any more until it is freed; it holds {format_size(held.nbytes)}, and "

@@ -15,7 +15,8 @@ from ..sharing.channel import MAX_MESSAGE
 from ..sharing.parcels import next_part
 from . import event_log, listing
 from . import messages as m
-from .admission import InadmissibleError, admit, admit_page, is_zero, refuse_attributes
+from .accounts import Asked
+from .admission import InadmissibleError, admit_page, is_zero, look_at, refuse_attributes
 from .catalogue import PART, Catalogue
 from .connection import Connection, ConnectionHost, Held, Partial
 from .failures import failure, goodbye
@@ -333,6 +334,8 @@ class Service:
 
     def _do(self, effect: Immediate) -> None:
         if isinstance(effect, Free):
+            if effect.nbytes is not None:  # what another version has is not freed with this one
+                effect.token.nbytes = effect.nbytes
             effect.token.drop()
             return
         connection = self.server.connections.get(effect.session.id)
@@ -385,7 +388,10 @@ class Service:
         if request.call in connection.partials or not request.call:
             raise errors.ProtocolError(f"call {request.call} cannot begin a publication")
         total, nbytes = len(request.segments) + request.manifest_fd, sum(piece.size for piece in request.segments)
-        self.server.check_freeing(session.uid, total, nbytes)
+        found = look_at(request, 0, fds[:total])  # how many they may be, is said below
+        nbytes = max(nbytes, found.nbytes)
+        new = self.catalogue.accounts.total.fresh(Asked(nbytes - found.known, pieces=found.pieces))
+        self.server.check_freeing(session.uid, total, new)
         publication = self.catalogue.begin(
             session,
             request.name,
@@ -399,8 +405,11 @@ class Service:
             words=len(m.encode(request)) + _DEVICE * len(request.devices),
             updatable=request.updatable,
             lease=request.lease,
+            pieces=found.pieces,
+            known=found.known,
         )
         partial = connection.partials[request.call] = Partial(publication, request, self.server.now())
+        partial.nbytes = found.nbytes
         self._take(connection, partial, request.call, 0, fds)
 
     def _offer(self, connection: Connection, session: Session, request: m.Offer, fds: list[int]) -> None:
@@ -426,42 +435,33 @@ class Service:
                 f"no publication {request.publish} is under way on this connection: it is over, or no part of it came "
                 f"for {self.server.patience:g} s; publish again"
             )
+        # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
+        publication = partial.publication
+        try:
+            partial.fds.check(request.offset, fds)
+            found = look_at(partial.request, request.offset, fds)  # type: ignore[arg-type]
+            arrived = partial.nbytes + found.nbytes
+            if arrived > publication.nbytes:
+                self.server.check_freeing(publication.session.uid, 0, arrived - publication.nbytes)
+            self.catalogue.arrived(publication, arrived, found.pieces, found.known)
+        except errors.VramError:
+            self.give_up(connection, partial)
+            raise
+        partial.nbytes = arrived
         self._take(connection, partial, request.call, request.offset, fds)
 
     def _take(self, connection: Connection, partial: Partial, call: int, offset: int, fds: list[int]) -> None:
-        """Check one part of a publication and keep it; with the last part the version is published."""
+        """Keep one part of a publication that was looked at; with the last part the version is published."""
         request: m.Publish = partial.request  # type: ignore[assignment]
         publication = partial.publication
         try:
             partial.fds.check(offset, fds)
-            nbytes = 0
-            for index, fd in enumerate(fds, start=offset - request.manifest_fd):
-                if index < 0:
-                    nbytes += admit(fd, 1, kind=1, device="host", writable=False, what="the manifest")
-                else:
-                    piece = request.segments[index]
-                    device = request.devices[piece.device]
-                    nbytes += admit(
-                        fd,
-                        piece.size,
-                        kind=piece.kind,
-                        device=device,
-                        writable=request.writable,
-                        what=f"segment {index}",
-                        updatable=request.updatable,
-                    )
             if offset + len(fds) == partial.fds.total:
                 for index, fd in enumerate(partial.fds):  # which may have got some since they came
                     refuse_attributes(fd, f"descriptor {index}")
-            # Descriptors count as they arrive, or a client that never sends the rest would hold them for nothing.
-            arrived = partial.nbytes + nbytes
-            if arrived > publication.nbytes:
-                self.server.check_freeing(publication.session.uid, 0, arrived - publication.nbytes)
-            self.catalogue.arrived(publication, arrived)
         except errors.VramError:
             self.give_up(connection, partial)
             raise
-        partial.nbytes += nbytes
         partial.fds.take(offset, fds)
         if not partial.fds.is_complete:
             if request.meta:  # the catalogue has it, in less room
@@ -657,12 +657,16 @@ class Service:
             pid=server.pid,
             uptime=server.now() - server.started,
             connections=len(server.connections),
+            queued=server.in_flight.queued,
         )
         connection.send(m.encode(counts))
 
     def _measure(self, connection: Connection, session: Session, request: m.Measure, fds: list[int]) -> None:
-        uptime = self.server.now() - self.server.started
-        connection.send(m.encode(self.meter.report(request.call, uptime=uptime, connections=self.server.by_user)))
+        server = self.server
+        uptime = server.now() - server.started
+        by_user, queued = server.by_user, server.in_flight.queued_of
+        report = self.meter.report(request.call, uptime=uptime, connections=by_user, queued=queued)
+        connection.send(m.encode(report))
 
     def _remove(self, connection: Connection, session: Session, request: m.Remove, fds: list[int]) -> None:
         effects = self.catalogue.remove(

@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ..errors import ProtocolError
-from .accounts import Quotas
 from .catalogue import CLAIM_TIMEOUT, Catalogue
 from .fields import record_from
+from .limits import Quotas
 from .ordered import Ordered
 from .records import (
     Claim,
@@ -291,7 +291,7 @@ def restore(
         notes, words = _notes(entry.meta), entry.record if entry.words is None else entry.words
         publication = record_from(Publication, entry, session=session, notes=notes, body=None, words=words)
         publications[entry.id] = session.publications[entry.id] = publication
-        made.accounts.add(session.uid, publication.charge, entry.entries, entry.handles, publication.words)
+        made.accounts.keep(session.uid, publication, entry.entries)
     for wait in _in_steps(books.waiters, tell):
         expected = None if bytes(wait.expect) == _NOTHING else _notes(wait.expect)
         waiter = record_from(Waiter, wait, session=made.sessions[wait.session], expected=expected)
@@ -345,9 +345,9 @@ def _restore_version(made: Catalogue, row: VersionRow, token: Callable[[int], An
         known.older[row.number] = version
     made.enter(version)
     if row.current:
-        made.accounts.add(row.owner, version.charge, 1, row.handles, version.words)
+        made.accounts.keep(row.owner, version, 1)
     else:  # counts against those who lease it
-        made.accounts.total.add(version.charge, 0, row.handles, version.words)
+        made.accounts.total.keep(version)
     if row.expires is not None:
         made._schedule(row.expires, version)
     if row.writing:

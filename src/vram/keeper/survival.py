@@ -37,7 +37,7 @@ from .replay import Peer, Replay, renumber
 from .server import KeeperServer
 from .service import Service
 from .snapshot import save
-from .takeover import LimitsRow, State, unpack, with_limits
+from .takeover import State, unpack
 
 if TYPE_CHECKING:
     from .catalogue import Catalogue
@@ -344,9 +344,7 @@ class SurvivingServer(KeeperServer):
         self._blamed = self._hand if blamed else 0
         base = _base.decode(self.log.base)
         why_not = self.catalogue.why_not
-        quotas = self.catalogue.accounts.quotas
-        if base.state.limits is not None:
-            quotas = with_limits(quotas, base.state.limits, ())
+        quotas = self.quotas if base.state.limits is None else base.state.limits
         claims = base.state.claim_timeout or self.catalogue.claim_timeout
         listener = kept.pop(_LISTENER)
         (sock,) = unpack(self, base.state, [listener, *map(_away, base.numbers)], quotas, claims, {})
@@ -423,13 +421,11 @@ class SurvivingServer(KeeperServer):
         numbers: dict[Held, int] = {}
         catalogue = self.catalogue
         books = save(catalogue, lambda held: numbers.setdefault(held, len(numbers)))
-        quotas = catalogue.accounts.quotas
-        limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
         tokens = [(len(held.fds), held.nbytes) for held in numbers]
         renumber(catalogue, books.next_id)
         open_ones = [one for one in self.numbers if not one.closed]
         base = _Base(
-            State(books, tokens, [], limits, catalogue.claim_timeout, os.getpid()),
+            State(books, tokens, [], self.quotas, catalogue.claim_timeout, os.getpid()),
             [self.link.number_of[fd] for held in numbers for fd in held.fds],
             [
                 (self.numbers[one], 0 if one.session is None else one.session.id, one.version, one.repeats)

@@ -49,7 +49,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -71,17 +71,17 @@ from ..sharing.unread import pass_rights
 from ..spec import format_size
 from . import event_log
 from . import messages as m
-from .accounts import Quotas
 from .bind import Listener, Permissions
 from .connection import Connection, Held, Partial
 from .failures import raised
 from .killed import was_killed
+from .limits import Quotas
 from .records import Version
 from .rpc_connection import greet, open_channel
 from .server import KeeperServer
 from .snapshot import Ahead, Bodies, Books, join_bodies, restore, save, silent, split_bodies
 
-__all__ = ["LimitsRow", "State", "Succession", "hand_over", "take_over", "unpack", "with_limits"]
+__all__ = ["State", "Succession", "hand_over", "take_over", "unpack"]
 
 FORMAT = 1
 PATIENCE = 10.0  # seconds that each waits for one message of the other
@@ -114,15 +114,6 @@ class ConnectionRow(Struct, array_like=True):
     repeats: bool = False  # its peer says again what was not answered
 
 
-class LimitsRow(Struct, array_like=True):
-    """The ceilings that a keeper was started with; those on descriptors are each process's own."""
-
-    max_bytes: int | None = None
-    max_entries: int | None = None
-    user_bytes: int | None = None
-    user_entries: int | None = None
-
-
 class State(Struct, array_like=True):
     """All that moves but the descriptors, which come in this order: the listener, the connections, for each token
     those of its version, for each connection those of its partial publications.
@@ -133,7 +124,7 @@ class State(Struct, array_like=True):
     books: Books
     tokens: list[tuple[int, int]]  # number of descriptors, bytes
     connections: list[ConnectionRow]
-    limits: LimitsRow | None = None  # None: of a keeper that did not hand them over
+    limits: Quotas | None = None  # those that were chosen, or the defaults; None: of a keeper that did not say
     claim_timeout: float | None = None  # the same
     pid: int = 0  # who hands over; 0: of a keeper that did not say
     lent: bool = False  # whether the listener is a service manager's
@@ -333,10 +324,8 @@ def _collect(
         )
         for one in connections
     ]
-    quotas = server.catalogue.accounts.quotas
-    limits = LimitsRow(*(getattr(quotas, name) for name in LimitsRow.__struct_fields__))
     tokens = [(len(held.fds), held.nbytes) for held in numbers]
-    state = State(books, tokens, rows, limits, server.catalogue.claim_timeout, os.getpid(), server.listener.lent)
+    state = State(books, tokens, rows, server.quotas, server.catalogue.claim_timeout, os.getpid(), server.listener.lent)
     fds = [server.listener.sock.fileno(), *(one.sock.fileno() for one in connections)]
     for held in numbers:
         fds += held.fds
@@ -389,9 +378,8 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
         _ask(channel)
         state, fds, bodies, is_heard = _receive(channel)
         try:
-            quotas = server.catalogue.accounts.quotas
-            before = None if state.limits is None else with_limits(quotas, state.limits, ())
-            now = quotas if state.limits is None else with_limits(quotas, state.limits, given)
+            before = state.limits
+            now = server.quotas if before is None else _with(server.quotas, before, given)
             claims = server.catalogue.claim_timeout
             if state.claim_timeout is not None and "claim_timeout" not in given:
                 claims = state.claim_timeout
@@ -414,10 +402,10 @@ def take_over(server: KeeperServer, given: Collection[str] = ()) -> Succession |
     return Succession(pid, before, now, state.claim_timeout, claims)
 
 
-def with_limits(quotas: Quotas, limits: LimitsRow, given: Collection[str]) -> Quotas:
-    """Return quotas with the limits of another keeper, but for those that were given here."""
-    names = (name for name in LimitsRow.__struct_fields__ if name not in given)
-    return replace(quotas, **{name: getattr(limits, name) for name in names})
+def _with(quotas: Quotas, limits: Quotas, given: Collection[str]) -> Quotas:
+    """Return the limits of another keeper, but for those that were given here."""
+    names = (name for name in Quotas.__struct_fields__ if name in given)
+    return msgspec.structs.replace(limits, **{name: getattr(quotas, name) for name in names})
 
 
 def _ask(channel: Channel) -> None:
@@ -507,6 +495,7 @@ def unpack(
         start += number
         return fds[start - number : start]
 
+    server.limit(quotas)  # before anything is counted
     owners, own = _owners(state), server.catalogue.accounts.keeper_uid
     tokens = [
         Held(following(number), nbytes, owners.get(index, own), server.dispose, uses=0)
@@ -521,7 +510,7 @@ def unpack(
     catalogue, publications = restore(
         state.books,
         token,
-        quotas,
+        server.catalogue.accounts.quotas,
         keeper_uid=server.catalogue.accounts.keeper_uid,
         nobody=server.catalogue.nobody,
         claim_timeout=claim_timeout,
@@ -547,6 +536,7 @@ def unpack(
         connection.waiting_since = row.waiting_since
         for payload, index, start, stop in row.queue:
             connection.enqueue(payload, token(index) if index >= 0 else None, start, stop)
+        connection.moved = bool(row.queue)
         for part in row.partials:
             partial = Partial(publications[part.publication], m.decode_request(part.request), server.now())
             partial.fds.take(0, following(part.descriptors))

@@ -21,6 +21,7 @@ from prometheus_client.metrics_core import (
 )
 
 from .. import __version__
+from ..keeper.limits import limit_called
 from ..keeper.messages import Measurements
 from ..keeper.reports import StatisticsInfo
 
@@ -53,13 +54,13 @@ def families(held: StatisticsInfo, done: Measurements) -> Iterator[Metric]:
         ("descriptors", "Descriptors that are kept.", held.descriptors),
     ):
         yield _gauge(f"vram_keeper_{name}", meaning, number)
-    for name, meaning, most in (
-        ("entries", "Ceiling for names.", held.max_entries),
-        ("memory", "Ceiling for bytes that are kept.", held.max_bytes),
-        ("descriptors", "Ceiling for descriptors that are kept.", held.max_descriptors),
-    ):
-        if most is not None:
-            yield _gauge(f"vram_keeper_{name}_limit{'_bytes' if name == 'memory' else ''}", meaning, most)
+    yield _gauge("vram_keeper_queued_bytes", "Bytes of answers that wait to be read.", held.queued_bytes)
+    for found in held.limits:
+        limit = limit_called(found.name)
+        unit = "_bytes" if limit.is_size else ""
+        for whose, of, most in (("", "", found.most), ("user_", " of one user", found.most_per_user)):
+            if most is not None:
+                yield _gauge(f"vram_keeper_{whose}{limit.metric}_limit{unit}", f"Ceiling for {limit.what}{of}.", most)
     yield from _users(done)
     yield from _devices(done)
     yield from _requests(done)
@@ -72,6 +73,8 @@ def _users(done: Measurements) -> Iterator[Metric]:
         ("descriptors", "Descriptors that count for a user.", "descriptors"),
         ("leases", "Leases of a user.", "leases"),
         ("connections", "Connections of a user.", "connections"),
+        ("versions", "Versions that count for a user.", "versions"),
+        ("queued_bytes", "Bytes of answers that wait until a user reads them.", "queued_bytes"),
     ):
         family = GaugeMetricFamily(f"vram_keeper_user_{name}", meaning, labels=["uid"])
         for row in done.users:

@@ -1,0 +1,232 @@
+"""Everything that has a ceiling, of all users together and of each: one table.
+
+The options of ``vram keep``, what errors say, statistics, metrics and what a successor is told follow from it. One more
+is a row here, its two fields in :class:`Quotas`, and where it is counted.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from ..errors import QuotaError, UsageError
+from ..spec import format_count, format_size, parse_size
+
+__all__ = [
+    "ALL_QUEUED",
+    "LIMITS",
+    "MOST_ENTRIES",
+    "MOST_LEASES",
+    "MOST_QUEUED",
+    "OPTIONS",
+    "Limit",
+    "Option",
+    "Quotas",
+    "limit_called",
+    "over",
+    "parse_limit",
+    "written_limit",
+]
+
+MOST_ENTRIES: Final = 32_768  # of one user: a takeover stops a keeper for as long as they take (031)
+MOST_LEASES: Final = 65_536  # of one user, on all its connections: 300 bytes of the keeper's own each
+MOST_QUEUED: Final = 16 * 1024 * 1024  # bytes of answers of one user that wait to be read, in the keeper
+ALL_QUEUED: Final = 256 * 1024 * 1024  # of all users: sixteen that read nothing have as much
+
+
+class Quotas(Struct, frozen=True, array_like=True):
+    """Ceilings; None is none. Those that begin with ``user`` are for each user, the keeper's own excepted.
+
+    A successor reads them, of this version or of another: new ones go last, and what an older keeper does not say is
+    the default.
+    """
+
+    max_bytes: int | None = None
+    max_entries: int | None = None
+    user_bytes: int | None = None
+    user_entries: int | None = MOST_ENTRIES
+    max_versions: int | None = None
+    user_versions: int | None = None
+    max_descriptors: int | None = None
+    user_descriptors: int | None = None
+    max_leases: int | None = None
+    user_leases: int | None = MOST_LEASES
+    max_connections: int | None = None
+    user_connections: int | None = None
+    max_queued_bytes: int | None = ALL_QUEUED
+    user_queued_bytes: int | None = MOST_QUEUED
+
+    def within(self, connections: int, descriptors: int) -> Quotas:
+        """Return these in a process that can have no more than so many: of each, one user has half unless chosen."""
+        most = {"connections": connections, "descriptors": descriptors}
+        found: dict[str, int] = {}
+        for name, here in most.items():
+            chosen, of_user = getattr(self, f"max_{name}"), getattr(self, f"user_{name}")
+            total = here if chosen is None else min(chosen, here)
+            found[f"max_{name}"] = total
+            found[f"user_{name}"] = total // 2 if of_user is None else min(of_user, total)
+        return msgspec.structs.replace(self, **found)
+
+
+class Limit(NamedTuple):
+    """One quantity.
+
+    Attributes
+    ----------
+    name : str
+        In the plural: it stands in the fields of :class:`Quotas` and in the options.
+    one : str
+        One of them.
+    what : str
+        What is counted, for who reads the options.
+    remedy : str
+        What to do at the ceiling, besides raising it.
+    own : bool
+        Whether a process has a ceiling of its own, from RLIMIT_NOFILE, where none is chosen.
+    least : int
+        The lowest ceiling that may be chosen.
+    """
+
+    name: str
+    one: str
+    what: str
+    remedy: str
+    own: bool = False
+    least: int = 0
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is counted in bytes."""
+        return "bytes" in self.name
+
+    def counted(self, number: int) -> str:
+        """Write so many of them, for a sentence."""
+        if self.is_size:
+            return format_size(number)
+        return format_count(number, self.one, self.name)
+
+    @property
+    def metric(self) -> str:
+        """Return what it is called among the metrics, where a unit stands at the end."""
+        return {"bytes": "memory", "queued_bytes": "queued"}.get(self.name, self.name)
+
+    def option(self, *, of_user: bool) -> str:
+        """Return the option that sets it."""
+        return f"--max-{self.name.replace('_', '-')}{'-per-user' if of_user else ''}"
+
+
+_REMOVE = "remove entries (vram rm), wait for readers of old versions"
+
+LIMITS: Final = (
+    Limit("bytes", "byte", "memory", _REMOVE),
+    Limit("entries", "entry", "names", _REMOVE),
+    Limit("versions", "version", "versions, old ones that are leased included", _REMOVE),
+    Limit("descriptors", "descriptor", "descriptors of memory", _REMOVE, own=True),
+    Limit("leases", "lease", "leases", "close leases, or end processes that have some (vram ls --holders)"),
+    Limit("connections", "connection", "connections", "end processes that are connected", own=True),
+    Limit("queued_bytes", "byte", "answers that wait to be read", "read what was asked for", least=1 << 20),
+)
+_CALLED: Final = {limit.name: limit for limit in LIMITS}
+
+
+class Option(NamedTuple):
+    """How one ceiling is chosen: its option, the field of :class:`Quotas`, and what is counted."""
+
+    flag: str
+    field: str
+    limit: Limit
+    of_user: bool
+
+    @property
+    def help(self) -> str:
+        """Say what it is, in one line."""
+        of = " of each user but this one" if self.of_user else ""
+        kind = "a size" if self.limit.is_size else "a number"
+        return f'Most {self.limit.what}{of}: {kind}, or "none"{self.default}.'
+
+    @property
+    def default(self) -> str:
+        """Say what holds where it is not given, if anything does."""
+        most = getattr(_NONE_CHOSEN, self.field)
+        if most is not None:
+            return f" [default: {written_limit(self, most)}]"
+        if self.limit.own:
+            return " [default: half of them]" if self.of_user else " [default: by RLIMIT_NOFILE]"
+        return ""
+
+
+_NONE_CHOSEN: Final = Quotas()
+OPTIONS: Final = tuple(
+    Option(limit.option(of_user=of_user), f"{'user' if of_user else 'max'}_{limit.name}", limit, of_user)
+    for limit in LIMITS
+    for of_user in (False, True)
+)
+
+
+def limit_called(name: str) -> Limit:
+    """Return the row of a quantity."""
+    return _CALLED[name]
+
+
+def over(
+    limit: Limit,
+    whose: str,
+    most: int,
+    used: int,
+    asked: int,
+    *,
+    would: int | None = None,
+    of_user: bool,
+    more: str = "",
+) -> QuotaError:
+    """Return the error of who asked for more than there is room for.
+
+    Parameters
+    ----------
+    whose : str
+        ``"the keeper"``, or a user.
+    most, used, asked : int
+        The ceiling, what counts against it now, and how much more was asked for.
+    would : int, optional
+        How much it would be then, if something would go in return.
+    more : str
+        What else there is to say.
+    """
+    option = limit.option(of_user=of_user)
+    return QuotaError(
+        f"no room for {limit.counted(asked)} more: {whose} may hold {limit.counted(most)} ({option}), holds "
+        f"{_short(limit, used)} and would hold {_short(limit, used + asked if would is None else would)}; "
+        f"{limit.remedy}, or raise the keeper's limit{more}"
+    )
+
+
+def _short(limit: Limit, number: int) -> str:
+    return format_size(number) if limit.is_size else str(number)
+
+
+def parse_limit(text: str, option: str) -> int | None:
+    """Read a limit: bytes or a size for what is counted in bytes, a whole number for the rest, or ``"none"``.
+
+    Raises
+    ------
+    UsageError
+        For anything else.
+    """
+    if text.strip().lower() == "none":
+        return None
+    limit = next(one.limit for one in OPTIONS if one.flag == option)
+    if limit.is_size:
+        nbytes = parse_size(text, what=option)
+        if nbytes < limit.least:  # else somebody who reads in time might be hung up on
+            raise UsageError(f"{option} {text[:40]!r} is too low: {format_size(limit.least)} at least")
+        return nbytes
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise UsageError(f'{option} {text[:40]!r} is not a number of {limit.name}: 0 or more, or "none"')
+    return int(text)
+
+
+def written_limit(option: Option, limit: int | None) -> str:
+    """Write a limit as it may be given."""
+    return "none" if limit is None else format_size(limit) if option.limit.is_size else str(limit)

@@ -1,0 +1,474 @@
+"""Every ceiling, as another user meets it: at it, one over, and back under it; and what versions share counts once.
+
+The keeper runs as root, and these users are others to it. What is refused takes nothing: neither a descriptor nor room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from tests.hostile.test_keeper_fairness import GREEDY, MODEST, being
+from tests.hostile.test_keeper_hostile import Peer
+from tests.hostile.test_trial5_closing import stuck
+from tests.keeper_here import serving
+
+from vram.errors import QuotaError
+from vram.keeper import messages as m
+from vram.keeper.client import KeeperClient, Segment
+from vram.keeper.limits import LIMITS, OPTIONS, Quotas
+from vram.keeper.private import short_directory
+from vram.keeper.server import KeeperServer
+from vram.keeper.takeover import hand_over, take_over
+from vram.open_files import close_fds
+from vram.testing.keeper import READ_ONLY, make_memfd, memfds, until
+
+KIB = 1024
+KIB4 = Segment(4 * KIB)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be other users")
+
+
+@contextlib.contextmanager
+def keeper(**ceilings: int | None) -> Iterator[KeeperServer]:
+    """A keeper in a thread of this process, to which every user may connect."""
+    with short_directory() as place:
+        os.chmod(place, 0o711)
+        with serving(made(f"{place}/k", **ceilings)) as server:
+            yield server
+
+
+def made(path: str, **ceilings: int | None) -> KeeperServer:
+    quotas = Quotas(**ceilings)
+    return KeeperServer(path, mode=0o666, raises_limit=False, hand_over=hand_over, quotas=quotas)
+
+
+def connect(stack: contextlib.ExitStack, path: str, uid: int) -> KeeperClient:
+    with being(uid):
+        return stack.enter_context(KeeperClient.connect(path))
+
+
+@dataclass
+class Scene:
+    """A user at a keeper, and memory."""
+
+    stack: contextlib.ExitStack
+    server: KeeperServer
+    client: KeeperClient
+    fds: list[int]
+    leases: list[int] = dataclasses.field(default_factory=list)
+
+    def publish(self, name: str, count: int = 1, first: int = 0) -> None:
+        self.client.publish(name, [KIB4] * count, self.fds[first : first + count])
+
+    def attach(self, name: str) -> None:
+        held = self.client.attach(name)
+        close_fds(held.fds)
+        self.leases.append(held.lease_id)
+
+    def release(self) -> None:
+        self.client.release([self.leases.pop()])
+
+    def refused(self, act: Callable[[], object], *says: str) -> None:
+        """It is refused, says what is said, and leaves everything as it was."""
+        self.client.statistics()  # what was replaced is closed after its publisher has the answer
+        until(lambda: not self.server.slow_closer.total.handles, what="the end of what was removed")
+        before = self.books()
+        with pytest.raises(QuotaError) as caught:
+            act()
+        for words in says:
+            assert words in str(caught.value)
+        until(lambda: self.books() == before, what="nothing of what was refused")
+
+    def books(self) -> Any:
+        """Everything that counts, and the descriptors of this process, which is the keeper's, too."""
+        accounts, server = self.server.catalogue.accounts, self.server
+        open_now = len(os.listdir("/proc/self/fd"))
+        return (
+            *(dataclasses.astuple(one) for one in (accounts.total, accounts.of(GREEDY))),
+            accounts.tally(GREEDY).leases, dict(server.by_user), server.slow_closer.total.handles, open_now,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def scene(**ceilings: int | None) -> Iterator[Scene]:
+    with keeper(**ceilings) as server, contextlib.ExitStack() as stack:
+        fds = stack.enter_context(memfds(6))
+        yield Scene(stack, server, connect(stack, server.path, GREEDY), fds)
+
+
+def whose(prefix: str) -> str:
+    return f"uid {GREEDY} may hold" if prefix == "user" else "the keeper may hold"
+
+
+def option(prefix: str, name: str) -> str:
+    return next(one.flag for one in OPTIONS if one.field == f"{prefix}_{name}")
+
+
+BOTH = pytest.mark.parametrize("prefix", ["user", "max"])
+
+
+@BOTH
+def test_bytes(prefix: str) -> None:
+    with scene(**{f"{prefix}_bytes": 8 * KIB}) as one:
+        one.publish("a")
+        one.publish("b", first=1)
+        said = f"no room for 4 KiB more: {whose(prefix)} 8 KiB ({option(prefix, 'bytes')}), holds 8 KiB and would"
+        one.refused(lambda: one.publish("c", first=2), said, "remove entries (vram rm)", "raise the keeper's limit")
+        one.refused(lambda: one.client.offer("c", 1), "no room for 1 B more")
+        one.client.remove("a")
+        until(lambda: not one.server.slow_closer.total.nbytes, what="the end of what was removed")
+        one.publish("c", first=2)
+
+
+@BOTH
+def test_entries(prefix: str) -> None:
+    with scene(**{f"{prefix}_entries": 2}) as one:
+        one.publish("a")
+        one.publish("b", first=1)
+        said = f"no room for 1 entry more: {whose(prefix)} 2 entries ({option(prefix, 'entries')}), holds 2 and would"
+        one.refused(lambda: one.publish("c", first=2), said, "hold 3")
+        one.publish("b", first=2)  # which is no entry more
+        one.client.remove("a")
+        one.publish("c", first=2)
+
+
+@BOTH
+def test_versions(prefix: str) -> None:
+    """Old ones that are leased are among them, and a version that nobody leases makes room for the next of its name."""
+    with scene(**{f"{prefix}_versions": 3}) as one:
+        one.publish("a")
+        for first in range(1, 3):
+            one.attach("a")
+            one.publish("a", first=first)
+        one.publish("a", first=3)
+        said = f"no room for 1 version more: {whose(prefix)} 3 versions ({option(prefix, 'versions')}), holds 3 and"
+        one.refused(lambda: one.publish("b", first=4), said, "'a' version 1 (4 KiB), 'a' version 2 (4 KiB), not")
+        one.publish("a", first=4)
+        one.release()
+        one.publish("b", first=5)
+        one.refused(lambda: one.publish("c", first=3), "no room for 1 version more")
+
+
+@BOTH
+def test_descriptors(prefix: str) -> None:
+    with scene(**{"user_descriptors": 9, f"{prefix}_descriptors": 3}) as one:
+        one.publish("a", 2)
+        said = f"no room for 2 descriptors more: {whose(prefix)} 3 descriptors ({option(prefix, 'descriptors')}), holds"
+        one.refused(lambda: one.publish("b", 2, first=2), f"{said} 2 and would hold 4")
+        one.publish("b", first=2)
+        one.refused(lambda: one.publish("c", first=3), "no room for 1 descriptor more")
+        one.client.remove("a")
+        one.client.statistics()  # it is on its way to be closed
+        until(lambda: not one.server.slow_closer.total.handles, what="the end of what was removed")
+        one.publish("c", 2, first=3)
+
+
+@BOTH
+def test_leases(prefix: str) -> None:
+    with scene(**{f"{prefix}_leases": 2}) as one:
+        one.publish("a")
+        one.attach("a")
+        one.attach("a")
+        said = f"no room for 1 lease more: {whose(prefix)} 2 leases ({option(prefix, 'leases')}), holds 2 and would"
+        one.refused(lambda: one.attach("a"), said, "hold 3; close leases", "vram ls --holders")
+        another = connect(one.stack, one.server.path, GREEDY)
+        with pytest.raises(QuotaError, match="no room for 1 lease more"):
+            another.attach("a")
+        modest = connect(one.stack, one.server.path, MODEST)
+        if prefix == "user":
+            close_fds(modest.attach("a").fds)
+        else:
+            with pytest.raises(QuotaError, match="the keeper may hold 2 leases"):
+                modest.attach("a")
+        one.release()
+        close_fds(another.attach("a").fds)
+
+
+@BOTH
+def test_connections(prefix: str) -> None:
+    with scene(**{f"{prefix}_connections": 2}, **({"user_connections": 9} if prefix == "max" else {})) as one:
+        more = connect(one.stack, one.server.path, GREEDY)
+        said = (
+            f"no room for 1 connection more: {whose(prefix)} 2 connections ({option(prefix, 'connections')}), holds 2"
+        )
+
+        def another() -> None:
+            connect(one.stack, one.server.path, GREEDY)
+
+        one.refused(another, f"{said} and would hold 3")
+        own = one.stack.enter_context(KeeperClient.connect(one.server.path))
+        assert own.statistics().connections == 3, "who runs the keeper gets in, to raise the ceiling"
+        more.close()
+        until(lambda: one.server.by_user[GREEDY] == 1, what="the end of the connection")
+        own.close()
+        until(lambda: 0 not in one.server.by_user, what="the end of the connection")
+        another()
+
+
+LONG = b"m" * 30_000
+
+
+def unread(one: Scene, peer: Peer, calls: int) -> None:
+    """Have so many answers of 30 KB wait that nobody reads."""
+    for call in range(1, calls + 1):
+        peer.send(m.encode(m.Attach(call, "big", wait=1000.0)))
+    until(lambda: one.client.statistics().waiting == calls, what="all waits")
+    one.client.publish("big", [KIB4], one.fds[:1], manifest=LONG)
+
+
+@pytest.mark.parametrize(
+    ("ceilings", "whose"),
+    [
+        ({"user_queued_bytes": 500 * KIB}, f"uid {MODEST} may hold 500 KiB (--max-queued-bytes-per-user)"),
+        ({"max_queued_bytes": 1000 * KIB}, "the keeper may hold 1000 KiB (--max-queued-bytes)"),
+    ],
+    ids=["user", "max"],
+)
+def test_answers_that_wait(ceilings: dict[str, int], whose: str) -> None:
+    """Whoever has too many is hung up on; while one user is alone, half of what all may have is for it."""
+    with scene(**ceilings) as one:
+        refusals: list[str] = []
+        refusal = one.server.in_flight.refusal
+
+        def looked_at(*given: Any) -> QuotaError | None:
+            why = refusal(*given)
+            refusals.extend([] if why is None else [str(why)])
+            return why
+
+        one.server.in_flight.refusal = looked_at  # type: ignore[method-assign]
+        with being(MODEST):
+            greedy = Peer(one.server.path)
+        with contextlib.closing(greedy):
+            unread(one, greedy, 12)
+            assert not refusals
+            assert one.client.statistics().queued_bytes > 200 * KIB, "more than its socket has room for"
+            for call in range(20, 20 + 12):
+                with contextlib.suppress(OSError):
+                    greedy.send(m.encode(m.Attach(call, "big")))
+            while not isinstance(greedy.hear(), m.Attached):
+                pass
+        until(lambda: not one.client.statistics().queued_bytes, what="the end of what nobody reads")
+        with being(MODEST):
+            greedy = Peer(one.server.path)
+        with contextlib.closing(greedy):
+            one.client.remove("big")
+            unread(one, greedy, 40)
+            until(lambda: refusals, what="the end of who does not read")
+            assert whose in refusals[0]
+            assert "read what was asked for" in refusals[0]
+        until(lambda: not one.client.statistics().queued_bytes, what="nothing that waits")
+        with being(MODEST):
+            greedy = Peer(one.server.path)
+        with contextlib.closing(greedy):
+            assert isinstance(greedy.ask(m.encode(m.Attach(1, "big"))), m.Attached)
+
+
+# -- what versions share ----------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_version_that_extends_another_by_the_same_memory_counts_what_it_adds(prefix: str) -> None:
+    """While the old one is leased, by its own publisher even: three versions of 4, 8 and 12 KiB are 12 KiB."""
+    with scene(**{f"{prefix}_bytes": 12 * KIB}) as one:
+        for count in (1, 2, 3):
+            one.publish("grows", count)
+            one.attach("grows")
+        held = one.client.statistics()
+        assert (held.nbytes, held.descriptors, held.versions) == (12 * KIB, 6, 3)
+        assert one.server.catalogue.accounts.of(GREEDY).nbytes == 12 * KIB
+        one.refused(lambda: one.publish("grows", 4), "no room for 4 KiB more", "holds 12 KiB and would hold 16 KiB")
+        one.publish("same", 3)  # under another name it is no memory more, either
+        assert one.client.statistics().nbytes == 12 * KIB
+        while one.leases:
+            one.release()
+        one.client.remove("same")
+        assert one.client.statistics().nbytes == 12 * KIB
+        one.publish("grows")
+        assert one.client.statistics().nbytes == 4 * KIB
+
+
+@BOTH
+def test_what_is_replaced_frees_nothing_that_the_next_version_has(prefix: str) -> None:
+    with scene(**{f"{prefix}_bytes": 8 * KIB}) as one:
+        one.publish("grows", 2)
+        one.refused(lambda: one.publish("grows", 3), "no room for 4 KiB more", "holds 8 KiB and would hold 12 KiB")
+
+
+def test_what_another_version_has_is_not_freed_with_this_one() -> None:
+    """While the descriptors of what was replaced close slowly, nothing of its memory waits to be freed."""
+    with scene(user_bytes=12 * KIB) as one, stuck(one.server.slow_closer, GREEDY):
+        for _ in range(4):
+            one.publish("grows", 2)
+        one.client.statistics()  # what was replaced goes after its publisher has the answer
+        assert one.server.slow_closer.of(GREEDY).handles >= 5
+        assert one.server.slow_closer.of(GREEDY).nbytes == 0
+        one.publish("grows", 3)
+
+
+def test_memory_of_two_users_counts_for_each_and_once_for_all() -> None:
+    with scene(user_bytes=8 * KIB, max_bytes=12 * KIB) as one:
+        other = connect(one.stack, one.server.path, MODEST)
+        one.publish("a", 2)
+        other.publish("b", [KIB4, KIB4], one.fds[:2])
+        accounts = one.server.catalogue.accounts
+        assert [accounts.of(uid).nbytes for uid in (GREEDY, MODEST)] == [8 * KIB, 8 * KIB]
+        assert accounts.total.nbytes == 8 * KIB
+        with pytest.raises(QuotaError, match=f"uid {MODEST} may hold 8 KiB"):
+            other.publish("c", [KIB4], one.fds[2:3])
+        one.client.remove("a")
+        assert [accounts.of(uid).nbytes for uid in (GREEDY, MODEST)] == [0, 8 * KIB]
+        assert accounts.total.nbytes == 8 * KIB
+        other.remove("b")
+        assert dataclasses.astuple(accounts.total)[:5] == (0, 0, 0, 0, 0)
+
+
+def test_what_comes_in_parts_counts_once_when_it_is_here() -> None:
+    """Nothing is known of descriptors that have not come: their bytes count until they have."""
+    with scene(user_bytes=600 * KIB) as one:
+        fds = one.stack.enter_context(memfds(70))
+        one.client.publish("grows", [KIB4] * 69, fds[:69])
+        one.attach("grows")
+        before = one.client.statistics().nbytes
+        one.client.publish("grows", [KIB4] * 70, fds)
+        assert one.client.statistics().nbytes == before + 4 * KIB == 280 * KIB
+        one.release()
+        one.client.remove("grows")
+        assert one.client.statistics().nbytes == 0
+
+
+def test_the_same_memory_twice_in_a_version_counts_once() -> None:
+    with scene() as one:
+        one.client.publish("twice", [KIB4, KIB4], [one.fds[0], one.fds[0]])
+        assert one.client.statistics().nbytes == 4 * KIB
+        one.client.remove("twice")
+        assert one.client.statistics().nbytes == 0
+
+
+def test_what_is_refused_after_some_of_it_came_leaves_nothing() -> None:
+    with scene(user_bytes=150 * KIB) as one:
+        big = make_memfd(64 * KIB, seals=READ_ONLY)
+        one.stack.callback(os.close, big)
+        fds = one.stack.enter_context(memfds(34))
+        one.publish("a")
+        # Of 4 KiB each as is said, and the last of 64 KiB, which is known with the second part.
+        one.refused(lambda: one.client.publish("b", [KIB4] * 35, [*fds, big]), "no room for")
+        assert one.client.statistics().nbytes == 4 * KIB
+
+
+# -- takeovers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_takeover_keeps_every_ceiling_and_every_count() -> None:
+    ceilings = dict(zip(Quotas.__struct_fields__, range(1001, 1015), strict=True))
+    with short_directory() as place, contextlib.ExitStack() as stack:
+        os.chmod(place, 0o711)
+        first, second = (
+            made(
+                f"{place}/k",
+                **ceilings,
+            ),
+            made(f"{place}/k"),
+        )
+        ceilings_of_bytes = {"max_bytes": 1 << 20, "user_bytes": 1 << 20, "user_descriptors": 20}
+        ceilings_of_bytes |= {"user_queued_bytes": 5 << 20, "max_queued_bytes": 7 << 20}
+        first.limit(Quotas(**{**ceilings, **ceilings_of_bytes}))
+        stack.enter_context(serving(first))
+        fds = stack.enter_context(memfds(3))
+        one = Scene(stack, first, connect(stack, first.path, GREEDY), fds)
+        one.publish("grows")
+        one.attach("grows")
+        one.publish("grows", 2)
+        one.client.publish("more", [KIB4], fds[2:])
+        one.attach("more")
+        counts, before = counted(first), one.client.statistics()
+        assert take_over(second)
+        stack.enter_context(serving(second))
+        after = one.client.statistics()
+        assert second.quotas == first.quotas
+        assert counted(second) == counts
+        assert [(limit.name, limit.most, limit.most_per_user) for limit in after.limits] == [
+            (limit.name, limit.most, limit.most_per_user) for limit in before.limits
+        ]
+        assert [limit.used for limit in after.limits if limit.name != "connections"] == [
+            limit.used for limit in before.limits if limit.name != "connections"
+        ]
+        one.client.remove("grows")
+        one.release()
+        one.release()
+        one.client.remove("more")
+        assert counted(second)[0][:5] == (0, 0, 0, 0, 0)
+
+
+def counted(server: KeeperServer) -> Any:
+    accounts = server.catalogue.accounts
+    used = [dataclasses.astuple(one) for one in (accounts.total, accounts.of(GREEDY))]
+    return [*used, accounts.tally(GREEDY).leases]
+
+
+def test_ceilings_that_are_lowered_below_what_is_used_take_nothing() -> None:
+    """New requests are refused, and nothing else happens: leases, versions, connections, and what waits to be read."""
+    with short_directory() as place, contextlib.ExitStack() as stack:
+        os.chmod(place, 0o711)
+        low = {
+            "user_bytes": 1, "user_entries": 0, "user_versions": 0, "user_descriptors": 0, "user_leases": 0,
+            "user_connections": 0, "user_queued_bytes": 150 * KIB, "max_queued_bytes": 250 * KIB,
+        }  # fmt: skip
+        first, second = made(f"{place}/k"), made(f"{place}/k", **low)
+        stack.enter_context(serving(first))
+        fds = stack.enter_context(memfds(2))
+        one = Scene(stack, first, connect(stack, first.path, GREEDY), fds)
+        with being(GREEDY):
+            late = Peer(first.path)
+        stack.callback(late.close)
+        unread(one, late, 12)
+        late.send(m.encode(m.Watch(99, "big", 1)))
+        one.publish("a")
+        one.attach("a")
+        queued = one.client.statistics().queued_bytes
+        assert queued > 200 * KIB
+        assert take_over(second, list(low))
+        stack.enter_context(serving(second))
+        held = one.client.statistics()
+        assert (held.entries, held.leases, held.connections, held.queued_bytes) == (2, 13, 2, queued)
+        for what, act in (
+            ("no room for", lambda: one.publish("b", first=1)),
+            ("no room for 1 lease more", lambda: one.attach("a")),
+            ("no room for 1 connection more", lambda: connect(stack, second.path, GREEDY)),
+        ):
+            with pytest.raises(QuotaError, match=what):
+                act()
+        one.client.remove("big")  # news for who has not read: that costs it nothing either
+        answers = [late.hear() for _ in range(12)]
+        assert all(isinstance(answer, m.Attached) for answer in answers)
+        assert one.client.statistics().leases == 13
+        one.release()
+        one.client.remove("a")
+        assert one.client.statistics().leases == 12
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_every_quantity_of_the_table_is_tried_here() -> None:
+    tried = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    names = {"answers_that_wait" if limit.name == "queued_bytes" else limit.name for limit in LIMITS}
+    assert names <= tried
+    assert {option.field for option in OPTIONS} == set(Quotas.__struct_fields__)
+
+
+def test_a_process_has_no_more_than_it_has_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
+    with short_directory() as place:
+        quotas = made(f"{place}/k", max_connections=10_000, user_descriptors=10_000).catalogue.accounts.quotas
+    assert quotas.max_connections == 170
+    assert quotas.user_connections == 85, "half of them"
+    assert quotas.max_descriptors is not None
+    assert 200 < quotas.max_descriptors < 300
+    assert quotas.user_descriptors == quotas.max_descriptors
